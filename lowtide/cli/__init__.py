@@ -1,0 +1,26 @@
+"""`lowtide`: the command line. One small module a command; typer and rich come with the extra `lowtide[cli]`."""
+
+import sys
+
+
+def main() -> None:
+    try:
+        import rich  # noqa: F401
+        import typer
+    except ModuleNotFoundError as missing:
+        sys.exit(
+            f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
+        )
+
+    from lowtide.cli import bench, train
+
+    app = typer.Typer(
+        name="lowtide",
+        help="Keep the high-water mark of training memory low.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.add_typer(bench.app, name="bench")
+    app.command("train")(train.train)
+    app()

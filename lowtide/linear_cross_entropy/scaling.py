@@ -1,0 +1,41 @@
+"""Where the factor common to all rows (1/n, the upstream gradient) meets a gradient: late, rounded once.
+
+A gradient kept in half precision is rounded before the upstream gradient is known, so that factor is split:
+most of it goes in as the gradient is rounded, and what is left for backward is a power of two, which rounds
+nothing further. The same split keeps float16 away from the ends of its range, wherever 1/n or a loss scale
+would have put it.
+"""
+
+import torch
+from torch import Tensor
+
+# A float16 gradient is kept with its largest row near 1, and formed with its largest row near 2^14.
+FP16_EXPONENT = 14
+
+
+def lift(pull_N: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The power of two that brings the largest row of a float16 gradient near 2^14; else None."""
+    if dtype != torch.float16 or pull_N.numel() == 0:
+        return None
+    _, exponent = torch.frexp(pull_N.abs().amax())
+    return torch.ldexp(torch.ones_like(pull_N[0]), FP16_EXPONENT - exponent)
+
+
+def split(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """`factor` as (what goes in when a gradient is rounded to dtype, the power of two left for later)."""
+    if dtype != torch.float16:
+        return factor, None
+    mantissa, exponent = torch.frexp(factor)
+    return mantissa * 2.0**-FP16_EXPONENT, torch.ldexp(torch.ones_like(factor), exponent + FP16_EXPONENT)
+
+
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
+    """out = factor * tensor in factor's dtype, rounded once to out's; out may be tensor itself."""
+    if tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
+        # As a vector of one, the factor takes part in type promotion; 0-d, it would be rounded to tensor's
+        # dtype.
+        torch.mul(tensor, factor.view(1), out=out)
+        return
+    rows = max(1, 1024 // max(1, tensor[0].numel()))  # the CPU would convert the whole tensor at once
+    for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
+        out_rows.copy_(tensor_rows.to(factor.dtype).mul_(factor))
