@@ -1,13 +1,14 @@
-"""Peak memory of a block of code, from the allocator itself: nothing that a kernel allocates inside is missed.
+"""Peak memory of a block of code, from the allocator itself: nothing that a kernel allocates inside is
+missed.
 
     with peak_memory("cpu") as peak:
         loss.backward()
     peak.bytes     # high-water mark above what was held on entry
     peak.largest   # the largest single allocation
 
-On CUDA the caching allocator's own trace is read; on the CPU, the profiler's allocation events. Both count the
-bytes that were asked for by tensors and by temporaries inside an operator, in the thread of the backward pass too.
-"""
+On CUDA the caching allocator's own trace is read; on the CPU, the profiler's allocation events. Both count
+the bytes that were asked for by tensors and by temporaries inside an operator, in the thread of the
+backward pass too."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`lowtide`: the command line. One small module a command; typer and rich come with the extra `lowtide[cli]`."""
+"""`lowtide`: the command line. One small module a command; its libraries come with the extra `lowtide[cli]`."""
 
 import sys
 

@@ -111,8 +111,8 @@ def _softmax_gradient_kernel(
                     class_weight_b = tl.load(class_weight_B_ptr + columns, mask=columns < B, other=0.0)
                 grad_b -= spread * class_weight_b
                 if TAKE_STATISTICS:
-                    gap_b = class_weight_b * (log_sum - (z_b - row_max))
-                    smooth_b += tl.where(columns < classes, gap_b, 0.0)
+                    gap_b = tl.where(columns < classes, log_sum - (z_b - row_max), 0.0)
+                    smooth_b += class_weight_b * gap_b
             if GRADIENT:
                 tl.debug_barrier()  # every thread has its logits before any writes over them
                 tl.store(

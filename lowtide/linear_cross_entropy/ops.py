@@ -48,7 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.plan, ctx.shape = plan, input.shape
         ctx.set_materialize_grads(False)
         with torch.autocast(input.device.type, enabled=False):
-            stream = Stream(plan, input, linear_weight, linear_bias, target, class_weight)
+            stream = _stream(plan, input, linear_weight, linear_bias, target, class_weight)
             if plan.reduction == "none":
                 statistics = stream.take_statistics()
                 if plan.gradient:
@@ -84,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(grad_loss.device.type, enabled=False):
             if ctx.plan.reduction == "none":
                 input, linear_weight, linear_bias, target, class_weight, max_N, sum_N = ctx.saved_tensors
-                stream = Stream(ctx.plan, input, linear_weight, linear_bias, target, class_weight)
+                stream = _stream(ctx.plan, input, linear_weight, linear_bias, target, class_weight)
                 statistics = Statistics(
                     max_N, sum_N, max_N, None
                 )  # the loss is known: its parts are not asked for
@@ -98,6 +98,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_input is not None:
             grad_input = grad_input.view(ctx.shape)
         return grad_input, grad_weight, grad_bias, None, None, None
+
+
+def _stream(plan: Plan, *operands: Tensor | None) -> Stream:
+    if plan.exponentials:
+        from lowtide.linear_cross_entropy.exponentials import ExponentialStream  # imports Triton
+
+        return ExponentialStream(plan, *operands)
+    return Stream(plan, *operands)
 
 
 def _factor(stream: Stream, denominator: Tensor | None) -> Tensor:

@@ -36,6 +36,8 @@ Reduction = Literal["mean", "sum", "none"]
 @dataclass(frozen=True, slots=True)
 class Plan:
     backend: str
+    exponentials: bool
+    """Whether the path of exponentials.py takes the call, or that of streamed.py, which takes any."""
     reduction: Reduction
     ignore_index: int
     label_smoothing: float
@@ -92,17 +94,32 @@ def make_plan(
     if workspace is None:
         workspace = DEFAULT_WORKSPACE[device] + (accumulator if device == "cuda" else 0)
 
-    row = V * sum_size + 16 * sum_size  # the logits of a token, and its statistics
-    if (grad_input or grad_weight or grad_bias) and backend == "torch" and compute_dtype != sum_dtype:
-        row += V * operand_size  # only a kernel can round in place
+    gradient = grad_input or grad_weight or grad_bias
+    copies_weight = _copies_weight(linear_weight, compute_dtype, device)
+    exponentials = (
+        backend == "triton"
+        and _has_tensor_maps(input.device)
+        and compute_dtype == torch.bfloat16
+        and linear_bias is None
+        and label_smoothing == 0
+        and _maps(input, linear_weight, compute_dtype)
+    )
+    row = 16 * sum_size  # statistics
+    tile = (V + 8) * operand_size + V // 32 if exponentials else V * sum_size  # a token's logits
+    if exponentials and not gradient:
+        tile = V // 32
+    if gradient and backend == "torch" and compute_dtype != sum_dtype:
+        tile += V * operand_size  # only a kernel can round in place
+    row += tile
     if input.dtype != compute_dtype or not _flattens(input):
         row += D * operand_size
-    if grad_input and input.dtype != sum_dtype:
+    if exponentials and grad_weight:
+        row += D * operand_size
+    if grad_input and (exponentials or input.dtype != sum_dtype):
         row += D * sum_size
 
-    copies_weight = _copies_weight(linear_weight, compute_dtype, device)
     vectors = (2 * (linear_bias is not None) + weighted) * V * sum_size
-    fixed = 64 * N + vectors + 4096
+    fixed = (160 if exponentials else 64) * N + vectors + 4096
     least = (
         fixed + row + (D * operand_size if copies_weight else 0) + (2 * D * sum_size if accumulator else 0)
     )
@@ -120,21 +137,24 @@ def make_plan(
     operand_classes = V
     if copies_weight:
         # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
-        operand_classes = max(1, min(V, room // 4 // (D * operand_size)))
+        operand_classes = _whole_tiles(max(1, min(V, room // 4 // (D * operand_size))), V)
         room -= operand_classes * D * operand_size
     rows = _even_chunks(N, max(1, room // row), ROW_TILE[device])
 
     # A class block wants its accumulator [B, D] and its logits [C, B] of about the same size.
     block_room = workspace - fixed
     class_row = D * (sum_size + (operand_size if copies_weight else 0))
-    block_classes = max(1, min(V, block_room // 2 // class_row))
-    block_row = block_classes * (sum_size + (operand_size if backend == "torch" else 0)) + D * operand_size
+    block_classes = _whole_tiles(max(1, min(V, block_room // 2 // class_row)), V)
+    block_row = (
+        block_classes * (sum_size + (operand_size if backend == "torch" else 0)) + 2 * D * operand_size
+    )
     block_rows = _even_chunks(
         N, max(1, (block_room - block_classes * class_row) // block_row), ROW_TILE[device]
     )
 
     return Plan(
         backend=backend,
+        exponentials=exponentials,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
@@ -179,6 +199,24 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _has_tensor_maps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _maps(input: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit."""
+
+    def aligned(tensor: Tensor) -> bool:
+        if tensor.dtype != dtype:
+            return True  # a fresh copy will be read
+        *outer, last = tensor.stride()
+        return last == 1 and all(stride % 8 == 0 for stride in (*outer, tensor.storage_offset()))
+
+    rows = input.dim() == 3 or _flattens(input)
+    inner = input.stride(-1) == weight_VD.stride(-1) == 1 and input.shape[-1] % 8 == 0
+    return rows and inner and aligned(input) and aligned(weight_VD)
+
+
 def _flattens(input: Tensor) -> bool:
     """Whether [..., D] can be seen as [N, D] without a copy."""
     try:
@@ -192,6 +230,11 @@ def _copies_weight(weight_VD: Tensor, dtype: torch.dtype, device: str) -> bool:
     # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
     cast = weight_VD.dtype != dtype and device == "cpu"
     return cast or 1 not in weight_VD.stride()
+
+
+def _whole_tiles(classes: int, V: int) -> int:
+    """Fewer than V classes, in whole tiles: products of an odd width fall back to slow, unaligned kernels."""
+    return classes if classes == V or classes < 128 else classes - classes % 128
 
 
 def _even_chunks(N: int, most: int, tile: int) -> int:
