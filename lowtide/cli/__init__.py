@@ -1,4 +1,4 @@
-"""`lowtide`: the command line. One small module a command; its libraries come with the extra `lowtide[cli]`."""
+"""`lowtide`: the command line, a small module a command. Its libraries come with the extra `lowtide[cli]`."""
 
 import sys
 

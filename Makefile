@@ -1,0 +1,35 @@
+# `make demo` and `make test` set everything up themselves, on a machine with Python 3.10 or later and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-gpu lint bench clean
+
+demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (under four minutes)
+	$(BIN)/lowtide train --loss both
+
+test: $(READY)  ## the whole suite; the kernels run through Triton's interpreter where there is no GPU
+	$(BIN)/python -m pytest
+
+test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench:  ## on the device at hand, with the torch and the peers of the current environment
+	$(PYTHON) -m lowtide bench linear-cross-entropy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs
