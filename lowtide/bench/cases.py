@@ -1,0 +1,54 @@
+"""The shapes of the benchmark, as data, and the tensors of one shape.
+
+Legend: N tokens, D features, V classes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+IGNORED_FRACTION = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tokens: int
+    features: int
+    classes: int
+    dtype: torch.dtype
+    device: str
+    smoke: bool = False
+
+    @property
+    def shape(self) -> str:
+        return f"{self.tokens} x {self.features} x {self.classes} {self.dtype_name} on {self.device}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def inputs(self, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, head and targets, the same on every run; the logits have unit variance."""
+        on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
+        input_ND = torch.randn(self.tokens, self.features, dtype=self.dtype, **on)
+        weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
+        weight_VD.mul_(self.features**-0.5)
+        target_N = torch.randint(self.classes, (self.tokens,), **on)
+        ignored = torch.randperm(self.tokens, **on)[: int(self.tokens * IGNORED_FRACTION)]
+        target_N[ignored] = IGNORE_INDEX
+        return input_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
+
+
+CASES = (
+    Case("A", 16384, 2048, 131072, torch.bfloat16, "cuda"),
+    Case("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),
+    Case("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
+    Case("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
+    Case("smoke-cuda", 512, 256, 2048, torch.bfloat16, "cuda", smoke=True),
+    Case("cpu", 2048, 512, 32768, torch.float32, "cpu"),
+    Case("cpu-small", 512, 256, 8192, torch.float32, "cpu"),
+    Case("smoke-cpu", 256, 64, 1024, torch.float32, "cpu", smoke=True),
+)

@@ -1,0 +1,114 @@
+"""Every implementation that is measured: ours, torch's own and the peers', each with one way to load it.
+
+`load(case)` imports what the provider needs and returns its loss, the mean over the targets that are not
+ignored, as a function of (input_ND, weight_VD, target_N). It raises `Unavailable` where the provider cannot
+run by design; any other exception, there or later, is a failure. Both become a row that gives the reason.
+
+Legend: N tokens, D features, V classes.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.bench.cases import IGNORE_INDEX, Case
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+MIB = 2**20
+GIB = 2**30
+
+
+class Unavailable(Exception):
+    """The provider is not installed or does not take the case."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    name: str
+    distribution: str  # the installed package whose version stands in the provider's rows
+    load: Callable[[Case], Loss]
+    smoke: bool | None = (
+        None  # unless named, runs in smoke runs only (True), outside them only (False), in both
+    )
+
+
+def _lowtide(workspace: int | None, case: Case) -> Loss:
+    from lowtide import linear_cross_entropy
+
+    return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
+
+
+def _eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+    logits_NV = F.linear(input_ND, weight_VD)
+    return F.cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORE_INDEX)
+
+
+def _eager(case: Case) -> Loss:
+    return _eager_loss
+
+
+def _compiled(backend: str, case: Case) -> Loss:
+    # Code compiled for earlier cases counts towards the limit of recompilations, unless it is forgotten.
+    torch.compiler.reset()
+    return torch.compile(_eager_loss, fullgraph=True, dynamic=False, backend=backend)
+
+
+def _torch_chunked(case: Case) -> Loss:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return partial(F.linear_cross_entropy, ignore_index=IGNORE_INDEX, options=options)
+
+
+def _liger(accum_dtype: torch.dtype | None, case: Case) -> Loss:
+    module = _cuda_module("liger_kernel.transformers.functional", case)
+    return partial(
+        module.liger_fused_linear_cross_entropy, ignore_index=IGNORE_INDEX, accum_dtype=accum_dtype
+    )
+
+
+def _cut_cross_entropy(case: Case) -> Loss:
+    module = _cuda_module("cut_cross_entropy", case)
+    return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX)
+
+
+def _quack(use_scaled_exp: bool, case: Case) -> Loss:
+    module = _cuda_module("quack.linear_cross_entropy", case)
+    loss = partial(module.chunked_linear_cross_entropy, ignore_index=IGNORE_INDEX)
+    return partial(loss, use_scaled_exp=use_scaled_exp)
+
+
+def _cuda_module(name: str, case: Case) -> ModuleType:
+    if case.device != "cuda":
+        raise Unavailable("its kernels need CUDA")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise Unavailable(f"not installed: {missing}") from None
+
+
+PROVIDERS = (
+    Provider("lowtide", "lowtide", partial(_lowtide, None)),
+    Provider("lowtide-3.5GiB", "lowtide", partial(_lowtide, 7 * GIB // 2)),
+    Provider("lowtide-1GiB", "lowtide", partial(_lowtide, GIB)),
+    Provider("lowtide-256MiB", "lowtide", partial(_lowtide, 256 * MIB)),
+    Provider("lowtide-64MiB", "lowtide", partial(_lowtide, 64 * MIB)),
+    Provider("eager", "torch", _eager),
+    # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. There the same graph
+    # runs under the backend that generates no code, and under that backend's name.
+    Provider("compile", "torch", partial(_compiled, "inductor"), smoke=False),
+    Provider("compile-aot-eager", "torch", partial(_compiled, "aot_eager"), smoke=True),
+    Provider("torch-chunked", "torch", _torch_chunked),
+    Provider("liger", "liger-kernel", partial(_liger, None)),
+    Provider("liger-fp32", "liger-kernel", partial(_liger, torch.float32)),
+    Provider("cut-cross-entropy", "cut-cross-entropy", _cut_cross_entropy),
+    Provider("quack", "quack-kernels", partial(_quack, False)),
+    Provider("quack-scaled-exp", "quack-kernels", partial(_quack, True)),
+)

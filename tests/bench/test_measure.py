@@ -1,0 +1,176 @@
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide.bench import measure
+from lowtide.bench.cases import IGNORE_INDEX, Case
+from lowtide.bench.measure import Mode, alternate, exact, floor, quantiles, relative_error, rows
+from lowtide.bench.providers import Provider, Unavailable
+
+MIB = 2**20
+CASE = Case("tiny", 96, 16, 80, torch.float32, "cpu")
+
+
+def dense(input_ND, weight_VD, target_N):
+    return F.cross_entropy(F.linear(input_ND, weight_VD).float(), target_N)
+
+
+def provider(loss_fn, name="fake"):
+    return Provider(name, "torch", lambda case: loss_fn)
+
+
+def run(loss_fn, mode=Mode.STEP, case=CASE):
+    (row,) = rows(case, [provider(loss_fn)], mode)
+    return row
+
+
+def test_inputs_are_the_same_on_every_run_and_a_tenth_is_ignored():
+    one, other = CASE.inputs(requires_grad=True), CASE.inputs(requires_grad=False)
+    assert all(torch.equal(a, b) for a, b in zip(one, other))
+    assert one[0].requires_grad
+    assert not other[0].requires_grad
+    assert (one[2] == IGNORE_INDEX).sum() == 9
+    logits = F.linear(*other[:2])
+    assert 0.8 < logits.std() < 1.2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-14), (torch.bfloat16, 1e-6)])
+def test_the_truth_is_float64_of_the_whole_up_to_its_own_products(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(measure, "TRUTH_CHUNK", 40)  # two whole chunks and a rest
+    case = Case("tiny", 96, 16, 80, dtype, "cpu")
+    input_ND, weight_VD, target_N = case.inputs(requires_grad=False)
+    wide = [tensor.double().requires_grad_() for tensor in (input_ND, weight_VD)]
+    loss = F.cross_entropy(F.linear(*wide), target_N)
+    want = (loss.detach(), *torch.autograd.grad(loss, wide))
+    got = exact(input_ND, weight_VD, target_N, Mode.STEP)
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a.double(), b) < tolerance
+    (forward,) = exact(input_ND, weight_VD, target_N, Mode.FORWARD)
+    assert forward == got[0]
+
+
+@pytest.mark.parametrize("chunk", [96, 40])
+@pytest.mark.parametrize(("mode", "products"), [(Mode.STEP, 3), (Mode.FORWARD, 1)])
+def test_the_floor_is_the_products_and_nothing_else(mode, products, chunk, monkeypatch):
+    monkeypatch.setattr(measure, "FLOOR_CHUNK", chunk)
+    call = floor(*CASE.inputs(requires_grad=True), mode)
+    with FlopCounterMode(display=False) as counter:
+        call()
+    assert counter.get_total_flops() == products * 2 * CASE.tokens * CASE.features * CASE.classes
+    assert {str(name) for name in counter.get_flop_counts()["Global"]} == {"aten.mm"}
+
+
+def test_calls_alternate_and_each_gets_its_own_times():
+    order = []
+
+    def call(name, seconds):
+        def sleep():
+            order.append(name)
+            time.sleep(seconds)
+
+        return sleep
+
+    short, long = alternate((call("short", 0.001), call("long", 0.02)), 3, "cpu")
+    assert order == ["short", "long"] * 3
+    assert len(short) == len(long) == 3
+    assert min(short) >= 1
+    assert min(long) >= 20
+
+
+def test_quantiles():
+    assert quantiles([4.0, 1.0, 3.0, 2.0, 5.0], 0.2, 0.5, 0.8) == pytest.approx([1.8, 3.0, 4.2])
+
+
+def test_the_figures_of_the_dense_loss():
+    figures = run(dense).figures
+    assert figures.ms_p20 <= figures.ms <= figures.ms_p80
+    assert figures.ratio == figures.ms / figures.floor_ms
+    logits_bytes = CASE.tokens * CASE.classes * 4
+    assert logits_bytes <= figures.peak_bytes <= 4 * logits_bytes
+    assert len(figures.errors) == 3
+    assert max(figures.errors) < 1e-6
+
+
+def test_errors_are_relative():
+    """A loss that is 1 % too large, scaled after the fact, has 1 % errors everywhere."""
+    figures = run(lambda *inputs: dense(*inputs) * 1.01).figures
+    assert figures.errors == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
+
+
+def test_a_forward_computes_no_gradient_and_has_one_error():
+    seen = []
+
+    def spy(*inputs):
+        seen.append(torch.is_grad_enabled() or inputs[0].requires_grad)
+        return dense(*inputs)
+
+    figures = run(spy, Mode.FORWARD).figures
+    assert seen
+    assert not any(seen)
+    assert len(figures.errors) == 1
+    assert figures.errors[0] < 1e-6
+
+
+def test_the_peak_leaves_out_loss_and_gradients():
+    def frugal(workspace):
+        class Constant(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, input_ND, weight_VD):
+                ctx.save_for_backward(input_ND, weight_VD)
+                torch.empty(workspace, dtype=torch.uint8)
+                return torch.zeros(())
+
+            @staticmethod
+            def backward(ctx, grad):
+                torch.empty(workspace, dtype=torch.uint8)
+                return tuple(torch.zeros_like(saved) for saved in ctx.saved_tensors)
+
+        return run(lambda input_ND, weight_VD, target_N: Constant.apply(input_ND, weight_VD)).figures
+
+    gradients = 4 * CASE.features * (CASE.tokens + CASE.classes)
+    assert frugal(0).peak_bytes < 64
+    assert frugal(MIB).peak_bytes == pytest.approx(MIB - gradients, abs=64)
+
+
+def test_who_does_not_run_gets_a_row_that_says_why_and_stops_nobody():
+    def refuse(case):
+        raise Unavailable("not installed: No module named 'peer'")
+
+    def explode(*inputs):
+        raise RuntimeError("out of luck\nand more lines")
+
+    absent, broken, fine = rows(
+        CASE,
+        [Provider("absent", "peer", refuse), provider(explode, "broken"), provider(dense, "fine")],
+        Mode.STEP,
+    )
+    assert (absent.figures, absent.failed) == (None, False)
+    assert absent.reason == "not installed: No module named 'peer'"
+    assert (broken.figures, broken.failed) == (None, True)
+    assert broken.reason == "RuntimeError: out of luck"
+    assert fine.figures is not None
+    assert (fine.reason, fine.failed) == ("", False)
+
+
+def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
+    huge = Case("huge", 2**40, 2**20, 2**20, torch.float32, "cpu")
+    one, other = rows(huge, [provider(dense, "one"), provider(dense, "other")], Mode.STEP)
+    assert one.failed
+    assert other.failed
+    assert one.reason.startswith("RuntimeError")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", Mode)
+def test_the_figures_on_cuda(mode):
+    case = Case("tiny", 2048, 512, 8192, torch.bfloat16, "cuda")
+    figures = run(dense, mode, case).figures
+    assert figures.ratio > 0.9
+    wide_logits_bytes = case.tokens * case.classes * 4
+    assert wide_logits_bytes <= figures.peak_bytes <= 4 * wide_logits_bytes
+    assert len(figures.errors) == (3 if mode is Mode.STEP else 1)
+    assert max(figures.errors) < 1e-2

@@ -1,0 +1,81 @@
+import csv
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.bench.cases import CASES
+from lowtide.bench.providers import PROVIDERS, Provider
+from lowtide.cli import bench
+
+
+def lowtide(*arguments):
+    command = [sys.executable, "-m", "lowtide", "bench", "linear-cross-entropy", *arguments]
+    # Threads that spin while they wait make a tiny run many times longer where other tests share the cores.
+    patient = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=patient)
+
+
+def test_a_smoke_run_measures_every_provider(tmp_path):
+    out = tmp_path / "results" / "smoke.csv"
+    started = time.perf_counter()
+    done = lowtide("--smoke", "--device", "cpu", "--out", str(out))
+    assert time.perf_counter() - started < 20
+    assert done.returncode == 0, done.stdout + done.stderr
+    with out.open() as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert list(rows) == [provider.name for provider in PROVIDERS if provider.smoke is not False]
+    (case,) = (case for case in CASES if case.smoke and case.device == "cpu")
+    for row in rows.values():
+        assert row["case"] == case.name
+        assert row["provider"] in done.stdout
+        assert row["status"] in ("ok", "unavailable"), row["reason"]
+        if row["status"] == "unavailable":
+            assert row["reason"] in done.stdout
+            continue
+        assert float(row["ratio"]) > 0.5
+        errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
+        assert max(errors) < 1e-6
+    ours = {name: row for name, row in rows.items() if name.startswith("lowtide") or name == "eager"}
+    assert len(ours) == 5
+    assert {row["status"] for row in ours.values()} == {"ok"}
+    eager_peak = int(ours["eager"]["peak_bytes"])
+    assert eager_peak >= 2 * 4 * case.tokens * case.classes
+    assert all(int(row["peak_bytes"]) < eager_peak for name, row in ours.items() if name != "eager")
+
+
+def test_a_forward_alone_of_one_provider(tmp_path):
+    out = tmp_path / "forward.csv"
+    chosen = ("--provider", "eager", "--case", "smoke-cpu", "--mode", "forward", "--device", "cpu")
+    done = lowtide(*chosen, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    with out.open() as file:
+        (row,) = csv.DictReader(file)
+    assert (row["provider"], row["mode"], row["status"]) == ("eager", "forward", "ok")
+    assert float(row["loss_error"]) < 1e-6
+    assert row["grad_input_error"] == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "typo", "known"),
+    [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu"), ("--device", "gpu", "cpu")],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(option, typo, known):
+    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", option, typo])
+    assert done.exit_code == 2
+    assert typo in done.output
+    assert known in done.output
+
+
+def test_a_failure_is_a_row_and_only_a_smoke_run_exits_with_it(monkeypatch):
+    def broken(case):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(bench, "PROVIDERS", (Provider("broken", "torch", broken),))
+    for arguments, exit_code in ((["--smoke"], 1), (["--case", "smoke-cpu"], 0)):
+        done = CliRunner().invoke(bench.app, ["linear-cross-entropy", "--device", "cpu", *arguments])
+        assert done.exit_code == exit_code, done.output
+        assert "broken failed: RuntimeError: out of luck" in done.output
