@@ -30,7 +30,7 @@ from lowtide.linear_cross_entropy import scaling
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import NO_GRADIENTS, Gradients, Kept, Stream, product
 
-# A larger sum means a logit some 40 above the reference; exp(40) is far inside bfloat16's range, and so is 1 / it.
+# A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
 LARGEST_SUM = 1e17
 
 
@@ -105,7 +105,7 @@ class ExponentialStream(Stream):
                 kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
                 product(sum_BD[:B], e_CB.t(), scaled_CD[:C], add=start > 0)
             self._add_target_rows(sum_BD[:B], class_N, order_N, first_class=classes.start)
-            scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding)
+            scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
 
     def _coefficients(self, terms: Terms, stat: Statistics, target_logit_C: Tensor, rows: slice) -> None:
         """c and h of G = c E + h [v = t]."""

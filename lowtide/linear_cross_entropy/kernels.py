@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 
-BLOCK = 16384
-WARPS = 32
+# Logits to the tile; with bias, smoothing and class weights half as many, which is what the registers hold.
+BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
+WARPS = 16
 
 # Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is seen.
 LOWEST = tl.constexpr(-3.0e38)
@@ -137,6 +138,8 @@ def softmax_gradient_(
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
     grad_CB = logits_CB if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
+    plain = bias_B is None and terms.spread_N is None
+    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
     if C:
         _softmax_gradient_kernel[(C,)](
             logits_CB,
@@ -160,10 +163,24 @@ def softmax_gradient_(
             SMOOTH=terms.spread_N is not None,
             HAS_BIAS=bias_B is not None,
             HAS_CLASS_WEIGHT=class_weight_B is not None,
-            BLOCK=min(BLOCK, triton.next_power_of_2(B)),
-            num_warps=WARPS if B >= BLOCK else 8,
+            BLOCK=block,
+            num_warps=WARPS if block >= 4096 else 4,
         )
     return None if gradient_dtype is None else grad_CB
+
+
+@triton.jit
+def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.load(tensor_ptr + offsets, mask=offsets < count).to(tl.float32) * tl.load(factor_ptr)
+    tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
+
+
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
+    """out = factor * tensor in float32, rounded once; both contiguous, and out may be tensor itself."""
+    count, block = tensor.numel(), 4096
+    if count:
+        _scale_kernel[(triton.cdiv(count, block),)](tensor, factor, out, count, BLOCK=block, num_warps=8)
 
 
 def gradient_view(logits_CB: Tensor, dtype: torch.dtype) -> Tensor:

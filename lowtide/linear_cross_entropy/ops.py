@@ -89,11 +89,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     max_N, sum_N, max_N, None
                 )  # the loss is known: its parts are not asked for
                 gradients = stream.gradients(statistics, grad_loss.flatten())
-                finished = [_finish(kept, None, in_place=True) for kept in _all(gradients)]
+                finished = [_finish(kept, None, ctx.plan, in_place=True) for kept in _all(gradients)]
             else:
                 # Nothing reads a freed graph's tensors again; a retained one's are left as they are.
                 in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-                finished = [_finish(kept, grad_loss, in_place=in_place) for kept in _load(ctx)]
+                finished = [_finish(kept, grad_loss, ctx.plan, in_place=in_place) for kept in _load(ctx)]
         grad_input, grad_weight, grad_bias = finished
         if grad_input is not None:
             grad_input = grad_input.view(ctx.shape)
@@ -135,7 +135,7 @@ def _load(ctx: Any) -> list[Kept | None]:
     ]
 
 
-def _finish(kept: Kept | None, upstream: Tensor | None, *, in_place: bool) -> Tensor | None:
+def _finish(kept: Kept | None, upstream: Tensor | None, plan: Plan, *, in_place: bool) -> Tensor | None:
     """The gradient itself: tensor * pending * upstream, rounded once."""
     if kept is None:
         return None
@@ -146,5 +146,5 @@ def _finish(kept: Kept | None, upstream: Tensor | None, *, in_place: bool) -> Te
     for part in (kept.pending, upstream):
         factor = factor if part is None else factor * part
     out = tensor if in_place and tensor.dtype == kept.dtype else torch.empty_like(tensor, dtype=kept.dtype)
-    scale_into(out, tensor, factor)
+    scale_into(out, tensor, factor, plan.backend)
     return out

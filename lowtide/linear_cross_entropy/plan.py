@@ -23,6 +23,9 @@ from torch import Tensor
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
+# Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
+EXPONENTIAL_DTYPES = (torch.bfloat16,)
+
 # Below so many rows a chunk, reading the weight and its accumulator costs more than the one recomputed
 # product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
@@ -99,7 +102,7 @@ def make_plan(
     exponentials = (
         backend == "triton"
         and _has_tensor_maps(input.device)
-        and compute_dtype == torch.bfloat16
+        and compute_dtype in EXPONENTIAL_DTYPES
         and linear_bias is None
         and label_smoothing == 0
         and _maps(input, linear_weight, compute_dtype)

@@ -29,8 +29,14 @@ def split(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     return mantissa * 2.0**-FP16_EXPONENT, torch.ldexp(torch.ones_like(factor), exponent + FP16_EXPONENT)
 
 
-def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> None:
     """out = factor * tensor in factor's dtype, rounded once to out's; out may be tensor itself."""
+    if backend == "triton" and tensor.is_cuda:
+        # torch's kernel for mixed dtypes takes one element at a time, and three times as long
+        from lowtide.linear_cross_entropy.kernels import scale_into
+
+        scale_into(out, tensor, factor)
+        return
     if tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
         # As a vector of one, the factor takes part in type promotion; 0-d, it would be rounded to tensor's
         # dtype.

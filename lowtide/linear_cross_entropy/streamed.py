@@ -157,7 +157,7 @@ class Stream:
                 for classes, weight_BD in self._weight_blocks(plan.operand_classes):
                     product(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
                 if dx.rounding is not None:
-                    scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding)
+                    scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, plan.backend)
             if dw is not None and plan.weight_gradient == "accumulate":
                 product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if db is not None:
@@ -177,7 +177,7 @@ class Stream:
                 product(z_CB, x_CD, weight_BD.t())
                 g_CB = self._softmax_gradient_(z_CB, terms[rows], statistics[rows], False, True, classes)
                 product(dw_sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
-            scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding)
+            scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend)
 
     # Pieces.
 

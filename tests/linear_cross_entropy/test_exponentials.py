@@ -1,0 +1,147 @@
+"""The path without a pass over the logits: on a card as it is, on the CPU through the interpreter.
+
+The interpreter has no product of bfloat16 operands: there the path runs on float32 ones, in small tiles.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import HALVES, Inputs, check, differentiate, fused, make_inputs, planned, workspace_for
+
+pytest.importorskip("triton")
+
+from lowtide.linear_cross_entropy import exponential_kernels as kernels
+from lowtide.linear_cross_entropy import plan, streamed
+
+
+@pytest.fixture(autouse=True)
+def everywhere(device, monkeypatch):
+    if device == "cuda":
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("needs tensor maps")
+        return
+    monkeypatch.setattr(plan, "_has_tensor_maps", lambda device: True)
+    monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
+    for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
+        monkeypatch.setattr(kernels, name, size)
+    prepare = streamed.Stream.__init__
+
+    def prepare_widened(self, plan, *operands):
+        prepare(self, plan, *operands)
+        self.weight_VD = self.weight_VD.to(plan.compute_dtype)
+
+    monkeypatch.setattr(streamed.Stream, "__init__", prepare_widened)
+
+
+def run(inputs: Inputs, *, upstream: Tensor | float = 1.0, factor: float = 2.0, **options) -> None:
+    assert planned(inputs, options.get("workspace"), backend="triton").exponentials
+    actual = differentiate(fused, inputs, upstream, backend="triton", **options)
+    check(actual, inputs, upstream=upstream, factor=factor, **options)
+
+
+def dtype_on(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+@pytest.mark.parametrize("class_weight", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_every_reduction(device, reduction, class_weight):
+    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), class_weight=class_weight)
+    upstream = torch.randn(37, device=device) if reduction == "none" else -0.5
+    run(inputs, reduction=reduction, upstream=upstream)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_several_chunks(device, reduction):
+    inputs = make_inputs(70, 24, 101, device=device, dtype=dtype_on(device))
+    workspace = workspace_for(inputs, lambda plan: plan.rows >= 18, backend="triton")
+    run(inputs, reduction=reduction, workspace=workspace)
+
+
+def test_class_blocks(device):
+    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding error."""
+    inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16)
+    by_class = planned(inputs, 40_000, backend="triton")
+    assert by_class.weight_gradient == "by_class"
+    assert by_class.block_classes < 203
+    run(inputs, workspace=40_000, factor=2.0 if device == "cuda" else 4.0)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the interpreter's, at the first attempt
+def test_logits_far_from_the_targets(device):
+    """exp(z - z_target) overflows in some rows: those are found and their tiles computed again."""
+    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), scale=60.0)
+    logits_NV = inputs.input.double() @ inputs.linear_weight.double().t()
+    target_N = inputs.target.clamp(min=0)[:, None]
+    distance_N = logits_NV.amax(1) - logits_NV.gather(1, target_N)[:, 0]
+    assert distance_N.max() > 88 > 40 > distance_N.min()
+    run(inputs)
+
+
+@pytest.mark.parametrize("probability", [0.9, 0.999, 0.9999999])
+def test_confident_tokens_keep_their_digits(device, probability):
+    """1 - p is formed without a difference of numbers near 1: relative precision at any p."""
+    N, D, V = 32, 32, 64
+    inputs = make_inputs(N, D, V, device=device, dtype=dtype_on(device), ignored=0)
+    gap = torch.logit(torch.tensor(probability)).item() + torch.log(torch.tensor(V - 1.0)).item()
+    with torch.no_grad():
+        inputs.linear_weight.copy_(torch.eye(V, D) * gap)
+        inputs.input.copy_(torch.eye(N, D))
+        inputs.target.copy_(torch.arange(N))
+    run(inputs, factor=1.1)
+    loss = fused(inputs, backend="triton", reduction="none").double()
+    exact_gap = inputs.linear_weight[0, 0].double()
+    exact = torch.log1p((V - 1) * torch.exp(-exact_gap))
+    torch.testing.assert_close(loss, exact.expand(N), rtol=2e-6, atol=0)
+
+
+def test_a_frequent_class_and_a_shifted_slice(device):
+    """Many rows of one target, ignored rows among them, and an input that is no view of [N, D]."""
+    hidden = torch.randn(5, 31, 24, device=device).to(dtype_on(device)).requires_grad_()
+    weight = torch.randn(101, 24, device=device).mul(0.3).to(dtype_on(device)).requires_grad_()
+    target = torch.full((5, 30), 7, device=device)
+    target[1, ::3], target[2, 5:] = -100, 100
+    run(Inputs(hidden[:, :-1], weight, target))
+
+
+def test_nan_in_an_ignored_row_stays_there(device):
+    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), ignored=0)
+    with torch.no_grad():
+        inputs.target[3], inputs.input[3] = -100, torch.nan
+    actual = differentiate(fused, inputs, backend="triton")
+    assert all(part.isfinite().all() for part in actual.values())
+    assert actual["input"][3].eq(0).all()
+
+
+def test_nan_reaches_the_loss(device):
+    inputs = make_inputs(20, 24, 101, device=device, dtype=dtype_on(device), ignored=0)
+    with torch.no_grad():
+        inputs.input[3] = torch.nan
+    assert fused(inputs, backend="triton", reduction="none").isnan().nonzero().flatten().tolist() == [3]
+
+
+def test_frozen_operands_and_repeatability(device):
+    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device))
+    both = differentiate(fused, inputs, backend="triton")
+    again = differentiate(fused, inputs, backend="triton")
+    assert all(torch.equal(both[name], again[name]) for name in both)
+    for frozen in ("input", "linear_weight"):
+        getattr(inputs, frozen).requires_grad_(False)
+        alone = differentiate(fused, inputs, backend="triton")
+        assert all(torch.equal(alone[name], both[name]) for name in alone)
+        getattr(inputs, frozen).requires_grad_(True)
+
+
+def test_the_plan_takes_what_fits(device):
+    dtype = dtype_on(device)
+    assert planned(make_inputs(9, 24, 31, device=device, dtype=dtype), None, backend="triton").exponentials
+    for unfit in (
+        make_inputs(9, 23, 31, device=device, dtype=dtype),
+        make_inputs(9, 24, 31, device=device, dtype=dtype, bias=True),
+        make_inputs(9, 24, 31, device=device, dtype=torch.float16 if device == "cuda" else torch.float64),
+    ):
+        backend = "triton" if unfit.input.dtype in (*HALVES, torch.float32) else "auto"
+        assert not planned(unfit, None, backend=backend).exponentials
+    smoothed = make_inputs(9, 24, 31, device=device, dtype=dtype)
+    assert not planned(smoothed, None, backend="triton", label_smoothing=0.1).exponentials
