@@ -108,17 +108,32 @@ def linear_cross_entropy(
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-    plan = make_plan(
+    return _planned(
         input,
         linear_weight,
+        target,
         linear_bias,
-        weighted=weight is not None,
+        weight,
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         workspace=workspace,
         backend=backend,
     )
+
+
+@torch.compiler.disable(
+    reason="lowtide.linear_cross_entropy runs eagerly; use backend='reference' inside a graph"
+)
+def _planned(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    plan = make_plan(input, linear_weight, linear_bias, weighted=weight is not None, **options)
     return ops.linear_cross_entropy(input, linear_weight, target, linear_bias, weight, plan)
 
 

@@ -88,8 +88,8 @@ class ExponentialStream(Stream):
         exponentials = self._exponentials_buffer(plan.block_rows, plan.block_classes)
         scaled_CD = self._operand_buffer(plan.block_rows)
         class_N, order_N = self._sorted_targets()
-        for classes, weight_BD in self._weight_blocks(plan.block_classes):
-            B = weight_BD.shape[0]
+        for classes in self._blocks(plan.block_classes):
+            weight_BD, B = self._weight_block(classes), classes.stop - classes.start
             for start in range(0, self.N, plan.block_rows):
                 rows = slice(start, min(start + plan.block_rows, self.N))
                 x_CD, C = self._rows(rows), rows.stop - rows.start

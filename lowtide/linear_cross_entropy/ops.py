@@ -20,9 +20,6 @@ from lowtide.linear_cross_entropy.scaling import scale_into
 from lowtide.linear_cross_entropy.streamed import Gradients, Kept, Stream
 
 
-@torch.compiler.disable(
-    reason="lowtide.linear_cross_entropy runs eagerly; use backend='reference' inside a graph"
-)
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -31,7 +28,9 @@ def linear_cross_entropy(
     class_weight: Tensor | None,
     plan: Plan,
 ) -> Tensor:
-    return _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, class_weight, plan)
+    loss = _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, class_weight, plan)
+    # Shaped out here: a view made inside the function could not be changed in place.
+    return loss.view(target.shape) if plan.reduction == "none" else loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -61,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         statistics.max_N,
                         statistics.sum_N,
                     )
-                return stream.loss_N(statistics).view(target.shape)
+                return stream.loss_N(statistics)
 
             denominator = stream.denominator() if plan.reduction == "mean" else None
             if not plan.gradient:

@@ -121,11 +121,12 @@ def make_plan(
     if grad_input and (exponentials or input.dtype != sum_dtype):
         row += D * sum_size
 
-    vectors = (2 * (linear_bias is not None) + weighted) * V * sum_size
+    # The bias, its gradient, and a chunk's share of that.
+    vectors = (3 * (linear_bias is not None) + weighted) * V * sum_size
     fixed = (160 if exponentials else 64) * N + vectors + 4096
-    least = (
-        fixed + row + (D * operand_size if copies_weight else 0) + (2 * D * sum_size if accumulator else 0)
-    )
+    # A copy of fewer bytes than a row's logits would make many small products of one large one.
+    least_copy = min(V * D * operand_size, max(row, D * operand_size)) if copies_weight else 0
+    least = fixed + row + least_copy + (2 * D * sum_size if accumulator else 0)
     if workspace < least:
         raise ValueError(
             f"workspace must hold one row of {V} logits, which takes {least} bytes in this call, "
@@ -133,14 +134,15 @@ def make_plan(
         )
 
     room = workspace - fixed
-    fewest = min(N, FEWEST_ROWS[device]) * row + (D * operand_size if copies_weight else 0)
+    fewest = min(N, FEWEST_ROWS[device]) * row + least_copy
     accumulate = accumulator == 0 or room - accumulator >= fewest
     if accumulate:
         room -= accumulator
     operand_classes = V
     if copies_weight:
         # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
-        operand_classes = _whole_tiles(max(1, min(V, room // 4 // (D * operand_size))), V)
+        copied = max(least_copy, min(room // 4, room - row))
+        operand_classes = _whole_tiles(max(1, min(V, copied // (D * operand_size))), V)
         room -= operand_classes * D * operand_size
     rows = _even_chunks(N, max(1, room // row), ROW_TILE[device])
 

@@ -70,7 +70,7 @@ def softmax_gradient_(
     first_class: int = 0,
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
-    step = C if logits_CB.is_cuda else max(1, CACHE_BYTES // (B * logits_CB.element_size()))
+    step = max(1, C if logits_CB.is_cuda else CACHE_BYTES // (B * logits_CB.element_size()))
     for start in range(0, C, step):
         rows = slice(start, start + step)
         z_cb, row, stat = logits_CB[rows], terms[rows], statistics[rows]

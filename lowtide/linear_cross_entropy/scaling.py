@@ -6,6 +6,9 @@ nothing further. The same split keeps float16 away from the ends of its range, w
 would have put it.
 """
 
+import math
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -13,9 +16,9 @@ from torch import Tensor
 FP16_EXPONENT = 14
 
 
-def lift(pull_N: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The power of two that brings the largest row of a float16 gradient near 2^14; else None."""
-    if dtype != torch.float16 or pull_N.numel() == 0:
+def lift(pull_N: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
+    """The power of two that brings the largest row near 2^14 where float16 is among the dtypes; else None."""
+    if torch.float16 not in dtypes or pull_N.numel() == 0:
         return None
     _, exponent = torch.frexp(pull_N.abs().amax())
     return torch.ldexp(torch.ones_like(pull_N[0]), FP16_EXPONENT - exponent)
@@ -42,6 +45,6 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> Non
         # dtype.
         torch.mul(tensor, factor.view(1), out=out)
         return
-    rows = max(1, 1024 // max(1, tensor[0].numel()))  # the CPU would convert the whole tensor at once
+    rows = max(1, 1024 // math.prod(tensor.shape[1:]))  # the CPU would convert the whole tensor at once
     for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
-        out_rows.copy_(tensor_rows.to(factor.dtype).mul_(factor))
+        out_rows.copy_(tensor_rows.to(factor.dtype) * factor)

@@ -128,7 +128,8 @@ class Stream:
     def _gradients(
         self, terms: Terms, statistics: Statistics, factor: Tensor, *, final: bool, take_statistics: bool
     ) -> Gradients:
-        lift = scaling.lift(terms.pull_N, self.plan.compute_dtype)
+        dtypes = (self.plan.compute_dtype, self.input.dtype, self.linear_weight.dtype)
+        lift = scaling.lift(terms.pull_N, dtypes)
         if lift is not None:
             terms, factor = terms * lift, factor / lift
         gradients = self._allocate(factor, final=final)
@@ -148,14 +149,14 @@ class Stream:
             rows = slice(start, min(start + plan.rows, self.N))
             x_CD = self._rows(rows)
             z_CV = logits_CV[: x_CD.shape[0]]
-            for classes, weight_BD in self._weight_blocks(plan.operand_classes):
-                product(z_CV[:, classes], x_CD, weight_BD.t())
+            for classes in self._blocks(plan.operand_classes):
+                product(z_CV[:, classes], x_CD, self._weight_block(classes).t())
             wanted = gradients is not NO_GRADIENTS
             g_CV = self._softmax_gradient_(z_CV, terms[rows], statistics[rows], take_statistics, wanted)
             if dx is not None:
                 dx_CD = dx.tensor[rows] if dx_sum_CD is None else dx_sum_CD[: x_CD.shape[0]]
-                for classes, weight_BD in self._weight_blocks(plan.operand_classes):
-                    product(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
+                for classes in self._blocks(plan.operand_classes):
+                    product(dx_CD, g_CV[:, classes], self._weight_block(classes), add=classes.start > 0)
                 if dx.rounding is not None:
                     scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, plan.backend)
             if dw is not None and plan.weight_gradient == "accumulate":
@@ -168,8 +169,8 @@ class Stream:
         plan = self.plan
         dw_sum_BD = self._buffer(plan.block_classes, self.D)
         logits = self._buffer(plan.block_rows, plan.block_classes).view(-1)
-        for classes, weight_BD in self._weight_blocks(plan.block_classes):
-            B = weight_BD.shape[0]
+        for classes in self._blocks(plan.block_classes):
+            weight_BD, B = self._weight_block(classes), classes.stop - classes.start
             for start in range(0, self.N, plan.block_rows):
                 rows = slice(start, min(start + plan.block_rows, self.N))
                 x_CD = self._rows(rows)
@@ -177,6 +178,7 @@ class Stream:
                 product(z_CB, x_CD, weight_BD.t())
                 g_CB = self._softmax_gradient_(z_CB, terms[rows], statistics[rows], False, True, classes)
                 product(dw_sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
+            del weight_BD  # before the next one is made
             scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend)
 
     # Pieces.
@@ -237,12 +239,14 @@ class Stream:
         index_C = torch.arange(rows.start, rows.stop, device=self.device)
         return self.input[torch.unravel_index(index_C, self.leading)].to(self.plan.compute_dtype)
 
-    def _weight_blocks(self, size: int) -> Iterator[tuple[slice, Tensor]]:
-        copy = 1 not in self.weight_VD.stride()  # the products would copy it whole, every time
+    def _blocks(self, size: int) -> Iterator[slice]:
         for start in range(0, self.V, size):
-            classes = slice(start, min(start + size, self.V))
-            weight_BD = self.weight_VD[classes].to(self.plan.compute_dtype)
-            yield classes, weight_BD.contiguous() if copy else weight_BD
+            yield slice(start, min(start + size, self.V))
+
+    def _weight_block(self, classes: slice) -> Tensor:
+        weight_BD = self.weight_VD[classes].to(self.plan.compute_dtype)
+        # Without a unit stride the products would copy the whole, every time.
+        return weight_BD if 1 in weight_BD.stride() else weight_BD.contiguous()
 
     def _buffer(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self.plan.sum_dtype, device=self.device)

@@ -60,7 +60,7 @@ def test_several_chunks(device, reduction):
 
 
 def test_class_blocks(device):
-    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding error."""
+    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
     inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16)
     by_class = planned(inputs, 40_000, backend="triton")
     assert by_class.weight_gradient == "by_class"

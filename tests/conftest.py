@@ -1,0 +1,53 @@
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():  # read when triton is imported, which torch does not do by itself
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
+torch.set_num_threads(1)
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_zero_by_luck(monkeypatch):
+    """Memory that nobody has written to is full of NaN (integers: their largest), so reading it shows."""
+
+    def poisoned(make):
+        def wrapper(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            with torch.no_grad():
+                if tensor.is_floating_point():
+                    tensor.fill_(torch.nan)
+                elif tensor.dtype not in (torch.bool, torch.complex64, torch.complex128):
+                    tensor.fill_(torch.iinfo(tensor.dtype).max)
+            return tensor
+
+        return wrapper
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def plain_environment():
+    """For a fresh process: this one's, without Triton's interpreter."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

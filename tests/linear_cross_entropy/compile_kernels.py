@@ -1,0 +1,180 @@
+"""Compiles every Triton kernel of the op ahead of time, without a GPU, and prints what ptxas says of it:
+
+    python -m tests.linear_cross_entropy.compile_kernels
+
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TARGETS = (80, 90)
+
+F32, I32 = "*fp32", "i32"
+
+
+class Build(NamedTuple):
+    module: str
+    kernel: str
+    arguments: dict[str, Any]
+    """By name: a Triton type, or the value of a constexpr (None: a pointer that is not there)."""
+    warps: int
+    stages: int = 3
+    targets: tuple[int, ...] = TARGETS
+
+
+def _softmax(gradient: str | None, **changes: Any) -> Build:
+    arguments = {
+        "logits_CB_ptr": F32,
+        "grad_CB_ptr": gradient or F32,
+        "target_C_ptr": "*i64",
+        **dict.fromkeys(("pull_C_ptr", "hit_C_ptr"), F32),
+        "spread_C_ptr": None,
+        **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "gap_C_ptr"), F32),
+        "smooth_C_ptr": None,
+        "bias_B_ptr": None,
+        "class_weight_B_ptr": None,
+        **dict.fromkeys(("B", "first_class", "logits_stride", "grad_stride"), I32),
+        "TAKE_STATISTICS": True,
+        "GRADIENT": gradient is not None,
+        "SMOOTH": False,
+        "HAS_BIAS": False,
+        "HAS_CLASS_WEIGHT": False,
+        "BLOCK": 16384,
+    }
+    return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16)
+
+
+_EVERYTHING = {
+    "spread_C_ptr": F32,
+    "smooth_C_ptr": F32,
+    "bias_B_ptr": F32,
+    "class_weight_B_ptr": F32,
+    "SMOOTH": True,
+    "HAS_BIAS": True,
+    "HAS_CLASS_WEIGHT": True,
+    "BLOCK": 8192,
+}
+
+
+def _exponentials(**changes: Any) -> Build:
+    arguments = {
+        "x_CD": "tensordesc<bf16[128, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        "exp_CB": "tensordesc<bf16[128, 256]>",
+        "reference_C_ptr": F32,
+        "target_C_ptr": "*i64",
+        "repair_ptr": None,
+        "partial_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
+        "STORE": True,
+        "REPAIR": False,
+        "MAXIMUM": False,
+        "PROGRAMS": 132,
+        "GROUP": 16,
+        "BLOCK_C": 128,
+        "BLOCK_B": 256,
+        "BLOCK_D": 64,
+    }
+    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, targets=(90,))
+
+
+def _rows(kernel: str, **arguments: Any) -> Build:
+    return Build("exponential_kernels", kernel, arguments, warps=4)
+
+
+BF16, I64 = "*bf16", "*i64"
+BUILDS = {
+    "softmax": _softmax("*bf16"),
+    "softmax, float32": _softmax("*fp32"),
+    "softmax, everything": _softmax("*bf16", **_EVERYTHING),
+    "softmax, statistics": _softmax(None),
+    "softmax, statistics with everything": _softmax(None, **_EVERYTHING),
+    "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False, gap_C_ptr=F32),
+    "scale": Build(
+        "kernels", "_scale_kernel",
+        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "BLOCK": 4096}, warps=8,
+    ),
+    "exponentials": _exponentials(),
+    "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
+    "exponentials, maxima": _exponentials(STORE=False, REPAIR=True, MAXIMUM=True, repair_ptr="*i32"),
+    "exponentials, repair": _exponentials(REPAIR=True, repair_ptr="*i32"),
+    "target logits": _rows(
+        "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
+        x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
+    ),
+    "scale rows": _rows(
+        "_scale_rows_kernel", x_CD_ptr=BF16, scale_C_ptr=F32, out_CD_ptr=BF16, x_stride=I32, out_stride=I32,
+        D=I32, BLOCK=1024,
+    ),
+    "input gradient": _rows(
+        "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64, scale_C_ptr=F32,
+        hit_C_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+    ),
+    "target rows": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_BD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, B=I32,
+        BLOCK_N=16, BLOCK=512,
+    ),
+}  # fmt: skip
+
+
+def resources(build: Build, capability: int) -> dict[str, int]:
+    import importlib
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"lowtide.linear_cross_entropy.{build.module}"), build.kernel)
+    is_type = {name: isinstance(value, str) for name, value in build.arguments.items()}
+    source = ASTSource(
+        kernel,
+        signature={name: v if is_type[name] else "constexpr" for name, v in build.arguments.items()},
+        constexprs={(kernel.arg_names.index(n),): v for n, v in build.arguments.items() if not is_type[n]},
+        attrs={
+            (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+            for name, value in build.arguments.items()
+            if is_type[name] and value[0] in "*i"  # as Triton specialises them where they are: V, D, strides
+        },
+    )
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {"shared": compiled.metadata.shared, **_assembled(compiled.asm["ptx"], capability)}
+
+
+def _assembled(ptx: str, capability: int) -> dict[str, int]:
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    architecture = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", str(path)]
+        report = subprocess.run(
+            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
+        ).stderr
+    numbers = {
+        "registers": r"Used (\d+) registers",
+        "spill_stores": r"(\d+) bytes spill stores",
+        "spill_loads": r"(\d+) bytes spill loads",
+    }
+    return {name: int(re.search(pattern, report)[1]) for name, pattern in numbers.items()}
+
+
+def main() -> None:
+    for name, build in BUILDS.items():
+        for capability in build.targets:
+            try:
+                result: dict[str, Any] = resources(build, capability)
+            except Exception as error:  # said in its test, so that one kernel does not hide the others
+                result = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps({"name": name, "capability": capability} | result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+
+def batch(device, dtype=torch.float32):
+    return torch.randn(2, 5, 8).to(device, dtype), torch.randint(21, (2, 5), device=device)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_the_function_of_its_linear(device, dtype, bias):
+    class_weight = torch.rand(21, device=device)
+    options = {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "workspace": 1 << 20}
+    criterion = lowtide.LinearCrossEntropyLoss(
+        8, 21, bias=bias, weight=class_weight, device=device, dtype=dtype, **options
+    )
+    assert type(criterion.linear) is nn.Linear
+    assert criterion.linear.weight.shape == (21, 8)
+    assert criterion.linear.weight.dtype == dtype
+    assert (criterion.linear.bias is not None) == bias
+    hidden, target = batch(device, dtype)
+    expected = lowtide.linear_cross_entropy(
+        hidden,
+        criterion.linear.weight,
+        target,
+        linear_bias=criterion.linear.bias,
+        weight=class_weight,
+        **options,
+    )
+    loss = criterion(hidden, target)
+    assert torch.equal(loss, expected)
+    parameters = list(criterion.parameters())
+    for ours, theirs in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters)):
+        assert torch.equal(ours, theirs)
+
+
+def test_starts_as_a_linear_does():
+    torch.manual_seed(5)
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True)
+    torch.manual_seed(5)
+    linear = nn.Linear(8, 21)
+    assert torch.equal(criterion.linear.weight, linear.weight)
+    assert torch.equal(criterion.linear.bias, linear.bias)
+
+
+def saved(criterion):
+    buffer = io.BytesIO()
+    torch.save(criterion.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, weight=torch.ones(21), label_smoothing=0.1)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    return fresh
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "state_dict": saved,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_copies(way):
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, weight=torch.rand(21), label_smoothing=0.1)
+    other = COPIES[way](criterion)
+    assert torch.equal(criterion(*(data := batch("cpu"))), other(*data))
+    assert other.linear.weight.data_ptr() != criterion.linear.weight.data_ptr()
+
+
+def test_state_dict_names():
+    plain = lowtide.LinearCrossEntropyLoss(8, 21)
+    assert list(plain.state_dict()) == ["linear.weight"]
+    full = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, weight=torch.ones(21))
+    assert sorted(full.state_dict()) == ["linear.bias", "linear.weight", "weight"]
+    assert [name for name, _ in full.named_parameters()] == ["linear.weight", "linear.bias"]
+
+
+def test_moves_and_casts():
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21, weight=torch.rand(21)).to(torch.bfloat16)
+    assert criterion.weight.dtype == criterion.linear.weight.dtype == torch.bfloat16
+    meta = lowtide.LinearCrossEntropyLoss(8, 21, device="meta")
+    assert meta.linear.weight.is_meta
+
+
+def test_a_tied_head(device):
+    embedding = nn.Embedding(21, 8, device=device)
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21, device=device)
+    criterion.linear.weight = embedding.weight
+    tokens, target = torch.randint(21, (2, 5), device=device), torch.randint(21, (2, 5), device=device)
+    criterion(embedding(tokens), target).backward()
+    reference = embedding.weight.detach().clone().requires_grad_()
+    logits = nn.functional.embedding(tokens, reference) @ reference.t()
+    nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
+    torch.testing.assert_close(embedding.weight.grad, reference.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_repr():
+    text = repr(lowtide.LinearCrossEntropyLoss(8, 21, label_smoothing=0.1))
+    assert "in_features=8, out_features=21, bias=False" in text
+    assert "reduction='mean', label_smoothing=0.1, backend='auto'" in text
+    assert "workspace" not in text
+
+
+def test_bad_options_raise_when_called():
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        lowtide.LinearCrossEntropyLoss(8, 21, reduction="avg")(*batch("cpu"))
