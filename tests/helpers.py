@@ -94,8 +94,7 @@ def dense(inputs: Inputs, **options: Any) -> Tensor:
     dtype = torch.promote_types(inputs.input.dtype, torch.float32)
     x_ND = inputs.input.reshape(-1, inputs.input.shape[-1])
     if inputs.input.is_cuda and inputs.input.dtype in HALVES:
-        logits_NV = _WideProduct.apply(x_ND, inputs.linear_weight)
-        logits_NV = logits_NV if inputs.linear_bias is None else logits_NV + inputs.linear_bias.to(dtype)
+        logits_NV = _WideLinear.apply(x_ND, inputs.linear_weight, inputs.linear_bias)
     else:
         bias_V = None if inputs.linear_bias is None else inputs.linear_bias.to(dtype)
         logits_NV = F.linear(x_ND.to(dtype), inputs.linear_weight.to(dtype), bias_V)
@@ -104,19 +103,21 @@ def dense(inputs: Inputs, **options: Any) -> Tensor:
     return loss.view(inputs.target.shape) if options.get("reduction") == "none" else loss
 
 
-class _WideProduct(torch.autograd.Function):
-    """x wᵀ of half-precision operands, in float32; its gradients are half-precision products, as torch's."""
+class _WideLinear(torch.autograd.Function):
+    """F.linear of half-precision operands, in float32; its gradients are half-precision products, as torch's."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_VD)
-        return torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_VD, bias_V)
+        logits_NV = torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
+        return logits_NV if bias_V is None else logits_NV + bias_V.float()
 
     @staticmethod
-    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x_ND, weight_VD = ctx.saved_tensors
+    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_ND, weight_VD, bias_V = ctx.saved_tensors
         grad_NV = grad_NV.to(x_ND.dtype)
-        return grad_NV @ weight_VD, grad_NV.t() @ x_ND
+        grad_bias_V = None if bias_V is None else grad_NV.sum(0)
+        return grad_NV @ weight_VD, grad_NV.t() @ x_ND, grad_bias_V
 
 
 def differentiate(

@@ -66,6 +66,7 @@ class ExponentialStream(Stream):
             elif dx is not None or dw is not None:
                 tiles.sums()
             if not wanted:
+                del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
                 continue
             self._coefficients(terms[rows], stat, target_logit_C, rows)
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
@@ -78,6 +79,7 @@ class ExponentialStream(Stream):
             if dw is not None:
                 kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
                 product(dw.tensor, e_CV.t(), scaled_CD[:C], add=start > 0)
+            del x_CD, tiles
         del exp_CV, product_CD, scaled_CD
         if dw is not None:
             self._add_target_rows(dw.tensor, *self._sorted_targets(), first_class=0)

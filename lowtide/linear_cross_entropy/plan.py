@@ -123,7 +123,8 @@ def make_plan(
 
     # The bias, its gradient, and a chunk's share of that.
     vectors = (3 * (linear_bias is not None) + weighted) * V * sum_size
-    fixed = (160 if exponentials else 64) * N + vectors + 4096
+    # A CUDA allocation is a multiple of 512 bytes, and some sixty vectors and numbers are small.
+    fixed = (160 if exponentials else 64) * N + vectors + (32768 if device == "cuda" else 4096)
     # A copy of fewer bytes than a row's logits would make many small products of one large one.
     least_copy = min(V * D * operand_size, max(row, D * operand_size)) if copies_weight else 0
     least = fixed + row + least_copy + (2 * D * sum_size if accumulator else 0)

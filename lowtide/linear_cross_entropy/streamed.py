@@ -61,8 +61,8 @@ class Stream:
         # On CUDA a weight of another dtype is cast as a whole and once, which is what autocast does with it.
         cast = linear_weight.is_cuda and linear_weight.dtype != plan.compute_dtype
         self.weight_VD = linear_weight.to(plan.compute_dtype) if cast else linear_weight
-        self.bias_V = None if linear_bias is None else linear_bias.to(plan.sum_dtype)
-        self.class_weight_V = None if class_weight is None else class_weight.to(plan.sum_dtype)
+        self.bias_V = _vector(linear_bias, plan.sum_dtype)
+        self.class_weight_V = _vector(class_weight, plan.sum_dtype)
         self.N, self.D, self.V = target.numel(), input.shape[-1], linear_weight.shape[0]
 
         target_N = target.flatten()
@@ -73,7 +73,7 @@ class Stream:
                 f"target must hold classes from 0 to {self.V - 1} or ignore_index ({plan.ignore_index}), "
                 f"got {target_N[self.foreign_N][0].item()}"
             )
-        self.target_N = target_N.masked_fill(self.ignored_N | self.foreign_N, 0).long()
+        self.target_N = target_N.masked_fill(self.ignored_N | self.foreign_N, 0).long().contiguous()
 
     # The loss of each row, and what its gradient is made of (the formulas are in rows.py).
 
@@ -134,7 +134,7 @@ class Stream:
             terms, factor = terms * lift, factor / lift
         gradients = self._allocate(factor, final=final)
         self._sweep(terms, statistics, gradients, take_statistics=take_statistics)
-        if gradients.weight is not None and self.plan.weight_gradient == "by_class":
+        if gradients.weight is not None and self.plan.weight_gradient == "by_class" and self.N:
             self._sweep_classes(terms, statistics, gradients.weight)
         return gradients
 
@@ -163,6 +163,7 @@ class Stream:
                 product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if db is not None:
                 db.tensor.add_(g_CV.sum(0, dtype=plan.sum_dtype))
+            del x_CD, g_CV  # copies, some of them: gone before the next are made
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, dw: Kept) -> None:
         """dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once; G anew."""
@@ -178,6 +179,7 @@ class Stream:
                 product(z_CB, x_CD, weight_BD.t())
                 g_CB = self._softmax_gradient_(z_CB, terms[rows], statistics[rows], False, True, classes)
                 product(dw_sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
+                del x_CD, g_CB
             del weight_BD  # before the next one is made
             scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend)
 
@@ -259,6 +261,10 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         torch.addmm(out, a, b, out=out, **widen)
     else:
         torch.mm(a, b, out=out, **widen)
+
+
+def _vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if vector is None else vector.to(dtype).contiguous()
 
 
 def _flat_view(input: Tensor) -> Tensor:
