@@ -104,7 +104,7 @@ def dense(inputs: Inputs, **options: Any) -> Tensor:
 
 
 class _WideLinear(torch.autograd.Function):
-    """F.linear of half-precision operands, in float32; its gradients are half-precision products, as torch's."""
+    """F.linear of half-precision operands, in float32; its gradients are half-precision products."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
