@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.linear_cross_entropy import ops, reference
-from lowtide.linear_cross_entropy.check import check_arguments
+from lowtide.linear_cross_entropy.check import check_arguments, check_transforms
 from lowtide.linear_cross_entropy.plan import Reduction, make_plan
 
 
@@ -55,8 +55,8 @@ def linear_cross_entropy(
             dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its own workspace;
             neither is counted.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed, else
-            `"torch"`. `"reference"` is the plain definition, which holds all logits and differentiates to
-            any order.
+            `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace
+            and differentiates to any order.
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
@@ -70,6 +70,9 @@ def linear_cross_entropy(
         forward (three products) and held until backward; for none, backward recomputes the logits (four
         products). Where the float32 sum of a half-precision weight's gradient does not fit the workspace,
         that gradient is formed class block by class block, for one more product.
+
+    NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
+    gradients depends on the backend (in plain torch it does).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
@@ -133,6 +136,7 @@ def _planned(
     weight: Tensor | None,
     **options: Any,
 ) -> Tensor:
+    check_transforms(input)
     plan = make_plan(input, linear_weight, linear_bias, weighted=weight is not None, **options)
     return ops.linear_cross_entropy(input, linear_weight, target, linear_bias, weight, plan)
 

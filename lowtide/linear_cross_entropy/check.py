@@ -7,6 +7,7 @@ from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "torch", "reference")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET_DTYPES = (torch.int64, torch.int32)
 
 
@@ -32,6 +33,8 @@ def check_arguments(
     _check_options(reduction, ignore_index, label_smoothing, workspace, backend)
     _check_shapes(input, linear_weight, target, linear_bias, weight)
     _check_dtypes(input, linear_weight, target, linear_bias, weight)
+    if input.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"input must be on the CPU or a CUDA device, got {input.device}; move it")
     for name, tensor in tensors.items():
         if tensor.device != input.device:
             raise ValueError(
@@ -41,10 +44,14 @@ def check_arguments(
         raise ValueError(
             "weight (class weights) takes no gradient, got a tensor that requires one; pass weight.detach()"
         )
-    if backend != "reference" and torch._C._functorch.maybe_current_level() is not None:
+
+
+def check_transforms(tensor: Tensor) -> None:
+    functorch = torch._C._functorch
+    if functorch.maybe_current_level() is not None or functorch.is_legacy_batchedtensor(tensor):
         raise NotImplementedError(
-            "lowtide.linear_cross_entropy does not run under torch.func transforms (grad, vmap, jvp) yet; "
-            "pass backend='reference', which holds all logits"
+            "lowtide.linear_cross_entropy does not run under torch.func transforms (grad, vmap, jvp) or with "
+            "batched gradients yet; pass backend='reference', which holds all logits"
         )
 
 
@@ -97,8 +104,8 @@ def _check_dtypes(
             f"got {target.dtype}; use target.long()"
         )
     for name, tensor in (("input", input), ("weight", weight)):
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}")
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}")
     autocast = torch.is_autocast_enabled(input.device.type)
     for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if tensor is None or tensor.dtype == input.dtype:

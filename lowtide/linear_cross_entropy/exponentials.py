@@ -1,4 +1,4 @@
-"""The chunk engine without a pass over the logits, for bfloat16 on Hopper and later.
+"""The chunk engine without a pass over the logits, for bfloat16 on Hopper.
 
 The logits never reach memory. As a tile of Z = X W^T is summed up, it leaves as E = exp(Z - r) in bfloat16,
 with r_i near the row's largest logit, and with 0 in the target's column; the row's sum S of E is taken in
@@ -11,7 +11,7 @@ products, not logits, and the target's column, where p - 1 would lose its digits
 float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of large numbers even for a
 token with p = 1 - 1e-9.
 
-bfloat16 has float32's range, so any r within e^40 of the largest logit serves, and z_t nearly always does.
+bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does.
 Rows where it does not are found by their S; their tiles are computed again with r = max z, on the device,
 without asking the host.
 
@@ -44,7 +44,7 @@ class ExponentialStream(Stream):
         dx, dw = gradients.input, gradients.weight
         if plan.weight_gradient == "by_class":
             dw = None  # not in this sweep
-        wanted = gradients is not NO_GRADIENTS
+        wanted = dx is not None or dw is not None
         exp_CV = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
         product_CD = self._buffer(plan.rows if dx is not None else 0, self.D)
         scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
@@ -63,12 +63,10 @@ class ExponentialStream(Stream):
             )
             if take_statistics:
                 _take_sums(tiles, stat, target_logit_C)
-            elif dx is not None or dw is not None:
+            elif wanted:
                 tiles.sums()
-            if not wanted:
-                del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
-                continue
-            self._coefficients(terms[rows], stat, target_logit_C, rows)
+            if gradients is not NO_GRADIENTS:
+                self._coefficients(terms[rows], stat, target_logit_C, rows)
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
             if dx is not None:
                 product(product_CD[:C], e_CV, self.weight_VD)
@@ -79,7 +77,7 @@ class ExponentialStream(Stream):
             if dw is not None:
                 kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
                 product(dw.tensor, e_CV.t(), scaled_CD[:C], add=start > 0)
-            del x_CD, tiles
+            del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
         del exp_CV, product_CD, scaled_CD
         if dw is not None:
             self._add_target_rows(dw.tensor, *self._sorted_targets(), first_class=0)

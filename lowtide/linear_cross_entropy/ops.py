@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.check import check_transforms
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scale_into
@@ -46,7 +47,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.shape = plan, input.shape
         ctx.set_materialize_grads(False)
-        with torch.autocast(input.device.type, enabled=False):
+        # Triton launches on the current device, whatever the tensors'.
+        with torch.cuda.device_of(input), torch.autocast(input.device.type, enabled=False):
             stream = _stream(plan, input, linear_weight, linear_bias, target, class_weight)
             if plan.reduction == "none":
                 statistics = stream.take_statistics()
@@ -80,7 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "lowtide.linear_cross_entropy has no derivatives of higher order (create_graph=True) yet; "
                 "pass backend='reference', which holds all logits"
             )
-        with torch.autocast(grad_loss.device.type, enabled=False):
+        check_transforms(grad_loss)
+        with torch.cuda.device_of(grad_loss), torch.autocast(grad_loss.device.type, enabled=False):
             if ctx.plan.reduction == "none":
                 input, linear_weight, linear_bias, target, class_weight, max_N, sum_N = ctx.saved_tensors
                 stream = _stream(ctx.plan, input, linear_weight, linear_bias, target, class_weight)
@@ -90,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradients = stream.gradients(statistics, grad_loss.flatten())
                 finished = [_finish(kept, None, ctx.plan, in_place=True) for kept in _all(gradients)]
             else:
-                # Nothing reads a freed graph's tensors again; a retained one's are left as they are.
+                # A freed graph's tensors are ours to change; a retained one's will be read again.
                 in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
                 finished = [_finish(kept, grad_loss, ctx.plan, in_place=in_place) for kept in _load(ctx)]
         grad_input, grad_weight, grad_bias = finished

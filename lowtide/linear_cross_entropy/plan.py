@@ -1,16 +1,6 @@
 """Decide once: all that follows from shapes, dtypes and the device, and never from the values of tensors.
 
 Shapes: N tokens, D features, V classes.
-
-The workspace holds, beyond inputs, outputs and gradients:
-
-    fixed       vectors of N and V elements; the float32 sum of a rounded weight gradient ("accumulate")
-    per row     the float32 logits of a token; copies of its features and their gradient where dtypes differ
-    operands    a copy of a block of the weight, where its dtype or strides do not suit the products
-
-Whatever the fixed part leaves is spent on rows. Where the float32 sum of the weight gradient [V, D] leaves
-too few, the weight gradient is formed class block by class block instead ("by_class"): exact as well, for
-one more product.
 """
 
 import math
@@ -20,18 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.workspace import Needs, spend
+
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
-
-# Below so many rows a chunk, reading the weight and its accumulator costs more than the one recomputed
-# product.
-FEWEST_ROWS = {"cpu": 64, "cuda": 512}
-
-# Tensor-core tiles are 128 rows high; the CPU's row block matters less.
-ROW_TILE = {"cpu": 8, "cuda": 128}
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -51,6 +36,8 @@ class Plan:
     grad_input: bool
     grad_weight: bool
     grad_bias: bool
+    copies_rows: bool
+    """Whether a chunk of the input must be copied, for its dtype or its strides, to be multiplied."""
     rows: int
     """Tokens per chunk."""
     operand_classes: int
@@ -91,73 +78,56 @@ def make_plan(
     grad_weight = tracked and linear_weight.requires_grad
     grad_bias = tracked and linear_bias is not None and linear_bias.requires_grad
 
-    sum_size, operand_size = sum_dtype.itemsize, compute_dtype.itemsize
-    rounded_weight_gradient = grad_weight and linear_weight.dtype != sum_dtype
-    accumulator = V * D * sum_size if rounded_weight_gradient else 0
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE[device] + (accumulator if device == "cuda" else 0)
-
     gradient = grad_input or grad_weight or grad_bias
-    copies_weight = _copies_weight(linear_weight, compute_dtype, device)
+    copies_rows = input.dtype != compute_dtype or not _multiplies(input)
+    # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
+    casts_weight = linear_weight.dtype != compute_dtype and device == "cpu"
+    copies_weight = casts_weight or 1 not in linear_weight.stride()
     exponentials = (
         backend == "triton"
         and _has_tensor_maps(input.device)
         and compute_dtype in EXPONENTIAL_DTYPES
         and linear_bias is None
         and label_smoothing == 0
-        and _maps(input, linear_weight, compute_dtype)
+        and _maps(input, linear_weight, copies_rows, compute_dtype)
     )
-    row = 16 * sum_size  # statistics
-    tile = (V + 8) * operand_size + V // 32 if exponentials else V * sum_size  # a token's logits
-    if exponentials and not gradient:
-        tile = V // 32
-    if gradient and backend == "torch" and compute_dtype != sum_dtype:
-        tile += V * operand_size  # only a kernel can round in place
-    row += tile
-    if input.dtype != compute_dtype or not _flattens(input):
-        row += D * operand_size
-    if exponentials and grad_weight:
-        row += D * operand_size
-    if grad_input and (exponentials or input.dtype != sum_dtype):
-        row += D * sum_size
 
+    sum_size, operand_size = sum_dtype.itemsize, compute_dtype.itemsize
+    rounds_apart = backend == "torch" and compute_dtype != sum_dtype  # only a kernel can round in place
+    logit = sum_size + (operand_size if rounds_apart else 0)
+    if exponentials:  # a bfloat16 number, and a float32 sum for every tile of 256
+        logits = V // 32 + ((V + 8) * operand_size if gradient else 0)
+    else:
+        logits = V * (logit if gradient else sum_size)
+    row = logits + 16 * sum_size  # and statistics
+    row += copies_rows * D * operand_size
+    row += (exponentials and grad_weight) * D * operand_size
+    row += (grad_input and (exponentials or input.dtype != sum_dtype)) * D * sum_size
     # The bias, its gradient, and a chunk's share of that.
     vectors = (3 * (linear_bias is not None) + weighted) * V * sum_size
     # A CUDA allocation is a multiple of 512 bytes, and some sixty vectors and numbers are small.
-    fixed = (160 if exponentials else 64) * N + vectors + (32768 if device == "cuda" else 4096)
-    # A copy of fewer bytes than a row's logits would make many small products of one large one.
-    least_copy = min(V * D * operand_size, max(row, D * operand_size)) if copies_weight else 0
-    least = fixed + row + least_copy + (2 * D * sum_size if accumulator else 0)
-    if workspace < least:
-        raise ValueError(
-            f"workspace must hold one row of {V} logits, which takes {least} bytes in this call, "
-            f"got {workspace} bytes; pass a larger workspace, or None for the default"
-        )
-
-    room = workspace - fixed
-    fewest = min(N, FEWEST_ROWS[device]) * row + least_copy
-    accumulate = accumulator == 0 or room - accumulator >= fewest
-    if accumulate:
-        room -= accumulator
-    operand_classes = V
-    if copies_weight:
-        # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
-        copied = max(least_copy, min(room // 4, room - row))
-        operand_classes = _whole_tiles(max(1, min(V, copied // (D * operand_size))), V)
-        room -= operand_classes * D * operand_size
-    rows = _even_chunks(N, max(1, room // row), ROW_TILE[device])
-
-    # A class block wants its accumulator [B, D] and its logits [C, B] of about the same size.
-    block_room = workspace - fixed
-    class_row = D * (sum_size + (operand_size if copies_weight else 0))
-    block_classes = _whole_tiles(max(1, min(V, block_room // 2 // class_row)), V)
-    block_row = (
-        block_classes * (sum_size + (operand_size if backend == "torch" else 0)) + 2 * D * operand_size
+    fixed = (
+        ((160 if exponentials else 32) + 8 * sum_size) * N + vectors + (32768 if device == "cuda" else 4096)
     )
-    block_rows = _even_chunks(
-        N, max(1, (block_room - block_classes * class_row) // block_row), ROW_TILE[device]
+    weight_sum = V * D * sum_size if grad_weight and linear_weight.dtype != sum_dtype else 0
+    if workspace is None:
+        workspace = DEFAULT_WORKSPACE[device] + (weight_sum if device == "cuda" else 0)
+    sizes = spend(
+        workspace,
+        Needs(
+            N=N,
+            D=D,
+            V=V,
+            device=device,
+            fixed=fixed,
+            row=row,
+            weight_sum=weight_sum,
+            weight_copy=D * operand_size if copies_weight else 0,
+            class_sum=D * sum_size,
+            block_logit=logit,
+            block_row=2 * D * operand_size,
+        ),
     )
-
     return Plan(
         backend=backend,
         exponentials=exponentials,
@@ -169,11 +139,12 @@ def make_plan(
         grad_input=grad_input,
         grad_weight=grad_weight,
         grad_bias=grad_bias,
-        rows=rows,
-        operand_classes=operand_classes,
-        weight_gradient="accumulate" if accumulate else "by_class",
-        block_rows=block_rows,
-        block_classes=block_classes,
+        copies_rows=copies_rows,
+        rows=sizes.rows,
+        operand_classes=sizes.operand_classes,
+        weight_gradient="accumulate" if sizes.accumulate else "by_class",
+        block_rows=sizes.block_rows,
+        block_classes=sizes.block_classes,
     )
 
 
@@ -206,47 +177,41 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _has_tensor_maps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Hopper: later cards have them too, but the tiles were measured, and fit its shared memory, there."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _maps(input: Tensor, weight_VD: Tensor, dtype: torch.dtype) -> bool:
+def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype) -> bool:
     """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit."""
 
     def aligned(tensor: Tensor) -> bool:
-        if tensor.dtype != dtype:
-            return True  # a fresh copy will be read
-        *outer, last = tensor.stride()
-        return last == 1 and all(stride % 8 == 0 for stride in (*outer, tensor.storage_offset()))
+        return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], tensor.storage_offset()))
 
-    rows = input.dim() == 3 or _flattens(input)
+    rows = input.dim() <= 3 or _flattens(input)
     inner = input.stride(-1) == weight_VD.stride(-1) == 1 and input.shape[-1] % 8 == 0
-    return rows and inner and aligned(input) and aligned(weight_VD)
+    # A copy is aligned by itself.
+    return (
+        rows
+        and inner
+        and (copies_rows or aligned(input))
+        and (weight_VD.dtype != dtype or aligned(weight_VD))
+    )
 
 
 def _flattens(input: Tensor) -> bool:
     """Whether [..., D] can be seen as [N, D] without a copy."""
     try:
-        input.view(-1, input.shape[-1])
+        input.view(math.prod(input.shape[:-1]), input.shape[-1])
     except RuntimeError:
         return False
     return True
 
 
-def _copies_weight(weight_VD: Tensor, dtype: torch.dtype, device: str) -> bool:
-    # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
-    cast = weight_VD.dtype != dtype and device == "cpu"
-    return cast or 1 not in weight_VD.stride()
-
-
-def _whole_tiles(classes: int, V: int) -> int:
-    """Fewer than V classes, in whole tiles: products of an odd width fall back to slow, unaligned kernels."""
-    return classes if classes == V or classes < 128 else classes - classes % 128
-
-
-def _even_chunks(N: int, most: int, tile: int) -> int:
-    """Rows per chunk: as few chunks as `most` rows allow, all of about the same size, in whole tiles."""
-    if most >= N:
-        return max(N, 1)
-    most = most - most % tile if most >= tile else most
-    even = -(-N // -(-N // most))
-    return min(most, -(-even // tile) * tile) if most >= tile else even
+def _multiplies(input: Tensor) -> bool:
+    """Whether [..., D] can be seen as an [N, D] that a product reads as it is: by rows, or by columns."""
+    if not _flattens(input):
+        return False
+    flat_ND = input.view(math.prod(input.shape[:-1]), input.shape[-1])
+    (N, D), (outer, inner) = flat_ND.shape, flat_ND.stride()
+    return (inner == 1 and outer >= D) or (outer == 1 and inner >= N)

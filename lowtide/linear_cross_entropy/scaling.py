@@ -21,6 +21,7 @@ def lift(pull_N: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
     if torch.float16 not in dtypes or pull_N.numel() == 0:
         return None
     _, exponent = torch.frexp(pull_N.abs().amax())
+    exponent = exponent.clamp(min=-100)  # what is smaller than this is 0 in float16 however it is scaled
     return torch.ldexp(torch.ones_like(pull_N[0]), FP16_EXPONENT - exponent)
 
 
@@ -45,6 +46,8 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> Non
         # dtype.
         torch.mul(tensor, factor.view(1), out=out)
         return
-    rows = max(1, 1024 // math.prod(tensor.shape[1:]))  # the CPU would convert the whole tensor at once
+    rows = max(
+        1, 1024 // max(1, math.prod(tensor.shape[1:]))
+    )  # the CPU would convert the whole tensor at once
     for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
         out_rows.copy_(tensor_rows.to(factor.dtype) * factor)

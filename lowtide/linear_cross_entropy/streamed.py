@@ -8,6 +8,7 @@ the same error.
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -144,6 +145,8 @@ class Stream:
         plan = self.plan
         dx, dw, db = gradients.input, gradients.weight, gradients.bias
         logits_CV = self._buffer(plan.rows, self.V)
+        accumulate = dw is not None and plan.weight_gradient == "accumulate"
+        wanted = dx is not None or db is not None or accumulate
         dx_sum_CD = None if dx is None or dx.rounding is None else self._buffer(plan.rows, self.D)
         for start in range(0, self.N, plan.rows):
             rows = slice(start, min(start + plan.rows, self.N))
@@ -151,7 +154,6 @@ class Stream:
             z_CV = logits_CV[: x_CD.shape[0]]
             for classes in self._blocks(plan.operand_classes):
                 product(z_CV[:, classes], x_CD, self._weight_block(classes).t())
-            wanted = gradients is not NO_GRADIENTS
             g_CV = self._softmax_gradient_(z_CV, terms[rows], statistics[rows], take_statistics, wanted)
             if dx is not None:
                 dx_CD = dx.tensor[rows] if dx_sum_CD is None else dx_sum_CD[: x_CD.shape[0]]
@@ -237,9 +239,16 @@ class Stream:
     def _rows(self, rows: slice) -> Tensor:
         """Tokens as [C, D] in the operands' dtype; a copy, of these rows alone, where a view will not do."""
         if self.input.dim() == 2:
-            return self.input[rows].to(self.plan.compute_dtype)
-        index_C = torch.arange(rows.start, rows.stop, device=self.device)
-        return self.input[torch.unravel_index(index_C, self.leading)].to(self.plan.compute_dtype)
+            x_CD = self.input[rows]
+        else:
+            place_C = torch.arange(rows.start, rows.stop, device=self.device)
+            places = []  # one index a dimension; torch.unravel_index would wait for the device
+            for size in reversed(self.leading):
+                places.append(place_C % size)
+                place_C = place_C // size
+            x_CD = self.input[tuple(reversed(places))]
+        x_CD = x_CD.to(self.plan.compute_dtype)
+        return x_CD.contiguous() if self.plan.copies_rows else x_CD
 
     def _blocks(self, size: int) -> Iterator[slice]:
         for start in range(0, self.V, size):
@@ -270,6 +279,6 @@ def _vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _flat_view(input: Tensor) -> Tensor:
     """[N, D] where that is a view of [..., D]; else the input as it is."""
     try:
-        return input.view(-1, input.shape[-1])
+        return input.view(math.prod(input.shape[:-1]), input.shape[-1])
     except RuntimeError:
         return input

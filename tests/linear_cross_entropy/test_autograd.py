@@ -241,3 +241,32 @@ def test_nothing_waits_for_the_device(device, reduction, smoothing, dtype):
     with no_synchronisation(device):
         result = differentiate(fused, inputs, upstream, **options)
     check(result, inputs, upstream=upstream, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["shifted", "four dimensions", "expanded"])
+def test_nothing_waits_for_the_device_whatever_the_strides(device, layout, dtype):
+    hidden = torch.randn(2, 3, 9, 16, device=device).to(dtype)
+    input = {
+        "shifted": hidden[0, :, :-1],
+        "four dimensions": hidden[:, :, :-1],
+        "expanded": hidden[0, 0, :1].expand(24, 16),
+    }[layout].detach()
+    inputs = make_inputs(1, 16, 63, device=device, dtype=dtype)
+    inputs = replace(
+        inputs, input=input.requires_grad_(), target=torch.randint(63, input.shape[:-1], device=device)
+    )
+    differentiate(fused, inputs)
+    with no_synchronisation(device):
+        result = differentiate(fused, inputs)
+    check(result, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_tensors_on_another_device_than_the_current_one(reduction, dtype):
+    inputs = make_inputs(37, 24, 101, device="cuda:1", dtype=dtype)
+    assert torch.cuda.current_device() == 0
+    check(differentiate(fused, inputs, reduction=reduction), inputs, reduction=reduction)

@@ -60,6 +60,19 @@ def test_transforms_are_refused(device, transform):
         run()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batched_gradients_are_refused(device, reduction):
+    inputs = make_inputs(device=device)
+    loss = fused(inputs, reduction=reduction)
+    with pytest.raises(NotImplementedError, match=r"batched gradients.*backend='reference'"):
+        torch.autograd.grad(
+            loss,
+            inputs.input,
+            torch.eye(max(1, loss.numel()), device=device).view(-1, *loss.shape),
+            is_grads_batched=True,
+        )
+
+
 def test_transforms_of_the_reference(device):
     inputs = make_inputs(device=device, dtype=torch.float64)
     expected = differentiate(fused, inputs)

@@ -165,3 +165,39 @@ def test_copies_of_operands_count(device, times, reduction, kind, dtype):
             loss.sum().backward()
     assert forward <= options["workspace"] + kept + whole_copy + loss.nbytes
     assert peak.bytes <= options["workspace"] + kept + whole_copy + 4 * N
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["columns", "expanded", "batched columns", "transposed"])
+def test_an_input_that_no_product_reads_is_copied_by_chunks(device, kind, reduction):
+    """Many features, few classes: a copy of the input would be all of the memory."""
+    rows, features, classes = 2048, 512, 64
+    inputs = make_inputs(rows, features, classes, device=device)
+    wide = torch.randn(rows, 2 * features, device=device)
+    changed = {
+        "columns": wide[:, ::2],
+        "expanded": wide[:1, :features].expand(rows, features),
+        "batched columns": wide.view(4, rows // 4, 2 * features)[..., ::2],
+        "transposed": wide[:, :features].t().contiguous().t(),
+    }[kind].requires_grad_()
+    inputs = replace(inputs, input=changed, target=inputs.target.view(changed.shape[:-1]))
+    options = {"reduction": reduction, "workspace": 1 << 20}
+    warm_up(inputs, options)
+    leaves = tuple(inputs.leaves().values())
+    with peak_memory(device) as peak:  # backward() itself would copy a gradient to its leaf's strides
+        torch.autograd.grad(fused(inputs, **options).sum(), leaves)
+    gradients = rows * features * 4 + classes * features * 4
+    assert peak.bytes <= options["workspace"] + gradients + 4 * rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_of_many_rows_count(device, dtype):
+    rows = 100_000
+    inputs = make_inputs(rows, 1, 4, device=device, dtype=dtype, bias=True, class_weight=True)
+    options = {"label_smoothing": 0.1}
+    options["workspace"] = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, **options))
+    options["workspace"] += 4096
+    warm_up(inputs, options)
+    with peak_memory(device) as peak:
+        fused(inputs, **options).backward()
+    assert peak.bytes <= options["workspace"] + held_by_gradients(inputs) + 8

@@ -143,7 +143,7 @@ def test_a_class_weight_of_zero(device):
     smoothing=st.sampled_from([0.0, 0.05, 0.9]),
     ignored=st.sampled_from([0.0, 0.5]),
     room=st.integers(0, 100_000),
-    upstream=st.sampled_from([1.0, -0.5, 2.0**-20, 2.0**13]),  # others round a second time: test_a_scaled_loss
+    upstream=st.sampled_from([1.0, -0.5, 2.0**-20, 2.0**13]),  # for others: test_a_scaled_loss
 )
 def test_any_call(
     device, reduction, dtype, kind, sizes, bias, class_weight, smoothing, ignored, room, upstream
@@ -155,3 +155,15 @@ def test_any_call(
     if workspace is not None:
         workspace += room
     check_fused(inputs, upstream, reduction=reduction, label_smoothing=smoothing, workspace=workspace)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_features(device, dtype):
+    inputs = make_inputs(9, 1, 5, device=device, dtype=dtype, ignored=0)
+    empty = {
+        name: getattr(inputs, name).detach()[:, :0].requires_grad_() for name in ("input", "linear_weight")
+    }
+    result = differentiate(fused, type(inputs)(**{**vars(inputs), **empty}))
+    assert result["loss"].item() == pytest.approx(math.log(5), rel=1e-6)
+    assert result["input"].shape == (9, 0)
+    assert result["linear_weight"].shape == (5, 0)

@@ -1,0 +1,100 @@
+"""How a workspace of so many bytes is spent on chunks of tokens and blocks of classes.
+
+    fixed       vectors of N and V elements
+    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it
+    per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
+    copy        of a block of the weight, where its dtype or strides do not suit the products
+
+Whatever the others leave is spent on rows. Where the sum leaves too few of them, the weight's gradient is
+formed class block by class block instead: exact as well, for one more product.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+from dataclasses import dataclass
+
+# With fewer rows a chunk, reading the weight and its sum costs more than the one recomputed product.
+FEWEST_ROWS = {"cpu": 64, "cuda": 512}
+
+# Tensor-core tiles are 128 rows high; the CPU's row block matters less.
+ROW_TILE = {"cpu": 8, "cuda": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of one call, in bytes unless said."""
+
+    N: int  # tokens
+    D: int  # features
+    V: int  # classes
+    device: str
+    fixed: int
+    row: int
+    weight_sum: int
+    """The float32 sum of a weight gradient that is rounded in the end; 0 where none is."""
+    weight_copy: int
+    """Of one class, in the operands' dtype; 0 where no copy is needed."""
+    class_sum: int
+    """Of the float32 sum of one class, [D]."""
+    block_logit: int
+    """Of one logit, and its gradient, in a tile of a class block."""
+    block_row: int
+    """Of one token beside its logits in such a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    rows: int
+    operand_classes: int
+    accumulate: bool
+    block_rows: int
+    block_classes: int
+
+
+def spend(workspace: int, needs: Needs) -> Sizes:
+    N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
+    # A copy of fewer bytes than a row's logits would make many small products of one large one.
+    least_copy = min(V * needs.weight_copy, max(row, needs.weight_copy))
+    least = needs.fixed + row + least_copy + (2 * needs.class_sum if needs.weight_sum else 0)
+    if workspace < least:
+        raise ValueError(
+            f"workspace must hold one row of {V} logits, which takes {least} bytes in this call, "
+            f"got {workspace} bytes; pass a larger workspace, or None for the default"
+        )
+
+    free = workspace - needs.fixed
+    fewest = min(N, FEWEST_ROWS[needs.device]) * row + least_copy
+    accumulate = needs.weight_sum == 0 or free - needs.weight_sum >= fewest
+    room = free - needs.weight_sum if accumulate else free
+    operand_classes = V
+    if needs.weight_copy:
+        # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
+        copied = max(least_copy, min(room // 4, room - row))
+        operand_classes = _classes(copied, needs.weight_copy, V)
+        room -= operand_classes * needs.weight_copy
+    rows = _rows(room, row, N, tile)
+
+    # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
+    of_a_class = needs.class_sum + needs.weight_copy
+    block_classes = _classes(free // 2, of_a_class, V)
+    of_a_row = block_classes * needs.block_logit + needs.block_row
+    block_rows = _rows(free - block_classes * of_a_class, of_a_row, N, tile)
+    return Sizes(rows, operand_classes, accumulate, block_rows, block_classes)
+
+
+def _classes(room: int, size: int, V: int) -> int:
+    """As many as fit; fewer than V in whole tiles, as products of an odd width are slow."""
+    classes = max(1, min(V, room // max(1, size)))
+    return classes if classes == V or classes < 128 else classes - classes % 128
+
+
+def _rows(room: int, size: int, N: int, tile: int) -> int:
+    """Rows per chunk: as few chunks as fit the room, all of about the same size, in whole tiles."""
+    most = max(1, room // size)
+    if most >= N:
+        return max(N, 1)
+    if most < tile:
+        return -(-N // -(-N // most))
+    most -= most % tile
+    even = -(-N // -(-N // most))
+    return min(most, -(-even // tile) * tile)
