@@ -1,9 +1,7 @@
-"""The pass over a tile of logits as one Triton kernel; the mathematics is in rows.py, which has the same
-function.
+"""The pass over a tile of logits as one Triton kernel; rows.py has the mathematics, and the same in torch.
 
 A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
-more to
-write the gradient, from the last class to the first: what it read last is still in the L2 cache. A
+more to write the gradient, from the last class to the first: what it read last is still in the L2 cache. A
 half-precision gradient is written into the second half of its own row of float32 logits, so that no write,
 going backwards, reaches a logit that is still to be read.
 

@@ -256,9 +256,10 @@ def test_nothing_waits_for_the_device_whatever_the_strides(device, layout, dtype
     inputs = replace(
         inputs, input=input.requires_grad_(), target=torch.randint(63, input.shape[:-1], device=device)
     )
-    differentiate(fused, inputs)
+    upstream = torch.ones((), device=device)
+    differentiate(fused, inputs, upstream)
     with no_synchronisation(device):
-        result = differentiate(fused, inputs)
+        result = differentiate(fused, inputs, upstream)
     check(result, inputs)
 
 

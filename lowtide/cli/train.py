@@ -1,0 +1,72 @@
+"""`lowtide train`: a small GPT on the sources of Python's standard library, or on the user's own text."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lowtide.train.compare import train_both
+from lowtide.train.config import Config, Device, Loss, UserError, choose_device, choose_sizes
+from lowtide.train.loop import train as train_one
+from lowtide.train.report import draw, table
+
+
+def train(
+    loss: Annotated[
+        Loss, typer.Option(help="Both: the same run twice, then a table and a figure.")
+    ] = Loss.lowtide,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A text file or a directory of them.", show_default="Python's standard library"),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Checkpoints, logs and the figure; a run found here continues.")
+    ] = Path("runs/train"),
+    device: Annotated[Device, typer.Option(help="Auto: the GPU if there is one, in bfloat16.")] = Device.auto,
+    vocab_size: Annotated[int, typer.Option(min=257, help="Entries of the byte-level BPE.")] = 32_768,
+    width: Annotated[int | None, typer.Option(min=64, show_default="128, GPU 512")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, show_default="2, GPU 8")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence.", show_default="256, GPU 1024")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a step.", show_default="12, GPU 16")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps in all, those before a resumption included.", show_default="50, GPU 500"
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Steps between checkpoints: what a killed run can lose.", show_default="25, GPU 100"
+        ),
+    ] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="One matrix for embedding and head.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
+) -> None:
+    """Train a small GPT, end with a sample of its text, and measure what the loss step costs."""
+    console = Console()
+    try:
+        chosen = choose_device(device)
+        sizes = choose_sizes(
+            chosen,
+            width=width,
+            depth=depth,
+            context=context,
+            batch=batch,
+            steps=steps,
+            save_every=save_every,
+        )
+        config = Config(loss.value, chosen, out, data, vocab_size=vocab_size, tied=tied, seed=seed, **sizes)
+        runs = train_both(config) if loss is Loss.both else [train_one(config)]
+        console.print(table(runs))
+        if loss is Loss.both:
+            draw(runs, out / "comparison.png")
+            console.print(f"figure: {out / 'comparison.png'}")
+    except (UserError, OSError) as error:
+        Console(stderr=True).print(f"lowtide train: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error

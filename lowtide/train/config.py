@@ -1,0 +1,86 @@
+"""What a training run is: every choice that shapes it, in one frozen object."""
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+HEAD_WIDTH = 64
+
+# What trains in a few minutes on two cores, or on one GPU that has to survive the eager loss too.
+SIZES = {
+    "cpu": {"width": 128, "depth": 2, "context": 256, "batch": 12, "steps": 50, "save_every": 25},
+    "cuda": {"width": 512, "depth": 8, "context": 1024, "batch": 16, "steps": 500, "save_every": 100},
+}
+
+
+class UserError(Exception):
+    """Something that the user can put right: shown as one sentence, without a traceback."""
+
+
+class Loss(str, Enum):
+    lowtide = "lowtide"
+    eager = "eager"
+    both = "both"
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True)
+class Config:
+    loss: str
+    device: str
+    out: Path
+    data: Path | None
+    vocab_size: int
+    width: int
+    depth: int
+    context: int
+    batch: int
+    steps: int
+    save_every: int
+    tied: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.width % HEAD_WIDTH:
+            raise UserError(
+                f"--width must be a multiple of {HEAD_WIDTH}, the width of an attention head: {self.width}"
+            )
+
+    @property
+    def directory(self) -> Path:
+        """Where this run keeps its files: two losses under one --out do not touch each other's."""
+        return self.out / self.loss
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.context
+
+    def identity(self, text: str) -> dict:
+        """What a checkpoint must agree with to be continued; `text` names the corpus.
+
+        The number of steps is not part of it: 100 steps continued to 200 are the run of 200.
+        """
+        shaping = ("vocab_size", "width", "depth", "context", "batch", "tied", "seed")
+        return {name: value for name, value in asdict(self).items() if name in shaping} | {"text": text}
+
+
+def choose_device(asked: Device) -> str:
+    if asked is Device.cuda and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda: torch sees no CUDA device here; leave --device out to train on the CPU"
+        )
+    if asked is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked.value
+
+
+def choose_sizes(device: str, **asked: int | None) -> dict[str, int]:
+    """The defaults of the device, where the user did not ask for something else."""
+    return SIZES[device] | {name: size for name, size in asked.items() if size is not None}
