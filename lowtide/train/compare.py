@@ -1,6 +1,9 @@
 """The same run with both losses, one after the other, each in a process of its own."""
 
 import multiprocessing
+import os
+import os
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -9,8 +12,9 @@ from importlib.util import find_spec
 import torch
 
 from lowtide.train.config import Config, UserError
+from lowtide.train.data import load_corpus
 from lowtide.train.loop import Run, train
-from lowtide.train.trainer import LOSSES
+from lowtide.train.trainer import LOSSES, read_checkpoint
 
 
 def train_both(config: Config) -> list[Run]:
@@ -18,15 +22,35 @@ def train_both(config: Config) -> list[Run]:
         raise UserError(
             "--loss both ends with a figure; install matplotlib with: pip install 'lowtide[plot]'"
         )
-    return [train_apart(replace(config, loss=loss)) for loss in LOSSES]
+    configs = [replace(config, loss=loss) for loss in LOSSES]
+    corpus = load_corpus(config.data, config.vocab_size, config.context)
+    for one in configs:  # refused now, and not when the other has trained for minutes
+        read_checkpoint(one, corpus.name)
+    # OpenMP's threads wait by spinning, unless this is set before the process starts: each then keeps the other
+    # from its core as soon as anything else runs on the machine, and a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return [train_apart(one) for one in configs]
 
 
 def train_apart(config: Config) -> Run:
     """In a fresh process, so that memory which one loss left behind is not held against the other."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as child:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=die_with_parent) as child:
         try:
             return child.submit(train, config).result()
         except (BrokenProcessPool, torch.OutOfMemoryError) as death:
             raise UserError(
                 f"the {config.loss} run died, most likely for want of memory; try a smaller --batch"
             ) from death
+
+
+def die_with_parent() -> None:
+    """In the child: a killed parent could not end it, and the next run would write to the same files."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 HEAD_WIDTH = 64
+CHECKPOINT_FORMAT = 1  # another one when the model or what is saved of it changes
 
 # What trains in a few minutes on two cores, or on one GPU that has to survive the eager loss too.
 SIZES = {
@@ -67,8 +68,9 @@ class Config:
 
         The number of steps is not part of it: 100 steps continued to 200 are the run of 200.
         """
-        shaping = ("vocab_size", "width", "depth", "context", "batch", "tied", "seed")
-        return {name: value for name, value in asdict(self).items() if name in shaping} | {"text": text}
+        shaping = ("device", "vocab_size", "width", "depth", "context", "batch", "tied", "seed")
+        chosen = {name: value for name, value in asdict(self).items() if name in shaping}
+        return {"format": CHECKPOINT_FORMAT} | chosen | {"text": text}
 
 
 def choose_device(asked: Device) -> str:

@@ -121,24 +121,44 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the checkpoint, if there is one; refuse one of another run, and leave it as it is."""
-        path = self.config.directory / "checkpoint.pt"
-        advice = "nothing was changed; give another --out, or move the file away"
-        try:
-            saved = files.load(path)
-            theirs = saved["identity"]
-        except FileNotFoundError:
+        saved = read_checkpoint(self.config, self.corpus.name)
+        if saved is None:
             return
-        except (files.DamagedFile, KeyError) as problem:
-            raise UserError(f"{path} cannot be read as a checkpoint of lowtide train: {advice}") from problem
+        try:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.history = [Step(**step) for step in saved["history"]]
+        except (KeyError, TypeError, ValueError, RuntimeError) as problem:
+            raise unreadable(self.config) from problem
 
-        identity = self.config.identity(self.corpus.name)
-        differences = [
-            f"{name} {theirs.get(name)}, not {identity[name]}"
-            for name in identity
-            if theirs.get(name) != identity[name]
-        ]
-        if differences:
-            raise UserError(f"{path} is the checkpoint of another run ({'; '.join(differences)}): {advice}")
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.history = [Step(**step) for step in saved["history"]]
+
+ADVICE = "nothing was changed; give another --out, or move the file away"
+
+
+def read_checkpoint(config: Config, corpus_name: str) -> dict | None:
+    """What this run would continue from; None if it starts afresh, an error if that is another run's."""
+    path = config.directory / "checkpoint.pt"
+    try:
+        saved = files.load(path)
+        theirs, done = dict(saved["identity"]), len(saved["history"])
+    except FileNotFoundError:
+        return None
+    except (files.DamagedFile, KeyError, TypeError, ValueError) as problem:
+        raise unreadable(config) from problem
+
+    identity = config.identity(corpus_name)
+    differences = [
+        f"{name} {theirs.get(name)}, not {identity[name]}"
+        for name in identity
+        if theirs.get(name) != identity[name]
+    ]
+    if differences:
+        raise UserError(f"{path} is the checkpoint of another run ({'; '.join(differences)}): {ADVICE}")
+    if done > config.steps:
+        raise UserError(f"{path} is already at step {done}: give --steps {done} or more, or another --out")
+    return saved
+
+
+def unreadable(config: Config) -> UserError:
+    path = config.directory / "checkpoint.pt"
+    return UserError(f"{path} cannot be read as a checkpoint of lowtide train: {ADVICE}")

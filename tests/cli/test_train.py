@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -134,3 +135,30 @@ def test_what_is_wrong_is_said_in_a_sentence(lowtide_train, tmp_path, arguments,
         assert errors.startswith("lowtide train: ")
         assert errors.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_both_refuse_another_run_before_either_trains(lowtide_train, tmp_path):
+    code, _, errors = finish(lowtide_train("--loss", "eager", "--steps", "4", "--out", "there"))
+    assert code == 0, errors
+    code, _, errors = finish(lowtide_train("--loss", "both", "--steps", "2", "--out", "there"))
+    assert code == 1
+    assert "already at step 4" in errors
+    assert not (tmp_path / "there/lowtide").exists()
+
+
+def test_a_killed_comparison_takes_its_child_along(lowtide_train, tmp_path):
+    process = lowtide_train("--loss", "both", "--steps", "100000", "--save-every", "1", "--out", "killed")
+    log = tmp_path / "killed/lowtide/log.csv"
+    wait_until(log.exists)
+    process.kill()
+    process.communicate()  # returns when the child, too, has let go of the pipe
+    after = log.read_bytes()
+    time.sleep(0.5)
+    assert log.read_bytes() == after
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -147,3 +147,23 @@ def test_more_steps_continue_a_finished_run(make_trainer):
     longer = make_trainer(steps=8)
     longer.resume()
     assert train(longer, 8) == train(make_trainer(steps=8), 8)
+
+
+def test_fewer_steps_than_a_run_has_are_refused(make_trainer):
+    trainer = make_trainer(steps=4)
+    train(trainer, 4)
+    trainer.save()
+    with pytest.raises(UserError, match=r"already at step 4: give --steps 4 or more, or another --out"):
+        make_trainer(steps=2).resume()
+
+
+@pytest.mark.parametrize("missing", ["identity", "history", "model"])
+def test_a_checkpoint_with_a_part_missing_is_refused(make_trainer, missing):
+    trainer = make_trainer()
+    trainer.step()
+    trainer.save()
+    path = trainer.config.directory / "checkpoint.pt"
+    content = torch.load(path)
+    torch.save({name: part for name, part in content.items() if name != missing}, path)
+    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
+        make_trainer().resume()
