@@ -25,8 +25,8 @@ def train_both(config: Config) -> list[Run]:
     corpus = load_corpus(config.data, config.vocab_size, config.context)
     for one in configs:  # refused now, and not when the other has trained for minutes
         read_checkpoint(one, corpus.name)
-    # OpenMP's threads wait by spinning, unless this is set before the process starts: as soon as anything else
-    # runs on the machine each keeps the other from its core, and a step takes ten times as long.
+    # OpenMP's threads wait by spinning, unless this is set before the process starts: on a busy machine each
+    # keeps the other from its core, and a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return [train_apart(one) for one in configs]
 
