@@ -1,3 +1,3 @@
-from lowtide.linear_cross_entropy.api import LinearCrossEntropyLoss, linear_cross_entropy
+from lowtide.linear_cross_entropy.api import LinearCrossEntropyLoss, LogProbs, linear_cross_entropy, linear_log_probs
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+__all__ = ["LinearCrossEntropyLoss", "LogProbs", "linear_cross_entropy", "linear_log_probs"]

@@ -1,14 +1,14 @@
-"""The public entry points of the fused head and loss. The docstring of `linear_cross_entropy` is the
-contract."""
+"""The public entry points of the fused head and loss. Their docstrings are the contract."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.linear_cross_entropy import ops, reference
-from lowtide.linear_cross_entropy.check import check_arguments, check_transforms
-from lowtide.linear_cross_entropy.plan import Reduction, make_plan
+from lowtide.linear_cross_entropy import entry, positions
+from lowtide.linear_cross_entropy.entry import LogProbs
+from lowtide.linear_cross_entropy.head import Reduction
 
 
 def linear_cross_entropy(
@@ -21,42 +21,55 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    z_loss: float = 0.0,
     workspace: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     r"""`cross_entropy(linear(input, linear_weight, linear_bias), target)` without the logits.
 
-    With :math:`z_i = W x_i + b`, :math:`w` the class weights, :math:`\epsilon` the label smoothing and
-    :math:`t_i` the target of row i, the loss of a row is
+    With :math:`u_i = W x_i + b`, logit scale s and soft cap c, the logits of a row are :math:`z_i = s u_i`, or
+    :math:`c \tanh(s u_i / c)`. With :math:`w` the class weights, :math:`\epsilon` the label smoothing,
+    :math:`t_i` the target and :math:`\lambda` the z-loss, the loss of a row is
 
     .. math::
         \ell_i = (1-\epsilon)\, w_{t_i} \bigl(\mathrm{lse}(z_i) - z_{i t_i}\bigr)
-                 + \frac{\epsilon}{V} \sum_v w_v \bigl(\mathrm{lse}(z_i) - z_{iv}\bigr),
+                 + \frac{\epsilon}{V} \sum_v w_v \bigl(\mathrm{lse}(z_i) - z_{iv}\bigr)
+                 + \lambda\, \mathrm{lse}(z_i)^2,
 
-    0 where :math:`t_i` is `ignore_index`. `"sum"` adds the rows up, `"mean"` divides that by the
-    :math:`w_{t_i}` of the rows that count, as :func:`torch.nn.functional.cross_entropy` does; with all rows
-    ignored the mean is NaN and its gradients are zero, as there.
+    0 where :math:`t_i` is `ignore_index`. For class probabilities :math:`y_i` the first term is
+    :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up; `"mean"`
+    divides that by the :math:`w_{t_i}` of the rows that count (for probabilities: by the number of rows), as
+    :func:`torch.nn.functional.cross_entropy` does. With all rows ignored the mean is NaN and its gradients are
+    zero, as there.
 
     Shapes:
-        input [..., D], linear_weight [V, D], target [...], linear_bias [V], weight [V]; the result is 0-d,
-        or [...] for ``reduction="none"``. Any strides; a shifted slice such as ``hidden[:, :-1]`` is not
-        copied as a whole.
+        input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
+        logit_scale []; the result is 0-d, or [...] for ``reduction="none"``. Any strides; a shifted slice
+        such as ``hidden[:, :-1]`` is not copied as a whole. K-dimensional loss as in torch: input [N, D],
+        linear_weight [V, d1, ..., dK, D], linear_bias [V, d1, ..., dK], target [N, d1, ..., dK] or
+        [N, V, d1, ..., dK], result [N, d1, ..., dK].
 
     Args:
-        target: class indices, int64 or int32. An index outside [0, V) that is not `ignore_index` is an
-            IndexError on the CPU; on CUDA, where looking would mean waiting, it makes the loss and the
-            gradients that it reaches NaN.
-        weight: class weights; they take no gradient.
-        ignore_index: rows with this target count for nothing; None means -100.
-        label_smoothing: in [0, 1].
+        target: class indices, int64, int32 or uint8, or class probabilities in any floating-point dtype. An
+            index outside [0, V) that is not `ignore_index` is an IndexError on the CPU; on CUDA, where
+            looking would mean waiting, it makes the loss and the gradients that it reaches NaN.
+            Probabilities need not add up to 1; a gradient for them takes the way described under `Memory`.
+        weight: class weights. They take no gradient beside class indices, as in torch.
+        ignore_index: rows with this target count for nothing; None means -100. Not for probabilities.
+        label_smoothing: :math:`\epsilon`, in [0, 1].
+        softcap: c, above 0; None for none. (Gemma 2: 30.)
+        logit_scale: s; a 0-d tensor may require a gradient. It comes before the soft cap: to divide capped
+            logits by a temperature T, pass ``logit_scale=1 / T, softcap=c / T``.
+        z_loss: :math:`\lambda`; 1e-4 in PaLM (arxiv.org/abs/2204.02311).
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
             the CPU; on CUDA 1 GiB, and the float32 sum of a half-precision weight's gradient on top (4 V D
             bytes). A smaller one costs time, never exactness. On CUDA under autocast, a weight of another
             dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its own workspace;
             neither is counted.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed, else
-            `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace
-            and differentiates to any order.
+            `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace.
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
@@ -69,16 +82,18 @@ def linear_cross_entropy(
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in
         forward (three products) and held until backward; for none, backward recomputes the logits (four
         products). Where the float32 sum of a half-precision weight's gradient does not fit the workspace,
-        that gradient is formed class block by class block, for one more product.
+        that gradient is formed class block by class block, for one more product. Derivatives of higher
+        order, forward mode, vmap, and gradients of probabilities or class weights differentiate the
+        definition itself chunk by chunk: O(workspace) as well, beside copies of the operands in the dtype
+        of the sums; exact, not fast.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the backend (in plain torch it does).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
-            one row.
+            one row. Each is also a RuntimeError, which is what torch raises.
         IndexError: see `target`.
-        NotImplementedError: for derivatives of higher order and the transforms of torch.func.
 
     Source: pytorch issue 124480; the chunk loop is that of github.com/mgmalek/efficient_cross_entropy.
 
@@ -87,58 +102,89 @@ def linear_cross_entropy(
         loss = lowtide.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:])
         loss.backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    check_arguments(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        workspace,
-        backend,
-    )
-    if backend == "reference":
-        return reference.linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
-    return _planned(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        workspace=workspace,
-        backend=backend,
+    options: dict[str, Any] = {
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "z_loss": z_loss,
+        "workspace": workspace,
+        "backend": backend,
+    }
+    if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
+        return positions.cross_entropy(input, linear_weight, target, linear_bias, weight, options)
+    return entry.cross_entropy(
+        (input,), (linear_weight,), target, linear_bias=linear_bias, weight=weight, **options
     )
 
 
-@torch.compiler.disable(
-    reason="lowtide.linear_cross_entropy runs eagerly; use backend='reference' inside a graph"
-)
-def _planned(
+def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    **options: Any,
-) -> Tensor:
-    check_transforms(input)
-    plan = make_plan(input, linear_weight, linear_bias, weighted=weight is not None, **options)
-    return ops.linear_cross_entropy(input, linear_weight, target, linear_bias, weight, plan)
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    ignore_index: int | None = -100,
+    workspace: int | None = None,
+    backend: str = "auto",
+) -> LogProbs:
+    r"""What a language model says of each token, without the logits: `LogProbs(log_prob, entropy, logsumexp,
+    argmax)`, from one sweep.
+
+    With the logits :math:`z_i` of :func:`linear_cross_entropy` and :math:`p_i = \mathrm{softmax}(z_i)`,
+
+    .. math::
+        \mathrm{log\_prob}_i = z_{i t_i} - \mathrm{lse}(z_i), \quad
+        \mathrm{entropy}_i = -\sum_v p_{iv} \log p_{iv}, \quad
+        \mathrm{logsumexp}_i = \mathrm{lse}(z_i), \quad
+        \mathrm{argmax}_i = \arg\max_v z_{iv}.
+
+    The first three are differentiable with respect to input, linear_weight, linear_bias and logit_scale, for
+    any upstream gradient of each, alone or together:
+
+    .. math::
+        \frac{\partial\, \mathrm{log\_prob}}{\partial z_v} = [v = t] - p_v, \quad
+        \frac{\partial\, \mathrm{entropy}}{\partial z_v} = -p_v (\log p_v + \mathrm{entropy}), \quad
+        \frac{\partial\, \mathrm{lse}}{\partial z_v} = p_v.
+
+    Shapes:
+        input [..., D], linear_weight [V, D], target [...], linear_bias [V]; each result [...].
+
+    Args:
+        ignore_index: a row with this target is skipped: its log_prob, entropy and logsumexp are 0, without
+            gradient, and its argmax is -1. To have the last three for every row, give every row a class.
+        logit_scale: 1 / temperature; a float, or a 0-d tensor that may require a gradient.
+        The others are those of :func:`linear_cross_entropy`.
+
+    Dtypes: float32 (float64 for float64 input), argmax int64. Entropy is in nats.
+
+    Memory: O(workspace), never N V; three numbers a row are kept for backward, which recomputes the logits
+    (four products in all). Backward costs nothing for a result that has no upstream gradient.
+
+    Raises: as :func:`linear_cross_entropy`.
+
+    Source: the per-token quantities of PPO (arxiv.org/abs/1707.06347), DPO (arxiv.org/abs/2305.18290) and GRPO
+    (arxiv.org/abs/2402.03300); asked for in Liger-Kernel issue 873 and TRL issue 7244.
+
+    Example::
+
+        found = lowtide.linear_log_probs(hidden, model.lm_head.weight, tokens, logit_scale=1 / temperature)
+        ratio = (found.log_prob - old_log_prob).exp()
+    """
+    return entry.log_probs(
+        (input,),
+        (linear_weight,),
+        target,
+        linear_bias=linear_bias,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=ignore_index,
+        workspace=workspace,
+        backend=backend,
+    )
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -146,7 +192,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
     Args:
         in_features, num_classes, bias, device, dtype: of `.linear`.
+        out_features: (d1, ..., dK) of a K-dimensional loss; `.linear` then has V d1 ... dK outputs.
         weight: class weights [V], kept as a buffer.
+        logit_scale: a float; for one that is learned call the function.
         The others are those of :func:`linear_cross_entropy`.
 
     Example::
@@ -163,35 +211,43 @@ class LinearCrossEntropyLoss(nn.Module):
         in_features: int,
         num_classes: int,
         *,
+        out_features: tuple[int, ...] = (),
         bias: bool = False,
         weight: Tensor | None = None,
         reduction: Reduction = "mean",
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float | None = None,
+        z_loss: float = 0.0,
         workspace: int | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        outputs = num_classes * math.prod(out_features)
+        self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
+        self.logits_shape = (num_classes, *out_features)
         self.register_buffer("weight", weight)
         self.options: dict[str, Any] = {
             "reduction": reduction,
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "z_loss": z_loss,
             "workspace": workspace,
             "backend": backend,
         }
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        if len(self.logits_shape) > 1:
+            linear_weight = linear_weight.unflatten(0, self.logits_shape)
+            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, self.logits_shape)
         return linear_cross_entropy(
-            input,
-            self.linear.weight,
-            target,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            **self.options,
+            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, **self.options
         )
 
     def extra_repr(self) -> str:

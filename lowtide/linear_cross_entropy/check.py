@@ -8,110 +8,196 @@ from torch import Tensor
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "torch", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TARGET_DTYPES = (torch.int64, torch.int32)
+TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError):
+    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
 
 
 def check_arguments(
-    input: Tensor,  # [..., D]
-    linear_weight: Tensor,  # [V, D]
-    target: Tensor,  # [...]
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...] or [..., V]
     linear_bias: Tensor | None,  # [V]
     weight: Tensor | None,  # [V]
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    workspace: int | None,
+    logit_scale: object,
+    softcap: object,
+    workspace: object,
     backend: str,
 ) -> None:
-    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
-    tensors |= {
-        name: t for name, t in {"linear_bias": linear_bias, "weight": weight}.items() if t is not None
-    }
-    for name, tensor in tensors.items():
+    if len(inputs) != len(linear_weights):
+        raise ArgumentError(f"linear_weights must be one for each of {len(inputs)} inputs, got {len(linear_weights)}")
+    named = {"input": inputs[0], "linear_weight": linear_weights[0], "target": target}
+    named |= {f"inputs[{k}]": tensor for k, tensor in enumerate(inputs) if k}
+    named |= {f"linear_weights[{k}]": tensor for k, tensor in enumerate(linear_weights) if k}
+    named |= {name: t for name, t in {"linear_bias": linear_bias, "weight": weight}.items() if t is not None}
+    if isinstance(logit_scale, Tensor):
+        named["logit_scale"] = logit_scale
+    for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    _check_options(reduction, ignore_index, label_smoothing, workspace, backend)
-    _check_shapes(input, linear_weight, target, linear_bias, weight)
-    _check_dtypes(input, linear_weight, target, linear_bias, weight)
-    if input.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"input must be on the CPU or a CUDA device, got {input.device}; move it")
-    for name, tensor in tensors.items():
-        if tensor.device != input.device:
-            raise ValueError(
-                f"{name} must be on input's device ({input.device}), got {tensor.device}; move one of them"
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    _check_head_options(logit_scale, softcap, workspace, backend)
+    for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
+        names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
+        _check_term(names, input, linear_weight)
+    _check_shapes(inputs, linear_weights, target, linear_bias, weight)
+    _check_dtypes(named)
+    device = inputs[0].device
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"input must be on the CPU or a CUDA device, got {device}; move it")
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name} must be on input's device ({device}), got {tensor.device}; move one of them"
             )
-    if weight is not None and weight.requires_grad:
-        raise ValueError(
+
+
+def check_loss_options(
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: object,
+    label_smoothing: object,
+    z_loss: object,
+) -> None:
+    _check_choice("reduction", reduction, REDUCTIONS)
+    check_ignore_index(ignore_index)
+    _check_number("label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:  # type: ignore[operator]
+        raise ArgumentError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    _check_number("z_loss", z_loss)
+    if not 0 <= z_loss < float("inf"):  # type: ignore[operator]
+        raise ArgumentError(f"z_loss must be a finite number of at least 0, got {z_loss}")
+    if target.is_floating_point():
+        if ignore_index is not None:
+            raise ArgumentError(
+                "ignore_index must be None where target holds class probabilities, "
+                f"got {ignore_index}; give the rows that are not to count a target of zeros"
+            )
+    elif weight is not None and weight.requires_grad:
+        raise ArgumentError(
             "weight (class weights) takes no gradient, got a tensor that requires one; pass weight.detach()"
         )
 
 
-def check_transforms(tensor: Tensor) -> None:
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None or functorch.is_legacy_batchedtensor(tensor):
-        raise NotImplementedError(
-            "lowtide.linear_cross_entropy does not run under torch.func transforms (grad, vmap, jvp) or with "
-            "batched gradients yet; pass backend='reference', which holds all logits"
+def check_ignore_index(ignore_index: object) -> None:
+    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+        raise ArgumentTypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
+
+
+def check_class_target(target: Tensor) -> None:
+    if target.is_floating_point():
+        raise ArgumentTypeError(f"target must hold class indices here, got {target.dtype}; use target.long()")
+
+
+def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
+    """On the CPU; elsewhere looking would mean waiting, and such a target makes NaN instead."""
+    if target.device.type != "cpu":
+        return
+    foreign = ((target < 0) | (target >= V)) & (target != ignore_index)
+    if bool(foreign.any()):
+        raise IndexError(
+            f"target must hold classes from 0 to {V - 1} or ignore_index ({ignore_index}), "
+            f"got {target[foreign][0].item()}"
         )
 
 
-def _check_options(
-    reduction: str, ignore_index: int, label_smoothing: float, workspace: int | None, backend: str
-) -> None:
-    for name, value, choices in (("reduction", reduction, REDUCTIONS), ("backend", backend, BACKENDS)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {_listed(choices)}, got {value!r}")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
-    if not isinstance(label_smoothing, (int, float)) or isinstance(label_smoothing, bool):
-        raise TypeError(f"label_smoothing must be a float, got {label_smoothing!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+def _check_head_options(logit_scale: object, softcap: object, workspace: object, backend: str) -> None:
+    _check_choice("backend", backend, BACKENDS)
     if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool)):
-        raise TypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if not 0 < softcap < float("inf"):  # type: ignore[operator]
+            raise ArgumentError(f"softcap must be a finite number above 0, or None for none, got {softcap}")
+    if isinstance(logit_scale, Tensor):
+        if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
+            raise ArgumentError(
+                "logit_scale must be a float or a 0-d floating-point tensor, "
+                f"got {logit_scale.dtype} of shape {list(logit_scale.shape)}"
+            )
+    elif logit_scale is not None:
+        _check_number("logit_scale", logit_scale)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name} must be one of {_listed(choices)}, got {value!r}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+
+
+def _check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> None:
+    if input.dim() < 1:
+        raise ArgumentError(f"{names[0]} must have shape [..., D], got a 0-d tensor")
+    D = input.shape[-1]
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != D:
+        raise ArgumentError(
+            f"{names[1]} must have shape [V, {D}] to match {names[0]} {list(input.shape)}, "
+            f"got {list(linear_weight.shape)}; pass the weight of a torch.nn.Linear as it is, without .T"
+        )
 
 
 def _check_shapes(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None
+    inputs: Sequence[Tensor],
+    linear_weights: Sequence[Tensor],
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
 ) -> None:
-    if input.dim() < 1:
-        raise ValueError("input must have shape [..., D], got a 0-d tensor")
-    D = input.shape[-1]
-    if linear_weight.dim() != 2 or linear_weight.shape[1] != D:
-        raise ValueError(
-            f"linear_weight must have shape [V, {D}] to match input {list(input.shape)}, "
-            f"got {list(linear_weight.shape)}; pass the weight of a torch.nn.Linear as it is, without .T"
-        )
-    V = linear_weight.shape[0]
+    V, leading = linear_weights[0].shape[0], inputs[0].shape[:-1]
     if V == 0:
-        raise ValueError(f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}")
-    if target.shape != input.shape[:-1]:
-        raise ValueError(
-            f"target must have shape {list(input.shape[:-1])}, that of input without the last dimension, "
+        raise ArgumentError(
+            f"linear_weight must have at least one class, got shape {list(linear_weights[0].shape)}"
+        )
+    for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
+        if input.shape[:-1] != leading:
+            raise ArgumentError(f"inputs[{k}] must have shape {[*leading, 'D']}, got {list(input.shape)}")
+        if linear_weight.shape[0] != V:
+            raise ArgumentError(f"linear_weights[{k}] must have {V} rows, got {list(linear_weight.shape)}")
+    probabilities = target.is_floating_point() and target.dim() == len(leading) + 1
+    if probabilities and target.shape != (*leading, V):
+        raise ArgumentError(
+            f"target must have shape {[*leading, V]} where it holds class probabilities, "
+            f"got {list(target.shape)}"
+        )
+    if not probabilities and target.shape != leading:
+        raise ArgumentError(
+            f"target must have shape {list(leading)}, that of input without the last dimension, "
             f"got {list(target.shape)}; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
         )
     for name, vector in (("linear_bias", linear_bias), ("weight", weight)):
         if vector is not None and vector.shape != (V,):
-            raise ValueError(f"{name} must have shape [{V}], one number a class, got {list(vector.shape)}")
+            raise ArgumentError(f"{name} must have shape [{V}], one number a class, got {list(vector.shape)}")
 
 
-def _check_dtypes(
-    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None
-) -> None:
-    if target.dtype not in TARGET_DTYPES:
-        raise TypeError(
-            f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, "
-            f"got {target.dtype}; use target.long()"
+def _check_dtypes(named: dict[str, Tensor]) -> None:
+    input, target = named["input"], named["target"]
+    probabilities = target.dim() == input.dim()
+    if target.dtype not in (DTYPES if probabilities else TARGET_DTYPES):
+        raise ArgumentTypeError(
+            f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
+            f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
         )
-    for name, tensor in (("input", input), ("weight", weight)):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            raise TypeError(f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}")
+    for name, tensor in named.items():
+        if name in ("input", "weight", "logit_scale") and tensor.dtype not in DTYPES:
+            raise ArgumentTypeError(
+                f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}"
+            )
     autocast = torch.is_autocast_enabled(input.device.type)
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is None or tensor.dtype == input.dtype:
+    for name, tensor in named.items():
+        if name in ("input", "weight", "logit_scale", "target") or tensor.dtype == input.dtype:
             continue
         if not (autocast and tensor.is_floating_point() and torch.float64 not in (tensor.dtype, input.dtype)):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"{name} must have the dtype of input ({input.dtype}), got {tensor.dtype}; "
                 "cast one of them, or run under torch.autocast"
             )

@@ -1,7 +1,7 @@
 """The pass over a tile of logits as one Triton kernel; rows.py has the mathematics, and the same in torch.
 
 A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
-more to write the gradient, from the last class to the first: what it read last is still in the L2 cache. A
+more to write the gradient and take what sums there are besides, from the last class to the first: what it read last is still in the L2 cache. A
 half-precision gradient is written into the second half of its own row of float32 logits, so that no write,
 going backwards, reaches a logit that is still to be read.
 
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.rows import Statistics, Terms
+from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 
-# Logits to the tile; with bias, smoothing and class weights half as many, which is what the registers hold.
+# Logits to the tile; with most options half as many, which is what the registers hold.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
 WARPS = 16
 
@@ -24,20 +24,37 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _load_logits(logits_ptr, bias_ptr, columns, B, HAS_BIAS: tl.constexpr):
-    z_b = tl.load(logits_ptr + columns, mask=columns < B, other=-float("inf"))
-    if HAS_BIAS:
-        z_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
-    return z_b
+def _tanh(x):
+    """To a few units in the last place; near 0, where (1 - e) / (1 + e) loses its digits, by its series."""
+    square = x * x
+    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    power = tl.exp(-2.0 * tl.abs(x))
+    quotient = (1.0 - power) / (1.0 + power)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -quotient, quotient))
 
 
 @triton.jit
-def _max_and_sum(logits_ptr, bias_ptr, B, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
+    """z, the product u it came from, and the slope dz/du / scale; z is -inf beyond column B."""
+    raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
+    if bias_ptr is not None:
+        raw_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
+    z_b = raw_b * scale
+    slope_b = 1.0
+    if SOFTCAP > 0:
+        capped_b = _tanh(z_b / SOFTCAP)
+        z_b = SOFTCAP * capped_b
+        slope_b = 1.0 - capped_b * capped_b
+    return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
+
+
+@triton.jit
+def _max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """max z and sum exp(z - max), online: each lane keeps its own, and takes one exponential a logit."""
     max_b = tl.full([BLOCK], LOWEST, tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
     for start in range(0, B, BLOCK):
-        z_b = _load_logits(logits_ptr, bias_ptr, start + tl.arange(0, BLOCK), B, HAS_BIAS)
+        z_b, _, _ = _load_logits(logits_ptr, bias_ptr, scale, start + tl.arange(0, BLOCK), B, SOFTCAP)
         ratio_b = tl.exp(-tl.abs(z_b - max_b))
         sum_b = tl.where(z_b > max_b, sum_b * ratio_b + 1.0, sum_b + ratio_b)
         max_b = tl.maximum(max_b, z_b)
@@ -46,125 +63,207 @@ def _max_and_sum(logits_ptr, bias_ptr, B, HAS_BIAS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
+def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
+    """The class probabilities, smoothed, times the class weights."""
+    soft_b = tl.load(soft_ptr + columns.to(tl.int64) * stride, mask=columns < B, other=0.0).to(tl.float32)
+    soft_b = soft_b * keep + floor
+    if class_weight_ptr is not None:
+        soft_b *= tl.load(class_weight_ptr + columns, mask=columns < B, other=0.0)
+    return tl.where(columns < B, soft_b, 0.0)
+
+
+@triton.jit
 def _softmax_gradient_kernel(
     logits_CB_ptr,
     grad_CB_ptr,
     target_C_ptr,
+    ignored_C_ptr,
     pull_C_ptr,
     hit_C_ptr,
     spread_C_ptr,
+    soft_C_ptr,
+    lse_pull_C_ptr,
+    tilt_C_ptr,
     max_C_ptr,
     sum_C_ptr,
     gap_C_ptr,
     smooth_C_ptr,
+    mass_C_ptr,
+    cross_C_ptr,
+    mean_C_ptr,
+    argmax_C_ptr,
+    moment_C_ptr,
     bias_B_ptr,
     class_weight_B_ptr,
+    soft_CB_ptr,
+    scale_ptr,
     B,
     first_class,
     logits_stride,
     grad_stride,
+    soft_row_stride,
+    soft_stride,
+    keep,
+    floor,
+    SOFTCAP: tl.constexpr,
     TAKE_STATISTICS: tl.constexpr,
     GRADIENT: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
+    SECOND_READ: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """rows.py names every vector. One that is not asked for, or has no part in this call, is None."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr = logits_CB_ptr + row * logits_stride
     grad_ptr = grad_CB_ptr + row * grad_stride
-    pull = tl.load(pull_C_ptr + row)
-    ignored = pull == 0.0
+    soft_ptr = logits_ptr
+    if soft_CB_ptr is not None:
+        soft_ptr = soft_CB_ptr + row * soft_row_stride
+    ignored = tl.load(ignored_C_ptr + row)
     classes = tl.where(ignored, 0, B)  # an ignored row's logits are not read, NaN or not
     target = (tl.load(target_C_ptr + row) - first_class).to(tl.int32)
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
 
     if TAKE_STATISTICS:
-        row_max, row_sum = _max_and_sum(logits_ptr, bias_B_ptr, classes, HAS_BIAS, BLOCK)
+        row_max, row_sum = _max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
         row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
-        target_logit = tl.load(logits_ptr + target)
-        if HAS_BIAS:
-            target_logit += tl.load(bias_B_ptr + target)
-        log_sum = tl.log(row_sum)
         tl.store(max_C_ptr + row, row_max)
         tl.store(sum_C_ptr + row, row_sum)
-        tl.store(gap_C_ptr + row, log_sum - (target_logit - row_max))
     else:
         row_max, row_sum = tl.load(max_C_ptr + row), tl.load(sum_C_ptr + row)
-        log_sum = tl.log(row_sum)
+    log_sum = tl.log(row_sum)
+    if TAKE_STATISTICS and gap_C_ptr is not None:
+        target_logit, _, _ = _load_logits(
+            logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP
+        )
+        tl.store(gap_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
 
-    if GRADIENT or SMOOTH:
-        hit = tl.load(hit_C_ptr + row)
-        scale = pull / row_sum
-        spread = tl.load(spread_C_ptr + row) if SMOOTH else 0.0
-        smooth_b = tl.zeros([BLOCK], tl.float32)
+    if SECOND_READ:
+        mass = 0.0
+        if soft_CB_ptr is not None:
+            if TAKE_STATISTICS:
+                for start in range(0, B, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    mass += tl.sum(
+                        _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B), 0
+                    )
+                tl.store(mass_C_ptr + row, mass)
+            else:
+                mass = tl.load(mass_C_ptr + row)
+        pull = tl.load(pull_C_ptr + row)
+        if soft_C_ptr is not None:
+            soft = tl.load(soft_C_ptr + row)
+            pull += soft * mass
+        if lse_pull_C_ptr is not None:
+            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+        hit, slant = tl.load(hit_C_ptr + row), pull / row_sum
+        smooth, cross, mean, moment, best = 0.0, 0.0, 0.0, 0.0, B
         blocks = tl.cdiv(B, BLOCK)
         tl.debug_barrier()
         for step in range(blocks):
             columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
-            z_b = _load_logits(logits_ptr, bias_B_ptr, columns, classes, HAS_BIAS)
-            grad_b = tl.exp(z_b - row_max) * scale
-            grad_b = tl.where(columns == target, grad_b - hit, grad_b)
-            if SMOOTH:
-                class_weight_b = tl.full([BLOCK], 1.0, tl.float32)
-                if HAS_CLASS_WEIGHT:
-                    class_weight_b = tl.load(class_weight_B_ptr + columns, mask=columns < B, other=0.0)
-                grad_b -= spread * class_weight_b
+            z_b, raw_b, slope_b = _load_logits(logits_ptr, bias_B_ptr, scale, columns, classes, SOFTCAP)
+            shift_b = z_b - row_max
+            exp_b = tl.exp(shift_b)
+            grad_b = exp_b * slant
+            if TAKE_STATISTICS and argmax_C_ptr is not None:
+                # NaN is the largest, as in torch.
+                best = tl.minimum(best, tl.min(tl.where((shift_b == 0.0) | (z_b != z_b), columns, B), 0))
+            if tilt_C_ptr is not None or mean_C_ptr is not None:
+                finite_b = tl.where(shift_b == -float("inf"), 0.0, shift_b)
                 if TAKE_STATISTICS:
-                    gap_b = tl.where(columns < classes, log_sum - (z_b - row_max), 0.0)
-                    smooth_b += class_weight_b * gap_b
+                    mean += tl.sum(exp_b * finite_b, 0)
+                if tilt_C_ptr is not None:
+                    grad_b += exp_b * finite_b * (tl.load(tilt_C_ptr + row) / row_sum)
+            if soft_CB_ptr is not None:
+                soft_b = _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B)
+                if TAKE_STATISTICS:
+                    cross += tl.sum(tl.where(columns < classes, soft_b * (log_sum - shift_b), 0.0), 0)
+                grad_b -= soft * soft_b
+            if spread_C_ptr is not None:
+                class_weight_b = tl.full([BLOCK], 1.0, tl.float32)
+                if class_weight_B_ptr is not None:
+                    class_weight_b = tl.load(class_weight_B_ptr + columns, mask=columns < B, other=0.0)
+                grad_b -= tl.load(spread_C_ptr + row) * class_weight_b
+                if TAKE_STATISTICS:
+                    gap_b = tl.where(columns < classes, log_sum - shift_b, 0.0)
+                    smooth += tl.sum(class_weight_b * gap_b, 0)
             if GRADIENT:
+                grad_b = tl.where(columns == target, grad_b - hit, grad_b) * slope_b
+                if moment_C_ptr is not None:
+                    moment += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
                 tl.debug_barrier()  # every thread has its logits before any writes over them
-                tl.store(
-                    grad_ptr + columns,
-                    grad_b.to(grad_CB_ptr.dtype.element_ty),
-                    mask=columns < B,
-                )
-        if SMOOTH and TAKE_STATISTICS:
-            tl.store(smooth_C_ptr + row, tl.sum(smooth_b, 0))
+                tl.store(grad_ptr + columns, grad_b.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
+        if TAKE_STATISTICS:
+            if spread_C_ptr is not None:
+                tl.store(smooth_C_ptr + row, smooth)
+            if soft_CB_ptr is not None:
+                tl.store(cross_C_ptr + row, cross)
+            if mean_C_ptr is not None:
+                tl.store(mean_C_ptr + row, mean / row_sum)
+            if argmax_C_ptr is not None:
+                tl.store(argmax_C_ptr + row, tl.where(ignored, -1, best).to(tl.int64))
+        if moment_C_ptr is not None:
+            tl.store(moment_C_ptr + row, moment)
 
 
 def softmax_gradient_(
     logits_CB: Tensor,
     terms: Terms,
     statistics: Statistics,
+    columns: Columns,
     *,
     take_statistics: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
-    bias_B: Tensor | None,
-    class_weight_B: Tensor | None,
-    first_class: int = 0,
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
-    grad_CB = logits_CB if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
-    plain = bias_B is None and terms.spread_N is None
+    gradient = gradient_dtype is not None
+    grad_CB = gradient_view(logits_CB, gradient_dtype) if gradient else logits_CB
+    row, stat = terms, statistics
+    in_second_read = (row.spread_N, row.soft_N, stat.mean_N, stat.argmax_N)
+    plain = columns.bias_B is None and not columns.softcap and all(each is None for each in in_second_read)
     block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
+    soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()
     if C:
         _softmax_gradient_kernel[(C,)](
             logits_CB,
             grad_CB,
-            terms.target_N,
-            terms.pull_N,
-            terms.hit_N,
-            terms.spread_N,
-            statistics.max_N,
-            statistics.sum_N,
-            statistics.gap_N,
-            statistics.smooth_N,
-            bias_B,
-            class_weight_B,
+            row.target_N,
+            row.ignored_N,
+            row.pull_N,
+            row.hit_N,
+            row.spread_N,
+            row.soft_N,
+            row.lse_pull_N,
+            row.tilt_N,
+            stat.max_N,
+            stat.sum_N,
+            stat.gap_N,
+            stat.smooth_N,
+            stat.mass_N,
+            stat.cross_N,
+            stat.mean_N,
+            stat.argmax_N,
+            stat.moment_N,
+            columns.bias_B,
+            columns.class_weight_B,
+            columns.soft_CB,
+            columns.scale,
             B,
-            first_class,
+            columns.first_class,
             logits_CB.stride(0),
             grad_CB.stride(0),
+            *soft_strides,
+            *columns.smoothing,
+            SOFTCAP=columns.softcap,
             TAKE_STATISTICS=take_statistics,
-            GRADIENT=gradient_dtype is not None,
-            SMOOTH=terms.spread_N is not None,
-            HAS_BIAS=bias_B is not None,
-            HAS_CLASS_WEIGHT=class_weight_B is not None,
+            GRADIENT=gradient,
+            SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,
             num_warps=WARPS if block >= 4096 else 4,
         )
-    return None if gradient_dtype is None else grad_CB
+    return grad_CB if gradient else None
 
 
 @triton.jit

@@ -1,108 +1,195 @@
-"""The differentiable op. What backward needs depends on the reduction:
+"""The registered operators: what a graph sees of lowtide, with shapes (for torch.compile and torch.export) and FLOPs.
+They know no autograd; autograd.py differentiates them.
 
-mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
-            chunk of logits (three products in all). Backward multiplies them by the upstream gradient: in
-            place where the graph is freed behind it, out of place where the caller retains it.
-none        Every row has its own upstream gradient. Forward keeps two numbers a row, backward computes the
-            logits again (four products).
+    linear_cross_entropy            the loss of a mean or sum, and the gradients that wait for its upstream gradient;
+                                    of none, the loss and the statistics of each row
+    linear_cross_entropy_backward   gradients, from the upstream gradient and the statistics of each row
+    linear_log_probs                log_prob, entropy, logsumexp, argmax, and the statistics of each row
+    linear_log_probs_backward       gradients, from up to three upstream gradients and the statistics of each row
 
-Shapes: N tokens, D features, V classes.
+A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still to be
+applied. Gradients come in the order of Head's tensors, only those that are wanted.
+
+Shapes: N tokens, D_k features of term k, V classes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
-from lowtide.linear_cross_entropy.check import check_transforms
-from lowtide.linear_cross_entropy.plan import Plan
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, keeps_sum, make_plan
 from lowtide.linear_cross_entropy.rows import Statistics
-from lowtide.linear_cross_entropy.scaling import scale_into
-from lowtide.linear_cross_entropy.streamed import Gradients, Kept, Stream
+from lowtide.linear_cross_entropy.scaling import scaled
+from lowtide.linear_cross_entropy.streamed import Gradients, Stream
+
+HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
+OPTIONS = (
+    "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+    "ScalarType compute_dtype, int? workspace, str backend"
+)
 
 
+def _operator(name: str, arguments: str) -> Any:
+    return custom_op(f"lowtide::{name}", mutates_args=(), schema=f"({arguments}, {OPTIONS}) -> Tensor[]")
+
+
+@_operator("linear_cross_entropy", f"{HEAD}, Tensor? class_weight")
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
     target: Tensor,
-    linear_bias: Tensor | None,
     class_weight: Tensor | None,
-    plan: Plan,
-) -> Tensor:
-    loss = _LinearCrossEntropy.apply(input, linear_weight, linear_bias, target, class_weight, plan)
-    # Shaped out here: a view made inside the function could not be changed in place.
-    return loss.view(target.shape) if plan.reduction == "none" else loss
+    *options: Any,
+) -> list[Tensor]:
+    head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
+    with _on_device_of(head):
+        stream = _stream(plan, head, target, class_weight)
+        if plan.options.reduction == "none":
+            statistics = stream.take_statistics()
+            return [stream.of_all(stream.loss_N(statistics)), *_kept_statistics(stream, statistics)]
+        denominator = stream.denominator() if plan.options.reduction == "mean" else None
+        waiting: list[Tensor] = []
+        if plan.wanted.some:
+            statistics, gradients = stream.take_statistics_and_gradients(_factor(stream, denominator))
+            waiting = _waiting(gradients)
+        else:
+            statistics = stream.take_statistics()
+        loss = stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum()
+        return [loss if denominator is None else loss / denominator, *waiting]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        class_weight: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
-        ctx.plan, ctx.shape = plan, input.shape
-        ctx.set_materialize_grads(False)
-        # Triton launches on the current device, whatever the tensors'.
-        with torch.cuda.device_of(input), torch.autocast(input.device.type, enabled=False):
-            stream = _stream(plan, input, linear_weight, linear_bias, target, class_weight)
-            if plan.reduction == "none":
-                statistics = stream.take_statistics()
-                if plan.gradient:
-                    ctx.save_for_backward(
-                        input,
-                        linear_weight,
-                        linear_bias,
-                        target,
-                        class_weight,
-                        statistics.max_N,
-                        statistics.sum_N,
-                    )
-                return stream.loss_N(statistics)
-
-            denominator = stream.denominator() if plan.reduction == "mean" else None
-            if not plan.gradient:
-                statistics = stream.take_statistics()
-            else:
-                statistics, gradients = stream.take_statistics_and_gradients(_factor(stream, denominator))
-                _save(ctx, gradients)
-            loss = stream.loss_N(statistics).sum()
-            return loss if denominator is None else loss / denominator
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if grad_loss is None:
-            return (None,) * 6
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "lowtide.linear_cross_entropy has no derivatives of higher order (create_graph=True) yet; "
-                "pass backend='reference', which holds all logits"
-            )
-        check_transforms(grad_loss)
-        with torch.cuda.device_of(grad_loss), torch.autocast(grad_loss.device.type, enabled=False):
-            if ctx.plan.reduction == "none":
-                input, linear_weight, linear_bias, target, class_weight, max_N, sum_N = ctx.saved_tensors
-                stream = _stream(ctx.plan, input, linear_weight, linear_bias, target, class_weight)
-                statistics = Statistics(
-                    max_N, sum_N, max_N, None
-                )  # the loss is known: its parts are not asked for
-                gradients = stream.gradients(statistics, grad_loss.flatten())
-                finished = [_finish(kept, None, ctx.plan, in_place=True) for kept in _all(gradients)]
-            else:
-                # A freed graph's tensors are ours to change; a retained one's will be read again.
-                in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-                finished = [_finish(kept, grad_loss, ctx.plan, in_place=in_place) for kept in _load(ctx)]
-        grad_input, grad_weight, grad_bias = finished
-        if grad_input is not None:
-            grad_input = grad_input.view(ctx.shape)
-        return grad_input, grad_weight, grad_bias, None, None, None
+@_operator("linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, Tensor? class_weight")
+def linear_cross_entropy_backward(
+    upstream: Tensor,
+    statistics: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    *options: Any,
+) -> list[Tensor]:
+    head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
+    with _on_device_of(head):
+        stream = _stream(plan, head, target, class_weight)
+        terms = stream.terms(upstream.flatten())
+        return _final(stream, terms, _read_statistics(stream, statistics))
 
 
-def _stream(plan: Plan, *operands: Tensor | None) -> Stream:
+@_operator("linear_log_probs", HEAD)
+def linear_log_probs(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
+    target: Tensor,
+    *options: Any,
+) -> list[Tensor]:
+    head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
+    with _on_device_of(head):
+        stream = _stream(plan, head, target, None)
+        statistics = stream.take_statistics()
+        log_prob_N = statistics.gap_N.neg().masked_fill_(stream.foreign_N, torch.nan)
+        results = (log_prob_N, stream.entropy_N(statistics), stream.logsumexp_N(statistics))
+        return [
+            *(stream.of_all(each) for each in results),
+            stream.of_all(statistics.argmax_N, ignored=-1),
+            *_kept_statistics(stream, statistics),
+        ]
+
+
+@_operator(
+    "linear_log_probs_backward",
+    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, Tensor entropy, "
+    f"Tensor[] statistics, {HEAD}",
+)
+def linear_log_probs_backward(
+    log_prob_upstream: Tensor | None,
+    entropy_upstream: Tensor | None,
+    logsumexp_upstream: Tensor | None,
+    entropy: Tensor,
+    statistics: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
+    target: Tensor,
+    *options: Any,
+) -> list[Tensor]:
+    head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
+    with _on_device_of(head):
+        stream = _stream(plan, head, target, None)
+        known = _read_statistics(stream, statistics)
+        terms = stream.log_prob_terms(known, entropy, log_prob_upstream, entropy_upstream, logsumexp_upstream)
+        return _final(stream, terms, known)
+
+
+# Pieces.
+
+
+def _plan(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    options: tuple[Any, ...],
+    *,
+    log_probs: bool,
+) -> tuple[Head, Plan]:
+    head, job = _job(inputs, weights, bias, scale, target, class_weight, options[0], log_probs=log_probs)
+    return head, make_plan(head, Options(*options[1:]), job)
+
+
+def _job(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    scale: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    wanted: Sequence[bool],
+    *,
+    log_probs: bool,
+) -> tuple[Head, Job]:
+    terms = len(inputs)
+    gradients = Wanted(tuple(wanted[:terms]), tuple(wanted[terms : 2 * terms]), *wanted[2 * terms :])
+    job = Job(gradients, log_probs, target.is_floating_point(), class_weight is not None)
+    return Head(tuple(inputs), tuple(weights), bias, scale), job
+
+
+def _on_device_of(head: Head) -> Any:
+    return _Quiet(head)
+
+
+class _Quiet:
+    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
+
+    def __init__(self, head: Head) -> None:
+        self.contexts = (
+            torch.cuda.device_of(head.inputs[0]),
+            torch.autocast(head.device.type, enabled=False),
+        )
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def _stream(plan: Plan, *operands: Any) -> Stream:
     if plan.exponentials:
         from lowtide.linear_cross_entropy.exponentials import ExponentialStream  # imports Triton
 
@@ -117,36 +204,125 @@ def _factor(stream: Stream, denominator: Tensor | None) -> Tensor:
     return 1 / denominator.masked_fill(stream.ignored_N.all(), 1)
 
 
-def _all(gradients: Gradients) -> tuple[Kept | None, Kept | None, Kept | None]:
-    return gradients.input, gradients.weight, gradients.bias
+def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:
+    """What backward needs of each row."""
+    kept = (statistics.max_N, statistics.sum_N, statistics.mass_N)
+    return [stream.of_all(each, ignored=1) for each in kept if each is not None]
 
 
-def _save(ctx: Any, gradients: Gradients) -> None:
-    kept = _all(gradients)
-    ctx.dtypes = [each and each.dtype for each in kept]
-    ctx.save_for_backward(
-        *(tensor for each in kept for tensor in ((each.tensor, each.pending) if each else (None, None)))
-    )
+def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics:
+    max_N, sum_N, *mass_N = (stream.of_counted(each) for each in statistics)
+    return Statistics(max_N, sum_N, mass_N=mass_N[0] if mass_N else None)
 
 
-def _load(ctx: Any) -> list[Kept | None]:
-    saved = ctx.saved_tensors
+def _waiting(gradients: Gradients) -> list[Tensor]:
+    tensors = []
+    for kept in gradients.all:
+        if kept is not None:
+            # A graph's outputs are tensors of their own: the factor may be shared, or there may be none.
+            factor = torch.ones_like(kept.rounding) if kept.pending is None else kept.pending.clone()
+            tensors += [kept.tensor, factor]
+    return tensors
+
+
+def _final(stream: Stream, terms: Any, statistics: Statistics) -> list[Tensor]:
+    one = torch.ones((), dtype=stream.plan.sum_dtype, device=stream.device)
+    gradients = stream.gradients(terms, statistics, one, final=True, take_statistics=False)
+    tensors = zip(stream.head.tensors, gradients.all)
     return [
-        dtype and Kept(tensor, dtype, None, pending)
-        for dtype, tensor, pending in zip(ctx.dtypes, saved[0::2], saved[1::2])
+        scaled(kept.tensor, kept.pending, like.dtype, stream.plan.backend, in_place=True).view(like.shape)
+        for like, kept in tensors
+        if kept is not None
     ]
 
 
-def _finish(kept: Kept | None, upstream: Tensor | None, plan: Plan, *, in_place: bool) -> Tensor | None:
-    """The gradient itself: tensor * pending * upstream, rounded once."""
-    if kept is None:
-        return None
-    tensor = kept.tensor
-    if kept.pending is None and upstream is None and tensor.dtype == kept.dtype:
-        return tensor
-    factor = torch.ones((), dtype=torch.promote_types(tensor.dtype, torch.float32), device=tensor.device)
-    for part in (kept.pending, upstream):
-        factor = factor if part is None else factor * part
-    out = tensor if in_place and tensor.dtype == kept.dtype else torch.empty_like(tensor, dtype=kept.dtype)
-    scale_into(out, tensor, factor, plan.backend)
-    return out
+# Shapes, and FLOPs.
+
+
+def _fake_statistics(head: Head, options: Options, target: Tensor) -> list[Tensor]:
+    count = 2 + target.is_floating_point()
+    return [_vector(head, options) for _ in range(count)]
+
+
+def _vector(head: Head, options: Options) -> Tensor:
+    return head.inputs[0].new_empty(head.tokens, dtype=options.sum_dtype)
+
+
+@linear_cross_entropy.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    head, job = _job(*arguments[:7], log_probs=False)
+    options = Options(*arguments[7:])
+    if options.reduction == "none":
+        return [_vector(head, options), *_fake_statistics(head, options, arguments[4])]
+    number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
+    waiting = []
+    terms = len(head.inputs)
+    for place, (like, wanted) in enumerate(zip(head.tensors, arguments[6])):
+        if not wanted:
+            continue
+        rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
+        shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
+        waiting += [
+            like.new_empty(shape, dtype=like.dtype if rounded else options.sum_dtype),
+            torch.empty_like(number),
+        ]
+    return [number, *waiting]
+
+
+@linear_cross_entropy_backward.register_fake
+def _(upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[:4], arguments[6])
+
+
+@linear_log_probs.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    head, _ = _job(*arguments[:5], None, arguments[5], log_probs=True)
+    options = Options(*arguments[6:])
+    argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
+    return [*(_vector(head, options) for _ in range(3)), argmax_N, *_fake_statistics(head, options, argmax_N)]
+
+
+@linear_log_probs_backward.register_fake
+def _(a: Any, b: Any, c: Any, entropy: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[:4], arguments[5])
+
+
+def _fake_gradients(head: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
+    inputs, weights, bias, scale = head
+    tensors = (*inputs, *weights, bias, scale)
+    return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
+
+
+def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool], logits: int) -> int:
+    """FLOPs of the logits, that many times, and of what the wanted gradients of inputs and weights take."""
+    terms, total = len(inputs), 0
+    for k, (input, weight) in enumerate(zip(inputs, weights)):
+        tokens = 1
+        for size in input[:-1]:
+            tokens *= size
+        total += 2 * tokens * weight[0] * weight[1] * (logits + wanted[k] + wanted[terms + k])
+    return total
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
+def _(inputs: Any, weights: Any, bias: Any, scale: Any, target: Any, class_weight: Any, wanted: Any,
+      reduction: str, *rest: Any, **kwargs: Any) -> int:
+    now = [grad and reduction != "none" for grad in wanted]
+    return _products(inputs, weights, now, 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
+def _(upstream: Any, statistics: Any, inputs: Any, weights: Any, bias: Any, scale: Any, target: Any,
+      class_weight: Any, wanted: Any, *rest: Any, **kwargs: Any) -> int:
+    return _products(inputs, weights, wanted, 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs)
+def _(inputs: Any, weights: Any, *rest: Any, **kwargs: Any) -> int:
+    return _products(inputs, weights, [False] * 2 * len(inputs), 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
+def _(a: Any, b: Any, c: Any, entropy: Any, statistics: Any, inputs: Any, weights: Any, bias: Any, scale: Any,
+      target: Any, wanted: Any, *rest: Any, **kwargs: Any) -> int:
+    return _products(inputs, weights, wanted, 1)

@@ -1,145 +1,90 @@
 """Decide once: all that follows from shapes, dtypes and the device, and never from the values of tensors.
 
-Shapes: N tokens, D features, V classes.
+Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.workspace import Needs, spend
-
-MIB = 1 << 20
-DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
+from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE, Needs, accumulates, spend
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
 
-Reduction = Literal["mean", "sum", "none"]
+
+class Wanted(NamedTuple):
+    """Which gradients are; in the order of Head's tensors."""
+
+    inputs: tuple[bool, ...]
+    weights: tuple[bool, ...]
+    bias: bool
+    scale: bool
+
+    @property
+    def some(self) -> bool:
+        return any((*self.inputs, *self.weights, self.bias, self.scale))
+
+
+class Job(NamedTuple):
+    """What a call makes of a head."""
+
+    wanted: Wanted
+    log_probs: bool
+    """Log-probabilities and entropies, or their gradients; else a loss."""
+    probabilities: bool
+    """Whether the target holds class probabilities."""
+    class_weights: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    options: Options
+    job: Job
     backend: str
     exponentials: bool
     """Whether the path of exponentials.py takes the call, or that of streamed.py, which takes any."""
-    reduction: Reduction
-    ignore_index: int
-    label_smoothing: float
     compute_dtype: torch.dtype
-    """Operands of the products: the input's dtype, or autocast's. float32 for half precision on the CPU."""
-    sum_dtype: torch.dtype
-    """Logits, statistics and accumulators: float32, or float64 for float64."""
-    grad_input: bool
-    grad_weight: bool
-    grad_bias: bool
-    copies_rows: bool
-    """Whether a chunk of the input must be copied, for its dtype or its strides, to be multiplied."""
+    """Operands of the products: that of the options, but float32 for half precision on the CPU."""
+    copies_rows: tuple[bool, ...]
+    """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
     rows: int
     """Tokens per chunk."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
     weight_gradient: Literal["accumulate", "by_class"]
+    """Of the first term; the others' are accumulated."""
     block_rows: int
     """Tokens per tile of a class block ("by_class")."""
     block_classes: int
     """Classes per block ("by_class")."""
 
     @property
-    def gradient(self) -> bool:
-        return self.grad_input or self.grad_weight or self.grad_bias
+    def wanted(self) -> Wanted:
+        return self.job.wanted
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of logits, statistics and accumulators: float32, or float64 for float64."""
+        return self.options.sum_dtype
 
 
-def make_plan(
-    input: Tensor,  # [..., D]
-    linear_weight: Tensor,  # [V, D]
-    linear_bias: Tensor | None,  # [V]
-    *,
-    weighted: bool,
-    reduction: Reduction,
-    ignore_index: int,
-    label_smoothing: float,
-    workspace: int | None,
-    backend: str,
-) -> Plan:
-    device = "cuda" if input.is_cuda else "cpu"
-    N, D, V = math.prod(input.shape[:-1]), input.shape[-1], linear_weight.shape[0]
-    dtype = _autocast_dtype(input)
-    sum_dtype = torch.promote_types(dtype, torch.float32)
-    # torch has no half-precision product with a float32 result on the CPU.
-    compute_dtype = dtype if device == "cuda" else sum_dtype
-    backend = _choose_backend(backend, input.device, compute_dtype)
-
-    tracked = torch.is_grad_enabled()
-    grad_input = tracked and input.requires_grad
-    grad_weight = tracked and linear_weight.requires_grad
-    grad_bias = tracked and linear_bias is not None and linear_bias.requires_grad
-
-    gradient = grad_input or grad_weight or grad_bias
-    copies_rows = input.dtype != compute_dtype or not _multiplies(input)
-    # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
-    casts_weight = linear_weight.dtype != compute_dtype and device == "cpu"
-    copies_weight = casts_weight or 1 not in linear_weight.stride()
-    exponentials = (
-        backend == "triton"
-        and _has_tensor_maps(input.device)
-        and compute_dtype in EXPONENTIAL_DTYPES
-        and linear_bias is None
-        and label_smoothing == 0
-        and _maps(input, linear_weight, copies_rows, compute_dtype)
-    )
-
-    sum_size, operand_size = sum_dtype.itemsize, compute_dtype.itemsize
-    rounds_apart = backend == "torch" and compute_dtype != sum_dtype  # only a kernel can round in place
-    logit = sum_size + (operand_size if rounds_apart else 0)
-    if exponentials:  # a bfloat16 number, and a float32 sum for every tile of 256
-        logits = V // 32 + ((V + 8) * operand_size if gradient else 0)
-    else:
-        logits = V * (logit if gradient else sum_size)
-    row = logits + 16 * sum_size  # and statistics
-    row += copies_rows * D * operand_size
-    row += (exponentials and grad_weight) * D * operand_size
-    row += (grad_input and (exponentials or input.dtype != sum_dtype)) * D * sum_size
-    # The bias, its gradient, and a chunk's share of that.
-    vectors = (3 * (linear_bias is not None) + weighted) * V * sum_size
-    # A CUDA allocation is a multiple of 512 bytes, and some sixty vectors and numbers are small.
-    fixed = (
-        ((160 if exponentials else 32) + 8 * sum_size) * N + vectors + (32768 if device == "cuda" else 4096)
-    )
-    weight_sum = V * D * sum_size if grad_weight and linear_weight.dtype != sum_dtype else 0
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE[device] + (weight_sum if device == "cuda" else 0)
-    sizes = spend(
-        workspace,
-        Needs(
-            N=N,
-            D=D,
-            V=V,
-            device=device,
-            fixed=fixed,
-            row=row,
-            weight_sum=weight_sum,
-            weight_copy=D * operand_size if copies_weight else 0,
-            class_sum=D * sum_size,
-            block_logit=logit,
-            block_row=2 * D * operand_size,
-        ),
-    )
+def make_plan(head: Head, options: Options, job: Job) -> Plan:
+    route = _route(head, options, job)
+    workspace, needs = _needs(head, options, job, route)
+    sizes = spend(workspace, needs)
     return Plan(
-        backend=backend,
-        exponentials=exponentials,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        compute_dtype=compute_dtype,
-        sum_dtype=sum_dtype,
-        grad_input=grad_input,
-        grad_weight=grad_weight,
-        grad_bias=grad_bias,
-        copies_rows=copies_rows,
+        options=options,
+        job=job,
+        backend=route.backend,
+        exponentials=route.exponentials,
+        compute_dtype=route.compute_dtype,
+        copies_rows=route.copies_rows,
         rows=sizes.rows,
         operand_classes=sizes.operand_classes,
         weight_gradient="accumulate" if sizes.accumulate else "by_class",
@@ -148,11 +93,107 @@ def make_plan(
     )
 
 
-def _autocast_dtype(input: Tensor) -> torch.dtype:
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return input.dtype
+def keeps_sum(head: Head, options: Options, job: Job) -> bool:
+    """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
+    the outputs depend on, and as little as possible of N, which may be symbolic."""
+    return accumulates(*_needs(head, options, job, _route(head, options, job)))
+
+
+class _Route(NamedTuple):
+    backend: str
+    exponentials: bool
+    compute_dtype: torch.dtype
+    copies_rows: tuple[bool, ...]
+
+
+def _route(head: Head, options: Options, job: Job) -> _Route:
+    # torch has no half-precision product with a float32 result on the CPU.
+    cuda = head.device.type == "cuda"
+    compute_dtype = options.compute_dtype if cuda else options.sum_dtype
+    backend = _choose_backend(options.backend, head.device, compute_dtype)
+    # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
+    copies_rows = tuple(
+        not cuda or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
+    )
+    exponentials = (
+        backend == "triton"
+        and _has_tensor_maps(head.device)
+        and compute_dtype in EXPONENTIAL_DTYPES
+        and len(head.inputs) == 1
+        and not job.probabilities
+        # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
+        and not (options.label_smoothing and options.softcap)
+        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype)
+    )
+    return _Route(backend, exponentials, compute_dtype, copies_rows)
+
+
+def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, Needs]:
+    """The workspace, and what takes how much of it."""
+    wanted, sum_dtype, device = job.wanted, options.sum_dtype, head.device.type
+    N, V, D = head.tokens, head.classes, head.inputs[0].shape[-1]
+    features = [input.shape[-1] for input in head.inputs]
+    sum_size, operand_size = sum_dtype.itemsize, route.compute_dtype.itemsize
+    # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
+    weight = head.weights[0]
+    copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or 1 not in weight.stride()
+
+    rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype  # only a kernel rounds in place
+    logit = sum_size + (operand_size if rounds_apart else 0)
+    if route.exponentials:  # a bfloat16 number, and float32 sums for every tile of 256
+        logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
+    else:
+        logits = V * (logit if wanted.some else sum_size)
+        if route.backend == "torch":
+            logits += V * sum_size * _copies(options, job)
+    row = logits + 24 * sum_size  # and statistics
+    for D_k, copies, grad in zip(features, route.copies_rows, wanted.inputs):
+        row += copies * D_k * operand_size + grad * D_k * sum_size
+    if route.exponentials:
+        row += (wanted.weights[0] + wanted.bias) * D * operand_size
+        row += wanted.scale * D * sum_size
+    # The bias, its gradient, and a chunk's share of that.
+    vectors = (3 * (head.bias is not None) + job.class_weights) * V * sum_size
+    # A CUDA allocation is a multiple of 512 bytes, and some eighty vectors and numbers are small.
+    fixed = (
+        ((160 if route.exponentials else 64) + 16 * sum_size) * N
+        + vectors
+        + (65536 if device == "cuda" else 8192)
+    )
+    weight_sum = 0
+    for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights)):
+        size = V * features[k] * sum_size if grad and weight.dtype != sum_dtype else 0
+        if k == 0:
+            weight_sum = size
+        else:  # small, and summed in any case
+            fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
+    workspace = options.workspace
+    if workspace is None:
+        workspace = DEFAULT_WORKSPACE[device] + (weight_sum if device == "cuda" else 0)
+    return workspace, Needs(
+        N=N,
+        D=D,
+        V=V,
+        device=device,
+        fixed=fixed,
+        row=row,
+        weight_sum=weight_sum,
+        weight_copy=D * operand_size if copies_weight else 0,
+        class_sum=D * sum_size,
+        block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),
+        block_row=2 * sum(features) * operand_size,
+    )
+
+
+def _copies(options: Options, job: Job) -> int:
+    """Tensors as large as the logits that the pass in torch makes beside them."""
+    several = (bool(options.softcap), job.log_probs, job.probabilities, job.wanted.scale)
+    return 2 * sum(several)
+
+
+def _sums(options: Options, job: Job) -> int:
+    """What the exponential path adds up for each tile of logits."""
+    return 1 + job.log_probs * 3 + job.wanted.scale
 
 
 def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -160,7 +201,7 @@ def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if backend == "auto":
         return "triton" if device.type == "cuda" and reason is None else "torch"
     if backend == "triton" and reason is not None:
-        raise ValueError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
+        raise ArgumentError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
     return backend
 
 
@@ -201,11 +242,11 @@ def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtyp
 
 def _flattens(input: Tensor) -> bool:
     """Whether [..., D] can be seen as [N, D] without a copy."""
-    try:
-        input.view(math.prod(input.shape[:-1]), input.shape[-1])
-    except RuntimeError:
-        return False
-    return True
+    size, stride = input.shape[:-1], input.stride()[:-1]
+    return all(
+        size[i] == 1 or size[i + 1] == 1 or stride[i] == size[i + 1] * stride[i + 1]
+        for i in range(len(size) - 1)
+    )
 
 
 def _multiplies(input: Tensor) -> bool:

@@ -1,42 +1,117 @@
-"""The dense oracle: the definition of the loss in a few differentiable lines. It holds all logits, on
-purpose.
+"""The definition, in the fewest lines: any dtype, any device, any order of derivative, all logits at once.
 
-Shapes: N tokens, D features, V classes.
+Shapes: N tokens, V classes; D_k features of term k.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.check import check_classes
+from lowtide.linear_cross_entropy.head import Head, Options
+
 
 def linear_cross_entropy(
-    input: Tensor,  # [..., D]
-    linear_weight: Tensor,  # [V, D]
-    target: Tensor,  # [...]
-    *,
-    linear_bias: Tensor | None,  # [V]
-    weight: Tensor | None,  # [V]
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
+    head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
 ) -> Tensor:
-    dtype = torch.promote_types(input.dtype, torch.float32)  # float64 stays float64
+    if not target.is_floating_point():
+        check_classes(target, head.classes, options.ignore_index)
+    head, target = flat(head, options), flat_target(target)
+    loss_N = losses(logits(head, options), target, class_weight_V, options)
+    return reduce(loss_N, target, class_weight_V, options)
 
-    def exact(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(dtype)
 
-    with torch.autocast(input.device.type, enabled=False):
-        logits_NV = F.linear(
-            input.flatten(0, -2).to(dtype) if input.dim() > 1 else input[None].to(dtype),
-            linear_weight.to(dtype),
-            exact(linear_bias),
-        )
-        loss = F.cross_entropy(
-            logits_NV,
-            target.flatten().long(),
-            weight=exact(weight),
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
-    return loss.view(target.shape) if reduction == "none" else loss
+def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_classes(target, head.classes, options.ignore_index)
+    head = flat(head, options)
+    return log_probs(logits(head, options), target.flatten(), options)
+
+
+def flat(head: Head, options: Options) -> Head:
+    """As [N, D_k], with operands rounded as products take them, in the dtype in which they are summed."""
+
+    def exact(tensor: Tensor) -> Tensor:
+        return tensor.to(options.compute_dtype).to(options.sum_dtype)
+
+    return Head(
+        tuple(exact(input).reshape(head.tokens, input.shape[-1]) for input in head.inputs),
+        tuple(exact(weight) for weight in head.weights),
+        None if head.bias is None else head.bias.to(options.sum_dtype),
+        None if head.scale is None else head.scale.to(options.sum_dtype),
+    )
+
+
+def flat_target(target: Tensor) -> Tensor:
+    """[N] class indices, or [N, V] class probabilities."""
+    return target.reshape(-1, target.shape[-1]) if target.is_floating_point() else target.flatten()
+
+
+def logits(head: Head, options: Options) -> Tensor:  # [N, V]
+    with torch.autocast(head.device.type, enabled=False):
+        logits_NV = F.linear(head.inputs[0], head.weights[0], head.bias)
+        for input, weight in zip(head.inputs[1:], head.weights[1:]):
+            logits_NV = logits_NV + F.linear(input, weight)
+    if head.scale is not None:
+        logits_NV = head.scale * logits_NV
+    if options.softcap:
+        logits_NV = options.softcap * torch.tanh(logits_NV / options.softcap)
+    return logits_NV
+
+
+def losses(logits_NV: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+    """[N], 0 for ignored rows, NaN for a target that is no class."""
+    V, smoothing = logits_NV.shape[1], options.label_smoothing
+    weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
+    logsumexp_N = logits_NV.logsumexp(1)
+    gap_NV = logsumexp_N[:, None] - logits_NV  # -log p
+    if target.is_floating_point():
+        target_NV = target.to(logits_NV.dtype) * (1 - smoothing) + smoothing / V
+        return (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
+    ignored_N, foreign_N, class_N = classes(target, V, options.ignore_index)
+    loss_N = (1 - smoothing) * weight_V[class_N] * gap_NV.gather(1, class_N[:, None])[:, 0]
+    if smoothing:
+        loss_N = loss_N + smoothing / V * (gap_NV @ weight_V)
+    loss_N = loss_N + options.z_loss * logsumexp_N**2
+    return loss_N.masked_fill(foreign_N, torch.nan).masked_fill(ignored_N, 0)
+
+
+def log_probs(
+    logits_NV: Tensor, target_N: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log_prob, entropy, logsumexp: 0 for ignored rows; argmax: -1."""
+    ignored_N, foreign_N, class_N = classes(target_N, logits_NV.shape[1], options.ignore_index)
+    logsumexp_N = logits_NV.logsumexp(1)
+    log_prob_NV = logits_NV - logsumexp_N[:, None]
+    log_prob_N = log_prob_NV.gather(1, class_N[:, None])[:, 0].masked_fill(foreign_N, torch.nan)
+    # A class that a bias of -inf excludes has probability 0 and adds 0, not 0 times infinity.
+    finite_NV = log_prob_NV.masked_fill(log_prob_NV == -torch.inf, 0)
+    entropy_N = -(log_prob_NV.exp() * finite_NV).sum(1)
+    values = (each.masked_fill(ignored_N, 0) for each in (log_prob_N, entropy_N, logsumexp_N))
+    return (*values, logits_NV.detach().argmax(1).masked_fill(ignored_N, -1))
+
+
+def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+    if options.reduction == "none":
+        return loss_N
+    total = loss_N.sum()
+    if options.reduction == "sum":
+        return total
+    if target.is_floating_point():
+        return total / target.shape[0]
+    V = target.shape[0] if class_weight_V is None else class_weight_V.shape[0]
+    if class_weight_V is None:
+        ignored_N = target == options.ignore_index
+        counted = (~ignored_N).sum().to(loss_N.dtype)
+    else:
+        ignored_N, _, class_N = classes(target, V, options.ignore_index)
+        counted = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0).sum()
+    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    nothing = ignored_N.all()
+    return total / counted.masked_fill(nothing, 1) + torch.where(nothing, torch.nan, 0.0)
+
+
+def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows are ignored, which have a target that is no class, and a class to index with."""
+    ignored_N = target_N == ignore_index
+    foreign_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
+    return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0).long()

@@ -16,13 +16,13 @@ from torch import Tensor
 FP16_EXPONENT = 14
 
 
-def lift(pull_N: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """The power of two that brings the largest row near 2^14 where float16 is among the dtypes; else None."""
-    if torch.float16 not in dtypes or pull_N.numel() == 0:
+def lift(largest: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
+    """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else None."""
+    if torch.float16 not in dtypes:
         return None
-    _, exponent = torch.frexp(pull_N.abs().amax())
+    _, exponent = torch.frexp(largest)
     exponent = exponent.clamp(min=-100)  # what is smaller than this is 0 in float16 however it is scaled
-    return torch.ldexp(torch.ones_like(pull_N[0]), FP16_EXPONENT - exponent)
+    return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
 
 def split(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -51,3 +51,14 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> Non
     )  # the CPU would convert the whole tensor at once
     for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
         out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
+
+
+def scaled(tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool) -> Tensor:
+    """factor * tensor, rounded once to dtype; in tensor's own memory if that may be and is large enough."""
+    if factor is None:
+        return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    if tensor.dim() == 0:
+        return (tensor * factor).to(dtype)
+    out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+    scale_into(out, tensor, factor, backend)
+    return out

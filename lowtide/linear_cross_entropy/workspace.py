@@ -13,6 +13,11 @@ Shapes: N tokens, D features, V classes.
 
 from dataclasses import dataclass
 
+from lowtide.linear_cross_entropy.check import ArgumentError
+
+MIB = 1 << 20
+DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
+
 # With fewer rows a chunk, reading the weight and its sum costs more than the one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
@@ -51,20 +56,31 @@ class Sizes:
     block_classes: int
 
 
+def accumulates(workspace: int, needs: Needs) -> bool:
+    """Whether the sum of the weight's gradient fits, and leaves room for chunks that are worth it."""
+    if needs.weight_sum == 0:
+        return True
+    fewest = FEWEST_ROWS[needs.device] * needs.row + _least_copy(needs)
+    return workspace - needs.fixed - needs.weight_sum >= fewest
+
+
+def _least_copy(needs: Needs) -> int:
+    # A copy of fewer bytes than a row's logits would make many small products of one large one.
+    return min(needs.V * needs.weight_copy, max(needs.row, needs.weight_copy))
+
+
 def spend(workspace: int, needs: Needs) -> Sizes:
     N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
-    # A copy of fewer bytes than a row's logits would make many small products of one large one.
-    least_copy = min(V * needs.weight_copy, max(row, needs.weight_copy))
+    least_copy = _least_copy(needs)
     least = needs.fixed + row + least_copy + (2 * needs.class_sum if needs.weight_sum else 0)
     if workspace < least:
-        raise ValueError(
+        raise ArgumentError(
             f"workspace must hold one row of {V} logits, which takes {least} bytes in this call, "
             f"got {workspace} bytes; pass a larger workspace, or None for the default"
         )
 
     free = workspace - needs.fixed
-    fewest = min(N, FEWEST_ROWS[needs.device]) * row + least_copy
-    accumulate = needs.weight_sum == 0 or free - needs.weight_sum >= fewest
+    accumulate = accumulates(workspace, needs)
     room = free - needs.weight_sum if accumulate else free
     operand_classes = V
     if needs.weight_copy:

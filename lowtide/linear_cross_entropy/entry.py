@@ -1,0 +1,127 @@
+"""From checked arguments to one of three ways: the operators, the transforms' way, or the dense reference. The
+public functions call it with one linear term; a head with adapters calls it with several.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import autograd, reference, transforms
+from lowtide.linear_cross_entropy.check import check_arguments, check_class_target, check_ignore_index, check_loss_options
+from lowtide.linear_cross_entropy.head import Head, Options, compute_dtype
+
+
+class LogProbs(NamedTuple):
+    """Of each row, in float32 (float64 for float64); of an ignored row 0, 0, 0 and -1."""
+
+    log_prob: Tensor
+    """Of the target: z_t - logsumexp(z)."""
+    entropy: Tensor
+    """Of the distribution, in nats: - sum_v p_v log p_v."""
+    logsumexp: Tensor
+    """log sum_v exp(z_v)."""
+    argmax: Tensor
+    """The class with the largest logit, int64; the first of several."""
+
+
+def cross_entropy(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...] or [..., V]
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    z_loss: float = 0.0,
+    workspace: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    check_arguments(
+        inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
+    )
+    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    head = _head(inputs, linear_weights, linear_bias, logit_scale)
+    options = Options(
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        softcap=float(softcap or 0),
+        compute_dtype=compute_dtype(inputs[0]),
+        workspace=workspace,
+        backend=backend,
+    )
+    if backend == "reference":
+        loss = reference.linear_cross_entropy(head, target, weight, options)
+    elif _unknown_to_operators(head, target, weight):
+        loss = transforms.linear_cross_entropy(head, target, weight, options)
+    else:
+        loss = autograd.linear_cross_entropy(head, target, weight, options)
+    return loss.view(head.leading) if reduction == "none" else loss
+
+
+def log_probs(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...]
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    ignore_index: int | None = -100,
+    workspace: int | None = None,
+    backend: str = "auto",
+) -> LogProbs:
+    check_arguments(
+        inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
+    )
+    check_class_target(target)
+    check_ignore_index(ignore_index)
+    head = _head(inputs, linear_weights, linear_bias, logit_scale)
+    options = Options(
+        reduction="none",
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        softcap=float(softcap or 0),
+        compute_dtype=compute_dtype(inputs[0]),
+        workspace=workspace,
+        backend=backend,
+    )
+    if backend == "reference":
+        found = reference.linear_log_probs(head, target, options)
+    elif _unknown_to_operators(head, target, None):
+        found = transforms.linear_log_probs(head, target, options)
+    else:
+        found = autograd.linear_log_probs(head, target, options)
+    return LogProbs(*(each.view(head.leading) for each in found))
+
+
+def _head(
+    inputs: Sequence[Tensor],
+    linear_weights: Sequence[Tensor],
+    linear_bias: Tensor | None,
+    logit_scale: float | Tensor | None,
+) -> Head:
+    if isinstance(logit_scale, (int, float)):
+        sum_dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+        given = logit_scale != 1
+        logit_scale = (
+            torch.full((), logit_scale, dtype=sum_dtype, device=inputs[0].device) if given else None
+        )
+    return Head(tuple(inputs), tuple(linear_weights), linear_bias, logit_scale)
+
+
+def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    differentiated = (each for each in (target, class_weight_V) if each is not None)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in differentiated):
+        return True
+    return transforms.active(*head.tensors, target, class_weight_V)

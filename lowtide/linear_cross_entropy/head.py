@@ -1,0 +1,76 @@
+"""What is computed: a head's tensors, and the options of the loss on top. No tensor data is looked at here.
+
+    logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
+
+A head is a sum of linear terms: the weight, and whatever an adapter adds (LoRA: x W^T + (s x A^T) B^T).
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Head(NamedTuple):
+    inputs: tuple[Tensor, ...]  # each [..., D_k]
+    weights: tuple[Tensor, ...]  # each [V, D_k]
+    bias: Tensor | None = None  # [V]
+    scale: Tensor | None = None  # 0-d
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.inputs[0].shape[:-1]
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def classes(self) -> int:
+        return self.weights[0].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the fields."""
+        return (*self.inputs, *self.weights, self.bias, self.scale)
+
+    def of(self, tensors: Sequence[Any]) -> "Head":
+        """A head of these, in the same order."""
+        terms = len(self.inputs)
+        return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
+
+
+class Options(NamedTuple):
+    """Everything about a call that is no tensor, in the order of the operators' schema."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    """0 for none."""
+    compute_dtype: torch.dtype = torch.float32
+    """What the operands of the products are rounded to: the input's dtype, or autocast's."""
+    workspace: int | None = None
+    backend: str = "auto"
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of logits, statistics and accumulators."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return input.dtype

@@ -1,0 +1,66 @@
+"""The operands of the products: chunks of tokens and blocks of classes, as views where those will do.
+
+Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class Operand:
+    """One linear term: an input [..., D] by rows, a weight [V, D] by classes."""
+
+    def __init__(
+        self,
+        input: Tensor,
+        weight_VD: Tensor,
+        dtype: torch.dtype,
+        copies_rows: bool,
+        counted: Tensor | None,
+    ) -> None:
+        self.input, self.leading = _flat_view(input), input.shape[:-1]
+        self.dtype, self.copies_rows, self.counted = dtype, copies_rows, counted
+        self.D = input.shape[-1]
+        # On CUDA a weight of another dtype is cast as a whole and once, which is what autocast does with it.
+        cast = weight_VD.is_cuda and weight_VD.dtype != dtype
+        self.weight_VD = weight_VD.to(dtype) if cast else weight_VD
+
+    def rows(self, rows: slice) -> Tensor:
+        """Tokens as [C, D] in the operands' dtype; a copy, of these rows alone, where a view will not do."""
+        if self.input.dim() == 2:
+            x_CD = self.input[rows] if self.counted is None else self.input[self.counted[rows]]
+        else:
+            place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
+            if self.counted is not None:
+                place_C = self.counted[rows]
+            places = []  # one index a dimension; torch.unravel_index would wait for the device
+            for size in reversed(self.leading):
+                places.append(place_C % size)
+                place_C = place_C // size
+            x_CD = self.input[tuple(reversed(places))]
+        x_CD = x_CD.to(self.dtype)
+        return x_CD.contiguous() if self.copies_rows else x_CD
+
+    def weight(self, classes: slice) -> Tensor:
+        weight_BD = self.weight_VD[classes].to(self.dtype)
+        # Without a unit stride the products would copy the whole, every time.
+        return weight_BD if 1 in weight_BD.stride() else weight_BD.contiguous()
+
+
+def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out (+)= a b, summed in out's dtype, whatever that of the operands."""
+    widen = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, out=out, **widen)
+    else:
+        torch.mm(a, b, out=out, **widen)
+
+
+def _flat_view(input: Tensor) -> Tensor:
+    """[N, D] where that is a view of [..., D]; else the input as it is."""
+    try:
+        return input.view(math.prod(input.shape[:-1]), input.shape[-1])
+    except RuntimeError:
+        return input

@@ -1,0 +1,167 @@
+"""A function of rows, a chunk of rows at a time: differentiable to any order, in any mode, in the memory of one
+chunk.
+
+A rowwise function takes tensors that are cut along their first dimension ("rows") and tensors that every chunk
+sees whole; it returns results of its rows, one after the other, and sums over all rows. Its vector-Jacobian
+product is rowwise again (the gradient of a row is a result of that row, the gradient of a whole tensor a sum
+over rows), and so is its Jacobian-vector product. So each derivative is computed chunk by chunk like the
+function itself, and nothing of a chunk outlives its turn.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class Rowwise(NamedTuple):
+    function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+    """(rows, whole) -> (results of rows, sums over rows): pure, of differentiable torch operations."""
+    cut: int
+    """How many of the arguments are cut; they come first."""
+    results: int
+    """How many of the outputs are results of rows; they come first."""
+    chunk: int
+    """Rows at a time."""
+
+    def __call__(self, *tensors: Tensor) -> Tensors:
+        outputs: Tensors = _Apply.apply(self, *tensors)
+        return outputs
+
+    def run(self, *tensors: Tensor) -> Tensors:
+        rows, whole = tensors[: self.cut], tensors[self.cut :]
+        N = rows[0].shape[0]
+        results: list[Tensor] = []
+        sums: list[Tensor] = []
+        for start in range(0, max(N, 1), self.chunk):
+            chunk = slice(start, start + self.chunk)
+            parts, terms = self.function(tuple(row[chunk] for row in rows), whole)
+            if start == 0:
+                results = [part.new_empty(N, *part.shape[1:]) for part in parts]
+                sums = [term.clone(memory_format=torch.contiguous_format) for term in terms]
+            else:
+                for total, term in zip(sums, terms):
+                    total.add_(term)
+            for result, part in zip(results, parts):
+                result[chunk] = part
+            del parts, terms  # before the next are made
+        return (*results, *sums)
+
+    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rowwise":
+        """The gradients of the arguments at places `wanted`, given those of the outputs at places `upstream`.
+
+        Arguments: what is cut (this one's rows, then the gradients of its results), then what is whole."""
+        row_gradients = sum(place < self.results for place in upstream)
+
+        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+            own_whole, sum_gradients = _split(whole, len(whole) - len(upstream) + row_gradients)
+            own = (*rows[: self.cut], *own_whole)
+
+            def outputs(*varied: Tensor) -> Tensors:
+                found = self._outputs(_replaced(own, wanted, varied))
+                return tuple(found[place] for place in upstream)
+
+            _, pull_back = torch.func.vjp(outputs, *(own[place] for place in wanted))
+            return _split(pull_back((*rows[self.cut :], *sum_gradients)), results)
+
+        results = sum(place < self.cut for place in wanted)
+        return Rowwise(function, self.cut + row_gradients, results, self.chunk)
+
+    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rowwise":
+        """The tangents of the outputs at places `wanted`, given those of the arguments at places `moved`.
+
+        Arguments: what is cut (this one's rows, then their tangents), then what is whole, likewise."""
+        row_tangents = sum(place < self.cut for place in moved)
+
+        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+            own_whole, whole_tangents = _split(whole, len(whole) - len(moved) + row_tangents)
+            own = (*rows[: self.cut], *own_whole)
+
+            def outputs(*varied: Tensor) -> Tensors:
+                found = self._outputs(_replaced(own, moved, varied))
+                return tuple(found[place] for place in wanted)
+
+            # The pull-back of a pull-back pushes forward. (Forward mode itself may be active: it does not nest.)
+            found, pull_back = torch.func.vjp(outputs, *(own[place] for place in moved))
+            _, push_forward = torch.func.vjp(pull_back, tuple(torch.zeros_like(out) for out in found))
+            (moving,) = push_forward((*rows[self.cut :], *whole_tangents))
+            return _split(moving, results)
+
+        results = sum(place < self.results for place in wanted)
+        return Rowwise(function, self.cut + row_tangents, results, self.chunk)
+
+    def _outputs(self, arguments: Tensors) -> Tensors:
+        results, sums = self.function(arguments[: self.cut], arguments[self.cut :])
+        return (*results, *sums)
+
+    def arranged(self, own: Tensors, more: dict[int, Tensor], boundary: int) -> Tensors:
+        """`own` arguments and `more`, by place, in the order in which a derivative takes them."""
+        return (
+            *own[: self.cut],
+            *(tensor for place, tensor in more.items() if place < boundary),
+            *own[self.cut :],
+            *(tensor for place, tensor in more.items() if place >= boundary),
+        )
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(rowwise: Rowwise, *tensors: Tensor) -> Tensors:
+        return rowwise.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
+        ctx.rowwise, *tensors = inputs
+        ctx.outputs = [place for place, out in enumerate(output) if out.is_floating_point()]
+        ctx.mark_non_differentiable(*(out for out in output if not out.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        rowwise, tensors = ctx.rowwise, ctx.saved_tensors
+        given = {place: gradient for place, gradient in enumerate(upstream) if gradient is not None}
+        wanted = [place for place in range(len(tensors)) if ctx.needs_input_grad[1 + place]]
+        gradients: list[Tensor | None] = [None] * len(tensors)
+        if given and wanted:
+            derivative = rowwise.gradients(wanted, list(given))
+            found = derivative(*rowwise.arranged(tensors, given, rowwise.results))
+            for place, gradient in zip(wanted, found):
+                gradients[place] = gradient
+        return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        rowwise, tensors = ctx.rowwise, ctx.saved_tensors
+        moved = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
+        derivative = rowwise.tangents(list(moved), ctx.outputs)
+        found = iter(derivative(*rowwise.arranged(tensors, moved, rowwise.cut)))
+        count = max(ctx.outputs) + 1
+        return tuple(next(found) if place in ctx.outputs else None for place in range(count))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, rowwise: Rowwise, *tensors: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+        """One element of the batch after the other: a chunk's memory must not grow with the batch."""
+        calls = [
+            rowwise(
+                *(
+                    tensor if dim is None else tensor.select(dim, element)
+                    for tensor, dim in zip(tensors, in_dims[1:])
+                )
+            )
+            for element in range(info.batch_size)
+        ]
+        return tuple(torch.stack(outputs) for outputs in zip(*calls)), (0,) * len(calls[0])
+
+
+def _split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
+    return tuple(tensors[:place]), tuple(tensors[place:])
+
+
+def _replaced(tensors: Tensors, places: Sequence[int], new: Tensors) -> Tensors:
+    by_place = dict(zip(places, new))
+    return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors))
