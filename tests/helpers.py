@@ -1,6 +1,7 @@
-"""Inputs, the truth in float64, what eager torch makes of it, and the budget for an error between the two.
+"""Inputs, what is tested, and the check against the truth of helpers_dense.py, within its budget.
 
-Everything that is compared is a Result: the loss and the gradient of each leaf, by name.
+Everything that is compared is a Result: the loss (or what linear_log_probs gives) and the gradient of each
+leaf, by name.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -9,42 +10,56 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import lowtide
-from lowtide.linear_cross_entropy.plan import Plan, make_plan
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
+from tests.helpers_dense import (
+    HALVES,
+    Inputs,
+    Result,
+    budget,
+    dense,
+    dense_log_probs,
+    dense_logits,
+    differentiate,
+    differentiate_log_probs,
+    log_prob_magnitudes,
+    magnitudes,
+    norm,
+    row_shares,
+)
 
-HALVES = (torch.bfloat16, torch.float16)
-Result = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    input: Tensor  # [..., D]
-    linear_weight: Tensor  # [V, D]
-    target: Tensor  # [...]
-    linear_bias: Tensor | None = None  # [V]
-    weight: Tensor | None = None  # [V]
-
-    def leaves(self) -> dict[str, Tensor]:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: t for name, t in tensors.items() if t is not None and t.requires_grad}
-
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        """New leaves with the same values; the target is left as it is."""
-        changed = {}
-        for name in ("input", "linear_weight", "linear_bias", "weight"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                changed[name] = tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
-        return replace(self, **changed)
+__all__ = [
+    "HALVES",
+    "Inputs",
+    "Result",
+    "budget",
+    "check",
+    "check_log_probs",
+    "dense",
+    "dense_log_probs",
+    "differentiate",
+    "differentiate_log_probs",
+    "fused",
+    "fused_log_probs",
+    "interpreted",
+    "magnitudes",
+    "make_inputs",
+    "no_synchronisation",
+    "norm",
+    "planned",
+    "skip_unless_runnable",
+    "smallest_workspace",
+    "workspace_for",
+]
 
 
 def make_inputs(
@@ -56,24 +71,33 @@ def make_inputs(
     dtype: torch.dtype = torch.float32,
     bias: bool = False,
     class_weight: bool = False,
+    probabilities: bool = False,
+    logit_scale: bool = False,
     ignored: float = 0.25,
     ignore_index: int = -100,
     scale: float = 2.0,
 ) -> Inputs:
-    """Leaves that require gradients; logits of standard deviation `scale`, a share of the rows ignored."""
+    """Leaves that require gradients; products of standard deviation `scale`, a share of the rows ignored (the
+    class probabilities of such a row are all zero)."""
 
     def leaf(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape) * scale).to(device, dtype).requires_grad_()
 
-    target_N = torch.randint(V, (N,))
-    target_N[torch.rand(N) < ignored] = ignore_index
-    return Inputs(
+    target = torch.randint(V, (N,))
+    target[torch.rand(N) < ignored] = ignore_index
+    inputs = Inputs(
         input=leaf(N, D),
         linear_weight=leaf(V, D, scale=scale / D**0.5),
-        target=target_N.to(device),
+        target=target.to(device),
         linear_bias=leaf(V) if bias else None,
         weight=torch.rand(V).add(0.5).to(device, dtype) if class_weight else None,
     )
+    if probabilities:
+        target_NV = (3 * torch.randn(N, V)).softmax(1).masked_fill((target == ignore_index)[:, None], 0)
+        inputs = replace(inputs, target=target_NV.to(device, dtype))
+    if logit_scale:
+        inputs = replace(inputs, logit_scale=torch.tensor(0.7).to(device, dtype).requires_grad_())
+    return inputs
 
 
 def fused(inputs: Inputs, **options: Any) -> Tensor:
@@ -83,146 +107,117 @@ def fused(inputs: Inputs, **options: Any) -> Tensor:
         inputs.target,
         linear_bias=inputs.linear_bias,
         weight=inputs.weight,
-        **options,
+        **_with_scale(inputs, options),
     )
 
 
-def dense(inputs: Inputs, **options: Any) -> Tensor:
-    """F.cross_entropy(F.linear(...)) with logits and all after them in float32 (float64 for float64)."""
-    options.pop("workspace", None), options.pop("backend", None)
-    options["ignore_index"] = -100 if options.get("ignore_index") is None else options["ignore_index"]
-    dtype = torch.promote_types(inputs.input.dtype, torch.float32)
-    x_ND = inputs.input.reshape(-1, inputs.input.shape[-1])
-    if inputs.input.is_cuda and inputs.input.dtype in HALVES:
-        logits_NV = _WideLinear.apply(x_ND, inputs.linear_weight, inputs.linear_bias)
-    else:
-        bias_V = None if inputs.linear_bias is None else inputs.linear_bias.to(dtype)
-        logits_NV = F.linear(x_ND.to(dtype), inputs.linear_weight.to(dtype), bias_V)
-    weight_V = None if inputs.weight is None else inputs.weight.to(dtype)
-    loss = F.cross_entropy(logits_NV, inputs.target.reshape(-1).long(), weight=weight_V, **options)
-    return loss.view(inputs.target.shape) if options.get("reduction") == "none" else loss
+def fused_log_probs(inputs: Inputs, **options: Any) -> lowtide.LogProbs:
+    return lowtide.linear_log_probs(
+        inputs.input,
+        inputs.linear_weight,
+        inputs.target,
+        linear_bias=inputs.linear_bias,
+        **_with_scale(inputs, options),
+    )
 
 
-class _WideLinear(torch.autograd.Function):
-    """F.linear of half-precision operands, in float32; its gradients are half-precision products."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_VD, bias_V)
-        logits_NV = torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
-        return logits_NV if bias_V is None else logits_NV + bias_V.float()
-
-    @staticmethod
-    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, weight_VD, bias_V = ctx.saved_tensors
-        grad_NV = grad_NV.to(x_ND.dtype)
-        grad_bias_V = None if bias_V is None else grad_NV.sum(0)
-        return grad_NV @ weight_VD, grad_NV.t() @ x_ND, grad_bias_V
+def _with_scale(inputs: Inputs, options: dict[str, Any]) -> dict[str, Any]:
+    return options if inputs.logit_scale is None else options | {"logit_scale": inputs.logit_scale}
 
 
-def differentiate(
-    loss_of: Callable[..., Tensor], inputs: Inputs, upstream: Tensor | float = 1.0, **options: Any
-) -> Result:
-    loss, leaves = loss_of(inputs, **options), inputs.leaves()
-    seed = torch.as_tensor(upstream, dtype=loss.dtype, device=loss.device).expand_as(loss)
-    return {
-        "loss": loss.detach(),
-        **dict(zip(leaves, torch.autograd.grad(loss, tuple(leaves.values()), seed))),
-    }
-
-
-# The budget.
-
-
-def budget(eager: Tensor, exact: Tensor, magnitude: Tensor, *, factor: float, dtype: torch.dtype) -> float:
-    """How far from `exact` a result may be: `factor` times as far as eager torch, and a rounding of its sums.
-
-    `magnitude` is `exact` with every term of its sums taken by absolute value, `dtype` that of the sums. Two
-    float64 results cannot tell which of them is off; there `eager` is float32's, scaled by the ratio of the
-    two roundings.
-    """
-    eager_error = norm(eager.double().detach() - exact)
-    if dtype == torch.float64:
-        eager_error *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return factor * eager_error + torch.finfo(dtype).eps * norm(magnitude)
+# The check.
 
 
 def check(
     actual: Result, inputs: Inputs, *, factor: float = 2.0, upstream: Tensor | float = 1.0, **options: Any
 ) -> None:
     """Every part of `actual` has the right dtype and shape, and an error within its budget."""
-    sum_dtype = torch.promote_types(inputs.input.dtype, torch.float32)
-    upstream = torch.as_tensor(upstream, dtype=sum_dtype, device=inputs.input.device)
-    exact_inputs = inputs.to(torch.float64)
-    eager_inputs = inputs.to(torch.float32) if sum_dtype == torch.float64 else inputs
+    upstream = torch.as_tensor(upstream, dtype=inputs.sum_dtype, device=inputs.input.device)
+    exact_inputs, eager_inputs = _exact_and_eager(inputs)
     exact = differentiate(dense, exact_inputs, upstream, **options)
     eager = differentiate(dense, eager_inputs, upstream, **options)
-    magnitude = magnitudes(exact_inputs, upstream, **options)
     if exact["loss"].dim() == 0:
         # One number can be right by luck. Its rows, all erring to the same side, can not.
         rows = options | {"reduction": "none"}
         error_N = (dense(eager_inputs, **rows).double() - dense(exact_inputs, **rows)).detach()
-        share = row_shares(exact_inputs, **options).nan_to_num(0)
-        eager["loss"] = exact["loss"] + (error_N.nan_to_num(0, 0, 0).abs().flatten() * share).sum()
+        share_N = row_shares(exact_inputs, **options).nan_to_num(0)
+        eager["loss"] = exact["loss"] + (error_N.nan_to_num(0, 0, 0).abs().flatten() * share_N).sum()
+    if "logit_scale" in exact:
+        by_row = (
+            differentiate(dense, _scaled_by_row(each), upstream, **options)["logit_scale"].double()
+            for each in (eager_inputs, exact_inputs)
+        )
+        eager["logit_scale"] = eager["logit_scale"] + _sum_of_errors(*by_row)
+    _compare(actual, exact, eager, magnitudes(exact_inputs, upstream, **options), inputs, factor)
 
+
+def check_log_probs(
+    actual: Result, inputs: Inputs, upstream: Sequence[Tensor | None], *, factor: float = 2.0, **options: Any
+) -> None:
+    """Likewise; `upstream` of log_prob, entropy and logsumexp."""
+    exact_inputs, eager_inputs = _exact_and_eager(inputs)
+    exact = differentiate_log_probs(dense_log_probs, exact_inputs, upstream, **options)
+    eager = differentiate_log_probs(dense_log_probs, eager_inputs, upstream, **options)
+    if "logit_scale" in exact:
+        by_row = (
+            differentiate_log_probs(dense_log_probs, _scaled_by_row(each), upstream, **options)["logit_scale"]
+            for each in (eager_inputs, exact_inputs)
+        )
+        eager["logit_scale"] = eager["logit_scale"] + _sum_of_errors(*by_row)
+    magnitude = log_prob_magnitudes(exact_inputs, upstream, **options)
+    _check_argmax(actual["argmax"], exact.pop("argmax"), inputs, **options)
+    actual = {name: part for name, part in actual.items() if name != "argmax"}
+    _compare(actual, exact, eager, magnitude, inputs, factor)
+
+
+def _compare(
+    actual: Result, exact: Result, eager: Result, magnitude: Result, inputs: Inputs, factor: float
+) -> None:
     assert actual.keys() == exact.keys()
     for name, got in actual.items():
-        want, dtype = exact[name], sum_dtype if name == "loss" else getattr(inputs, name).dtype
+        want, leaf = exact[name], getattr(inputs, name, None)
+        dtype = inputs.sum_dtype if leaf is None else leaf.dtype
         assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}"
         assert got.shape == want.shape, f"{name} is {list(got.shape)}, not {list(want.shape)}"
         for same in (torch.isnan, torch.isposinf, torch.isneginf):
             assert torch.equal(same(got), same(want)), f"{name}: other elements are {same.__name__[2:]}"
         finite = want.isfinite()
         parts = (part.double().where(finite, 0) for part in (eager[name], want, magnitude[name]))
-        allowed = budget(*parts, factor=factor, dtype=sum_dtype)
+        allowed = budget(*parts, factor=factor, dtype=inputs.sum_dtype)
         error = norm((got.double() - want).where(finite, 0))
         assert error <= allowed, f"{name}: error {error:.3e} exceeds its budget {allowed:.3e}"
 
 
-def row_shares(inputs: Inputs, **options: Any) -> Tensor:
-    """[N]: what a row's own loss is multiplied by in the result; 0 where it is ignored."""
-    ignore_index = options.get("ignore_index")
-    target_N = inputs.target.reshape(-1).long()
-    ignored_N = target_N == (-100 if ignore_index is None else ignore_index)
-    class_weight_V = torch.ones_like(inputs.linear_weight[:, 0]) if inputs.weight is None else inputs.weight
-    target_weight_N = class_weight_V.detach()[target_N.masked_fill(ignored_N, 0)].masked_fill(ignored_N, 0)
-    share_N = torch.ones_like(target_weight_N).masked_fill(ignored_N, 0)
-    return share_N / target_weight_N.sum() if options.get("reduction", "mean") == "mean" else share_N
+def _check_argmax(
+    actual: Tensor, exact: Tensor, inputs: Inputs, *, softcap: float | None = None, **options: Any
+) -> None:
+    """The largest logit, or one that rounding makes as large."""
+    assert actual.dtype == torch.int64
+    assert actual.shape == exact.shape
+    assert torch.equal(actual == -1, exact == -1), "argmax: other rows are ignored"
+    chain = {"softcap": softcap, "logit_scale": options.get("logit_scale")}
+    exact_NV, eager_NV = (dense_logits(each, **chain).detach() for each in _exact_and_eager(inputs))
+    counted_N = exact.reshape(-1) >= 0
+    chosen_N1 = actual.reshape(-1, 1)[counted_N]
+    gap_N = exact_NV.amax(1)[counted_N] - exact_NV[counted_N].gather(1, chosen_N1)[:, 0]
+    allowed = 4 * norm((eager_NV.double() - exact_NV).nan_to_num(0))
+    assert (gap_N <= allowed).all(), f"argmax: {gap_N.max():.3e} below the largest, allowed {allowed:.3e}"
 
 
-@torch.no_grad()
-def magnitudes(inputs: Inputs, upstream: Tensor | float = 1.0, **options: Any) -> Result:
-    """The loss and its gradients with |.| around every term, so that nothing cancels; 0 where not finite."""
-    smoothing, ignore_index = options.get("label_smoothing", 0.0), options.get("ignore_index")
-    x_ND = inputs.input.reshape(-1, inputs.input.shape[-1])
-    z_NV = F.linear(x_ND, inputs.linear_weight, inputs.linear_bias)
-    V = z_NV.shape[1]
-    target_N = inputs.target.reshape(-1).long()
-    target_N = target_N.masked_fill(target_N == (-100 if ignore_index is None else ignore_index), 0)
-    class_weight_V = z_NV.new_ones(V) if inputs.weight is None else inputs.weight
-    share_N = row_shares(inputs, **options)
-
-    upstream_N = torch.as_tensor(upstream, dtype=z_NV.dtype, device=z_NV.device)
-    upstream_N = upstream_N.expand_as(inputs.target).reshape(-1)
-    hit_N = (1 - smoothing) * class_weight_V[target_N]
-    pull_N = hit_N + smoothing / V * class_weight_V.sum()
-    grad_NV = z_NV.softmax(1) * pull_N[:, None] + smoothing / V * class_weight_V
-    grad_NV.scatter_add_(1, target_N[:, None], hit_N[:, None])
-    grad_NV = (grad_NV * (share_N * upstream_N.abs())[:, None]).nan_to_num(0, 0)
-
-    gap_NV = (z_NV.logsumexp(1).abs()[:, None] + z_NV.abs()).nan_to_num(0, 0)
-    loss_N = hit_N * gap_NV.gather(1, target_N[:, None])[:, 0] + smoothing / V * (gap_NV @ class_weight_V)
-    loss_N *= share_N
-    return {
-        "loss": loss_N.view(inputs.target.shape) if options.get("reduction") == "none" else loss_N.sum(),
-        "input": (grad_NV @ inputs.linear_weight.abs()).view(inputs.input.shape),
-        "linear_weight": grad_NV.t() @ x_ND.abs(),
-        "linear_bias": grad_NV.sum(0),
-    }
+def _exact_and_eager(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    eager = inputs.to(torch.float32) if inputs.sum_dtype == torch.float64 else inputs
+    return inputs.to(torch.float64), eager
 
 
-def norm(tensor: Tensor) -> float:
-    return torch.linalg.vector_norm(tensor.double()).item()
+def _scaled_by_row(inputs: Inputs) -> Inputs:
+    """A scale of its own for each row: one gradient can be right by luck, those of the rows can not."""
+    assert inputs.logit_scale is not None
+    scale_N1 = inputs.logit_scale.detach().to(inputs.sum_dtype).expand(inputs.leading.numel(), 1).clone()
+    return replace(inputs, logit_scale=scale_N1.requires_grad_())
+
+
+def _sum_of_errors(eager: Tensor, exact: Tensor) -> Tensor:
+    return (eager.double() - exact).nan_to_num(0, 0, 0).abs().sum()
 
 
 # Workspaces.
@@ -235,21 +230,15 @@ def smallest_workspace(call: Callable[[int], Any]) -> int:
     return int(re.search(r"(\d+) bytes", str(caught.value))[1])
 
 
-def planned(inputs: Inputs, workspace: int | None, **options: Any) -> Plan:
-    complete = {
-        "reduction": "mean",
-        "ignore_index": -100,
-        "label_smoothing": 0.0,
-        "backend": "auto",
-    } | options
-    return make_plan(
-        inputs.input,
-        inputs.linear_weight,
-        inputs.linear_bias,
-        weighted=inputs.weight is not None,
-        workspace=workspace,
-        **complete,
+def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, **options: Any) -> Plan:
+    leaves = [inputs.input, inputs.linear_weight, inputs.linear_bias, getattr(inputs, "logit_scale", None)]
+    head = Head((inputs.input,), (inputs.linear_weight,), *leaves[2:])
+    x, w, bias, scale = (leaf is not None and leaf.requires_grad for leaf in leaves)
+    job = Job(
+        Wanted((x,), (w,), bias, scale), log_probs, inputs.target.is_floating_point(), inputs.weight is not None
     )
+    dtype = options.pop("compute_dtype", inputs.input.dtype)
+    return make_plan(head, Options(workspace=workspace, compute_dtype=dtype, **options), job)
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

@@ -1,27 +1,42 @@
 import inspect
 
+import pytest
+
 import lowtide
 from lowtide import linear_cross_entropy as package_or_function
 
 
 def test_names():
-    assert lowtide.__all__ == ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+    expected = {"LinearCrossEntropyLoss", "LogProbs", "linear_cross_entropy", "linear_log_probs"}
+    assert expected <= set(lowtide.__all__)
+    assert lowtide.__all__ == sorted(lowtide.__all__)
     assert all(hasattr(lowtide, name) for name in lowtide.__all__)
     assert callable(package_or_function), "the function, not the package of the same name"
     assert lowtide.__version__.count(".") == 2
 
 
-def test_signature():
-    signature = inspect.signature(lowtide.linear_cross_entropy)
-    positional = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    options = {p.name: p.default for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert positional == ["input", "linear_weight", "target"]
-    assert options == {
-        "linear_bias": None,
-        "weight": None,
-        "reduction": "mean",
-        "ignore_index": None,
-        "label_smoothing": 0.0,
-        "workspace": None,
-        "backend": "auto",
-    }
+HEAD = {"linear_bias": None, "softcap": None, "logit_scale": None, "workspace": None, "backend": "auto"}
+LOSS = {"reduction": "mean", "ignore_index": None, "label_smoothing": 0.0, "z_loss": 0.0, "weight": None}
+MODULE = {"out_features": (), "bias": False, "device": None, "dtype": None}
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "options"),
+    [
+        (lowtide.linear_cross_entropy, ["input", "linear_weight", "target"], HEAD | LOSS),
+        (lowtide.linear_log_probs, ["input", "linear_weight", "target"], HEAD | {"ignore_index": -100}),
+        (
+            lowtide.LinearCrossEntropyLoss,
+            ["in_features", "num_classes"],
+            {name: default for name, default in (HEAD | LOSS | MODULE).items() if name != "linear_bias"},
+        ),
+    ],
+)
+def test_signatures(function, arguments, options):
+    parameters = inspect.signature(function).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == arguments
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == options
+
+
+def test_log_probs_is_a_named_tuple():
+    assert lowtide.LogProbs._fields == ("log_prob", "entropy", "logsumexp", "argmax")

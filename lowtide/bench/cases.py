@@ -11,6 +11,8 @@ from torch import Tensor
 IGNORE_INDEX = -100
 IGNORED_FRACTION = 0.1
 
+Inputs = tuple[Tensor, Tensor, Tensor]  # input_ND, weight_VD, target_N
+
 
 @dataclass(frozen=True)
 class Case:
@@ -30,7 +32,7 @@ class Case:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def inputs(self, requires_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, requires_grad: bool) -> Inputs:
         """Hidden states, head and targets, the same on every run; the logits have unit variance."""
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
         input_ND = torch.randn(self.tokens, self.features, dtype=self.dtype, **on)

@@ -1,10 +1,13 @@
-"""One row of the benchmark: a provider on a case, timed in turn with the floor, in one process.
+"""One row of the benchmark: an entry on a case, timed in turn with the floor, in one process.
 
 The floor is what no exact method can avoid: the step's own products (logits, dX, dW) in the dtype of the
-inputs, chunk by chunk, back to back. Floor and provider alternate, so that both see the same clocks and the
+inputs, chunk by chunk, back to back. Floor and entry alternate, so that both see the same clocks and the
 ratio of their medians can be compared between runs and cards. `peak_bytes` is the peak beyond inputs, loss
 and gradients. Errors are relative Frobenius norms against products in the next wider dtype (float32 for half
 precision, else float64).
+
+Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. The entries
+then compute different things, and instead of errors there is a check that all they return is finite.
 
 Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
@@ -12,8 +15,9 @@ Legend: N tokens, D features, V classes, C tokens in a chunk.
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from lowtide.bench.cases import IGNORE_INDEX, Case
 from lowtide.bench.memory import peak_memory
-from lowtide.bench.providers import Loss, Provider, Unavailable
+from lowtide.bench.providers import Call, Entry, Unavailable
 
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
@@ -44,26 +48,28 @@ class Figures:
     ratio: float
     peak_bytes: int
     errors: tuple[float, ...]  # of the loss and, in a step, of dX and dW
+    plain_ms: float | None = None
+    over_plain: float | None = None  # 0.05 is 5 % more time
 
 
 @dataclass(frozen=True)
 class Row:
     case: Case
     mode: Mode
-    provider: Provider
+    provider: Entry
     figures: Figures | None  # None where the provider did not run; `reason` says why
     reason: str = ""
     failed: bool = False  # it raised, where Unavailable would have been by design
 
 
-def rows(case: Case, providers: Iterable[Provider], mode: Mode) -> Iterator[Row]:
+def rows(case: Case, providers: Iterable[Entry], mode: Mode, plain: Entry | None = None) -> Iterator[Row]:
     # The figures of every provider are for products that torch does not shorten to TF32.
     torch.set_float32_matmul_precision("highest")
     bench: _Bench | None = None
     for provider in providers:
         try:
-            bench = bench or _Bench(case, mode)
-            row = Row(case, mode, provider, bench.measure(provider.load(case)))
+            bench = bench or _Bench(case, mode, plain)
+            row = Row(case, mode, provider, bench.measure(provider.call(case, bench.inputs)))
         except Unavailable as unavailable:
             row = Row(case, mode, provider, None, str(unavailable))
         except Exception as error:  # whatever a peer raises is its row, not the end of the run
@@ -76,39 +82,52 @@ def rows(case: Case, providers: Iterable[Provider], mode: Mode) -> Iterator[Row]
 
 
 class _Bench:
-    """What the providers of one case share: inputs, the exact results and the floor."""
+    """What the entries of one case share: inputs, the floor, and the exact results or the plain call."""
 
-    def __init__(self, case: Case, mode: Mode):
+    def __init__(self, case: Case, mode: Mode, plain: Entry | None):
         self.case, self.mode = case, mode
         self.inputs = case.inputs(requires_grad=mode is Mode.STEP)
-        self.truth = exact(*self.inputs, mode)
+        self.plain = plain.call(case, self.inputs) if plain else None
+        self.truth = None if plain else exact(*self.inputs, mode)
         self.floor = floor(*self.inputs, mode)
+        if self.plain:
+            self.step(self.plain)  # compiles and tunes, also where the plain entry has no row before the others
 
-    def measure(self, loss_fn: Loss) -> Figures:
+    def measure(self, call: Call) -> Figures:
         # The first call compiles and tunes; it and the next two also warm up what is timed afterwards.
-        errors = tuple(relative_error(got, want) for got, want in zip(self.step(loss_fn), self.truth))
+        errors = self.errors(self.step(call))
         with peak_memory(self.case.device) as peak:
-            outputs = self.step(loss_fn)
+            outputs = self.step(call)
         peak_bytes = peak.bytes - sum(tensor.nbytes for tensor in outputs)
         del outputs
 
-        calls = (self.floor, lambda: self.step(loss_fn))
+        calls = (self.floor, *(partial(self.step, each) for each in (self.plain, call) if each))
         round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_MS / round_ms)))
-        floor_ms, step_ms = alternate(calls, rounds, self.case.device)
+        floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
         (floor_median,) = quantiles(floor_ms, 0.5)
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
-        return Figures(median, p20, p80, floor_median, median / floor_median, peak_bytes, errors)
+        figures = Figures(median, p20, p80, floor_median, median / floor_median, peak_bytes, errors)
+        if not plain_ms:
+            return figures
+        (plain_median,) = quantiles(*plain_ms, 0.5)
+        return replace(figures, plain_ms=plain_median, over_plain=median / plain_median - 1)
 
-    def step(self, loss_fn: Loss) -> tuple[Tensor, ...]:
-        """(loss, dX, dW) or the loss alone. Gradients are asked for, not accumulated into `.grad`."""
-        input_ND, weight_VD, target_N = self.inputs
+    def step(self, call: Call) -> tuple[Tensor, ...]:
+        """Outputs and gradients, or the outputs alone. Gradients are asked for, not accumulated into `.grad`."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
-            loss = loss_fn(input_ND, weight_VD, target_N)
+            outputs = call.run()
         if self.mode is Mode.FORWARD:
-            return (loss,)
-        grads = torch.autograd.grad(loss, (input_ND, weight_VD))
-        return (loss.detach(), *grads)
+            return outputs
+        grads = torch.autograd.grad(outputs, call.leaves, call.upstream)
+        return (*(output.detach() for output in outputs), *grads)
+
+    def errors(self, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+        if self.truth is not None:
+            return tuple(relative_error(got, want) for got, want in zip(results, self.truth))
+        if not all(result.isfinite().all() for result in results):
+            raise FloatingPointError("a result is not finite")
+        return ()
 
 
 @torch.no_grad()

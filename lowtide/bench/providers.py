@@ -1,4 +1,5 @@
-"""Every implementation that is measured: ours, torch's own and the peers', each with one way to load it.
+"""Every implementation that is measured: ours, torch's own and the peers', each with one way to load it; and
+what an entry of the benchmark is.
 
 `load(case)` imports what the provider needs and returns its loss, the mean over the targets that are not
 ignored, as a function of (input_ND, weight_VD, target_N). It raises `Unavailable` where the provider cannot
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.bench.cases import IGNORE_INDEX, Case
+from lowtide.bench.cases import IGNORE_INDEX, Case, Inputs
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -29,6 +31,30 @@ class Unavailable(Exception):
     """The provider is not installed or does not take the case."""
 
 
+class Call(NamedTuple):
+    """What is timed, with nothing left to choose or to make."""
+
+    run: Callable[[], tuple[Tensor, ...]]
+    leaves: tuple[Tensor, ...]
+    """Whose gradients a step asks for."""
+    upstream: tuple[Tensor, ...] | None = None
+    """Of each output; None for a loss that is one number."""
+
+
+class Entry(Protocol):
+    """What has a row: a provider, or one of options.py."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def distribution(self) -> str: ...
+    @property
+    def smoke(self) -> bool | None: ...
+    @property
+    def workspace(self) -> int | None: ...
+    def call(self, case: Case, inputs: Inputs) -> Call: ...
+
+
 @dataclass(frozen=True)
 class Provider:
     name: str
@@ -37,27 +63,35 @@ class Provider:
     smoke: bool | None = (
         None  # unless named, runs in smoke runs only (True), outside them only (False), in both
     )
+    workspace: int | None = None  # bytes that it was told to do with, where it can be told
+
+    def call(self, case: Case, inputs: Inputs) -> Call:
+        loss = self.load(case)
+        return Call(lambda: (loss(*inputs),), inputs[:2])
 
 
-def _lowtide(workspace: int | None, case: Case) -> Loss:
-    from lowtide import linear_cross_entropy
+def _lowtide(name: str, workspace: int | None) -> Provider:
+    def load(case: Case) -> Loss:
+        from lowtide import linear_cross_entropy
 
-    return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
+        return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
+
+    return Provider(name, "lowtide", load, workspace=workspace)
 
 
-def _eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
+def eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, reduction: str = "mean") -> Tensor:
     logits_NV = F.linear(input_ND, weight_VD)
-    return F.cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 def _eager(case: Case) -> Loss:
-    return _eager_loss
+    return eager_loss
 
 
 def _compiled(backend: str, case: Case) -> Loss:
     # Code compiled for earlier cases counts towards the limit of recompilations, unless it is forgotten.
     torch.compiler.reset()
-    return torch.compile(_eager_loss, fullgraph=True, dynamic=False, backend=backend)
+    return torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
 
 
 def _torch_chunked(case: Case) -> Loss:
@@ -95,11 +129,11 @@ def _cuda_module(name: str, case: Case) -> ModuleType:
 
 
 PROVIDERS = (
-    Provider("lowtide", "lowtide", partial(_lowtide, None)),
-    Provider("lowtide-3.5GiB", "lowtide", partial(_lowtide, 7 * GIB // 2)),
-    Provider("lowtide-1GiB", "lowtide", partial(_lowtide, GIB)),
-    Provider("lowtide-256MiB", "lowtide", partial(_lowtide, 256 * MIB)),
-    Provider("lowtide-64MiB", "lowtide", partial(_lowtide, 64 * MIB)),
+    _lowtide("lowtide", None),
+    _lowtide("lowtide-3.5GiB", 7 * GIB // 2),
+    _lowtide("lowtide-1GiB", GIB),
+    _lowtide("lowtide-256MiB", 256 * MIB),
+    _lowtide("lowtide-64MiB", 64 * MIB),
     Provider("eager", "torch", _eager),
     # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. There the same graph
     # runs under the backend that generates no code, and under that backend's name.

@@ -20,12 +20,14 @@ import lowtide
 from lowtide.bench.measure import Row
 
 TIMES = ("ms", "ms_p20", "ms_p80", "floor_ms", "ratio")
+PLAIN = ("plain_ms", "over_plain")
 ERRORS = ("loss_error", "grad_input_error", "grad_weight_error")
 COLUMNS = (
     *("date", "card", "torch", "triton", "lowtide"),
     *("case", "tokens", "features", "classes", "dtype", "mode"),
     *("provider", "version", "status", "reason"),
     *(*TIMES, "peak_bytes", *ERRORS),
+    *("workspace", *PLAIN),
 )
 
 
@@ -76,9 +78,10 @@ def record(row: Row) -> dict[str, object]:
         "version": version(row.provider.distribution),
         "status": status(row),
         "reason": row.reason,
+        "workspace": row.provider.workspace,
     }
     if figures is not None:
-        fields |= {name: getattr(figures, name) for name in TIMES}
+        fields |= {name: getattr(figures, name) for name in (*TIMES, *PLAIN)}
         fields["peak_bytes"] = figures.peak_bytes
         fields |= zip(ERRORS, figures.errors)
     return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in fields.items()}
@@ -94,11 +97,14 @@ def render(rows: Sequence[Row]) -> Group:
     """The table of one case, and below it who did not run and why."""
     case, mode = rows[0].case, rows[0].mode
     table = Table(title=f"{case.name}: {case.shape}, {mode.value}", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("provider")
-    for heading in ("ms", "p20-p80", "floor", "ratio", "peak MiB", "loss err", "dX err", "dW err"):
+    options = any(row.figures and row.figures.plain_ms for row in rows)  # these have a plain time, and no errors
+    own = ("plain", "over plain") if options else ("loss err", "dX err", "dW err")
+    table.add_column("option" if options else "provider")
+    for heading in ("ms", "p20-p80", "floor", "ratio", "peak MiB", *own):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if (figures := row.figures) is not None:
+            plain, over = figures.plain_ms, figures.over_plain
             table.add_row(
                 row.provider.name,
                 f"{figures.ms:.2f}",
@@ -106,6 +112,7 @@ def render(rows: Sequence[Row]) -> Group:
                 f"{figures.floor_ms:.2f}",
                 f"{figures.ratio:.2f}",
                 f"{figures.peak_bytes / 2**20:.1f}",
+                *([] if plain is None or over is None else [f"{plain:.2f}", f"{100 * over:+.1f} %"]),
                 *(f"{error:.0e}" for error in figures.errors),
             )
     # Text, because brackets in a reason would be markup.

@@ -2,7 +2,7 @@
 their launchers.
 
 Shapes: C tokens of a chunk, D features, B classes of a block (all V wherever sums are taken); lower case =
-one tile."""
+one tile, h its half of the classes."""
 
 import torch
 import triton
@@ -10,11 +10,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowtide.linear_cross_entropy.kernels import tanh
+
 # A tile of the logits. Its operands, three deep, and the stored half-tiles fill the shared memory of an H100.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
 STAGES, WARPS = 3, 8
 GROUP = 16  # row tiles that share a column of weight tiles while that is in the L2 cache
 
+LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -25,55 +28,100 @@ def _exponentials_kernel(
     exp_CB,
     reference_C_ptr,
     target_C_ptr,
+    bias_B_ptr,
+    scale_ptr,
+    pull_C_ptr,
+    tilt_C_ptr,
     repair_ptr,
-    partial_ptr,
+    sum_ptr,
+    mean_ptr,
+    moment_ptr,
+    max_ptr,
+    argmax_ptr,
     C,
     B,
     D,
     first_class,
     STORE: tl.constexpr,
-    REPAIR: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """E = exp(x w^T - reference), 0 at the target, in bfloat16; per row and tile its float32 sum (or the
-    logits' maximum). With REPAIR, only row tiles that are marked. Grid: one program a multiprocessor, tiles
-    in turn."""
+    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class; in
+    float32, of each row and half tile, whichever of these have a pointer: the sum of E, of E (z - reference), of the
+    stored value times u, and the largest z with its class. With `repair`, only row tiles that are marked. Grid:
+    one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
     group_tiles = GROUP * tiles_b
-    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=not REPAIR):
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=repair_ptr is None):
         first_c = tile // group_tiles * GROUP
         height = min(tiles_c - first_c, GROUP)
         tile_c = first_c + tile % group_tiles % height
         tile_b = tile % group_tiles // height
         features = D
-        if REPAIR:
+        if repair_ptr is not None:
             features = tl.where(tl.load(repair_ptr + tile_c) != 0, D, 0)
-        if not REPAIR or features > 0:
-            z_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
+        if repair_ptr is None or features > 0:
+            u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
             for start in range(0, features, BLOCK_D):
                 x_cd = x_CD.load([tile_c * BLOCK_C, start])
                 weight_bd = weight_BD.load([tile_b * BLOCK_B, start])
-                z_cb = tl.dot(x_cd, weight_bd.T, z_cb)
+                u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
             rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-            columns = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
             target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
-            # An ignored row's reference is infinite: it adds nothing, whatever its logits are.
-            counts_cb = (columns[None, :] < B) & (reference_c[:, None] < float("inf"))
-            if MAXIMUM:
-                partial_c = tl.max(tl.where(counts_cb, z_cb, -float("inf")), 1)
-            else:
-                exp_cb = tl.exp2((z_cb - reference_c[:, None]) * LOG2_E)
-                exp_cb = tl.where(counts_cb & (columns[None, :] != target_c[:, None]), exp_cb, 0.0)
-                partial_c = tl.sum(exp_cb, 1)
-                if STORE:
-                    exp_CB.store([tile_c * BLOCK_C, tile_b * BLOCK_B], exp_cb.to(exp_CB.dtype))
-            tl.store(partial_ptr + tile_b.to(tl.int64) * C + rows, partial_c, mask=rows < C)
+            # Half by half, which takes half the registers.
+            halves = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
+            for half in tl.static_range(2):
+                u_ch = halves[half]
+                columns = tile_b * BLOCK_B + half * (BLOCK_B // 2) + tl.arange(0, BLOCK_B // 2)
+                place = (2 * tile_b + half).to(tl.int64) * C + rows
+                # An ignored row's reference is infinite: it adds nothing, whatever its logits are.
+                counts_ch = (columns[None, :] < B) & (reference_c[:, None] < float("inf"))
+                if bias_B_ptr is not None:
+                    u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
+                z_ch = u_ch
+                if scale_ptr is not None:
+                    z_ch = u_ch * scale
+                if SOFTCAP > 0:
+                    capped_ch = tanh(z_ch * (1.0 / SOFTCAP))
+                    z_ch = capped_ch * SOFTCAP
+                if max_ptr is not None:
+                    z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
+                    max_c = tl.max(z_ch, 1)
+                    tl.store(max_ptr + place, max_c, mask=rows < C)
+                    if argmax_ptr is not None:
+                        # A second reduction is cheaper than one that carries the index along.
+                        argmax_c = tl.min(tl.where(z_ch == max_c[:, None], columns[None, :], B - 1), 1)
+                        tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
+                if sum_ptr is not None:
+                    shift_ch = z_ch - reference_c[:, None]
+                    exp_ch = tl.exp2(shift_ch * LOG2_E)
+                    exp_ch = tl.where(counts_ch & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
+                    tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
+                    if tilt_C_ptr is not None or mean_ptr is not None:
+                        # Finite: a class that is excluded (z = -inf), and what is masked, adds 0.
+                        shift_ch = tl.minimum(tl.maximum(shift_ch, LOWEST), -LOWEST)
+                    if mean_ptr is not None:
+                        tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
+                    if tilt_C_ptr is not None:
+                        pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
+                        tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
+                        exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
+                    if SOFTCAP > 0:
+                        exp_ch *= 1.0 - capped_ch * capped_ch
+                    if moment_ptr is not None:
+                        product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
+                        tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
+                    if STORE:
+                        place_b = tile_b * BLOCK_B + half * (BLOCK_B // 2)
+                        exp_CB.store([tile_c * BLOCK_C, place_b], exp_ch.to(exp_CB.dtype))
 
 
 @triton.jit
@@ -111,8 +159,11 @@ def _input_gradient_kernel(
     product_CD_ptr,
     weight_VD_ptr,
     target_C_ptr,
+    ignored_C_ptr,
     scale_C_ptr,
     hit_C_ptr,
+    spread_C_ptr,
+    total_weight_D_ptr,
     factor_ptr,
     out_CD_ptr,
     weight_stride,
@@ -120,16 +171,20 @@ def _input_gradient_kernel(
     D,
     BLOCK: tl.constexpr,
 ):
-    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]]). Grid: one program a row."""
+    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one program a
+    row."""
     row = tl.program_id(0).to(tl.int64)
-    scale, hit = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row)
+    scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
     target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
         weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
-        grad_d = (sum_d + hit * weight_d.to(tl.float32)) * factor
-        grad_d = tl.where(scale == 0.0, 0.0, grad_d)
+        grad_d = sum_d + hit * weight_d.to(tl.float32)
+        if spread_C_ptr is not None:
+            total_d = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
+            grad_d -= tl.load(spread_C_ptr + row) * total_d
+        grad_d = tl.where(ignored, 0.0, grad_d * factor)
         tl.store(
             out_CD_ptr + row * out_stride + columns, grad_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
         )
@@ -193,8 +248,7 @@ def _add_target_rows_kernel(
 
 
 class Exponentials:
-    """The first kernel on one chunk and one block of classes: its descriptors and sums, made once and run
-    once or more."""
+    """The first kernel on one chunk and one block of classes: its descriptors, made once and run once or more."""
 
     def __init__(
         self,
@@ -204,44 +258,60 @@ class Exponentials:
         target_C: Tensor,
         *,
         out_CB: Tensor | None,
+        bias_B: Tensor | None = None,
+        scale: Tensor | None = None,
+        softcap: float = 0.0,
+        pull_C: Tensor | None = None,
+        tilt_C: Tensor | None = None,
         first_class: int = 0,
     ) -> None:
         self.C, self.B, self.D = x_CD.shape[0], weight_BD.shape[0], x_CD.shape[1]
         self.x_CD, self.weight_BD = _describe(x_CD, BLOCK_C, BLOCK_D), _describe(weight_BD, BLOCK_B, BLOCK_D)
-        self.out_CB = None if out_CB is None else _describe(out_CB, BLOCK_C, BLOCK_B)
+        self.out_CB = None if out_CB is None else _describe(out_CB, BLOCK_C, BLOCK_B // 2)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
-        tiles = triton.cdiv(self.B, BLOCK_B)
-        self.partial = torch.empty(tiles, self.C, dtype=torch.float32, device=x_CD.device)
+        self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
+        self.pull_C, self.tilt_C = pull_C, tilt_C
+        self.device = x_CD.device
         self.programs = multiprocessors(x_CD.device)
 
-    def sums(self) -> Tensor:  # [C]
-        self._run(repair=None, maximum=False)
-        return self.partial.sum(0)
+    def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[half tiles, C]: what the kernel finds in each half of a tile of classes."""
+        return torch.empty(2 * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
 
-    def maxima(self, repair: Tensor) -> Tensor:  # [C], of marked row tiles
-        self._run(repair=repair, maximum=True)
-        return self.partial.amax(0)
-
-    def repaired_sums(self, repair: Tensor) -> Tensor:
-        self._run(repair=repair, maximum=False)
-        return self.partial.sum(0)
-
-    def _run(self, *, repair: Tensor | None, maximum: bool) -> None:
+    def run(
+        self,
+        *,
+        sums: Tensor | None = None,
+        means: Tensor | None = None,
+        moments: Tensor | None = None,
+        maxima: Tensor | None = None,
+        places: Tensor | None = None,
+        repair: Tensor | None = None,
+    ) -> None:
+        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and stores E
+        where there is a place for it and its sums are asked for."""
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,
             self.out_CB,
             self.reference_C,
             self.target_C,
+            self.bias_B,
+            self.scale,
+            self.pull_C,
+            self.tilt_C,
             repair,
-            self.partial,
+            sums,
+            means,
+            moments,
+            maxima,
+            places,
             self.C,
             self.B,
             self.D,
             self.first_class,
-            STORE=self.out_CB is not None and not maximum,
-            REPAIR=repair is not None,
-            MAXIMUM=maximum,
+            STORE=self.out_CB is not None and sums is not None,
+            SOFTCAP=self.softcap,
             PROGRAMS=self.programs,
             GROUP=GROUP,
             BLOCK_C=BLOCK_C,
@@ -270,8 +340,11 @@ def input_gradient(
     product_CD: Tensor,
     weight_VD: Tensor,
     target_C: Tensor,
+    ignored_C: Tensor,
     scale_C: Tensor,
     hit_C: Tensor,
+    spread_C: Tensor | None,
+    total_weight_D: Tensor | None,
     factor: Tensor,
     out_CD: Tensor,
 ) -> None:
@@ -280,8 +353,11 @@ def input_gradient(
         product_CD,
         weight_VD,
         target_C,
+        ignored_C,
         scale_C,
         hit_C,
+        spread_C,
+        total_weight_D,
         factor,
         out_CD,
         weight_VD.stride(0),

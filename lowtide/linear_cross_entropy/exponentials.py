@@ -1,22 +1,21 @@
 """The chunk engine without a pass over the logits, for bfloat16 on Hopper.
 
-The logits never reach memory. As a tile of Z = X W^T is summed up, it leaves as E = exp(Z - r) in bfloat16,
-with r_i near the row's largest logit, and with 0 in the target's column; the row's sum S of E is taken in
-float32 before the rounding. That is all the gradient needs, since in each row
+The logits never reach memory. As a tile of U = X W^T is summed up, bias, scale and soft cap are applied, and it leaves
+as E = exp(z - r) in bfloat16, with r_i near the row's largest logit, and with 0 in the target's column; the row's sum S
+of E is taken in float32 before the rounding. That is all the gradient needs, since in each row
 
-    G = c E + h [v = t],   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)        (pull, hit: rows.py)
+    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)        (the rest: rows.py)
 
-so that dX = c (E W) + h W_t, and dW = E^T (c X) + the rows h X added up by target: c scales rows of
-products, not logits, and the target's column, where p - 1 would lose its digits in bfloat16, is exact in
-float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of large numbers even for a
-token with p = 1 - 1e-9.
+so that dX = c (E W) + h W_t - spread (w W), and dW = E^T (c X) + the rows h X added up by target - w (spread X):
+c scales rows of products, not logits, and the target's column, where p - 1 would lose its digits in bfloat16, is
+exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of large numbers even for
+a token with p = 1 - 1e-9. What a soft cap's slope or an entropy's gradient multiplies p_v with is multiplied into E
+as it is stored, after it has been summed.
 
-bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does.
-Rows where it does not are found by their S; their tiles are computed again with r = max z, on the device,
-without asking the host.
+bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does. Rows where it
+does not are found by their S; their tiles are computed again with r = max z, on the device, without asking the host.
 
-Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the
-products.
+Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the products.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -27,119 +26,263 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import scaling
+from lowtide.linear_cross_entropy.operands import product, sum_of_products
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
-from lowtide.linear_cross_entropy.streamed import NO_GRADIENTS, Gradients, Kept, Stream, product
+from lowtide.linear_cross_entropy.streamed import Gradients, Kept, Stream
 
 # A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
 LARGEST_SUM = 1e17
 
 
 class ExponentialStream(Stream):
-    """Statistics here are max_N = r, sum_N = S and gap_N = lse - z_t."""
+    """Statistics here are max_N = r, sum_N = S, gap_N = lse - z_t and mean_N = sum_v p_v (z_v - r)."""
 
     def _sweep(
         self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
     ) -> None:
-        plan = self.plan
-        dx, dw = gradients.input, gradients.weight
-        if plan.weight_gradient == "by_class":
-            dw = None  # not in this sweep
-        wanted = dx is not None or dw is not None
-        exp_CV = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
-        product_CD = self._buffer(plan.rows if dx is not None else 0, self.D)
-        scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
+        plan, operand, smoothing = self.plan, self.operands[0], terms.spread_N is not None
+        dx, db = gradients.inputs[0], gradients.bias
+        dw = gradients.weights[0] if plan.weight_gradient == "accumulate" else None  # else not in this sweep
+        wanted = any(each is not None for each in (dx, dw, db, gradients.scale))
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
+        self.target_logit_N = torch.empty_like(terms.hit_N)
+        # sum_v w_v W_v, and sum_i spread_i x_i: all that smoothing adds to the two products
+        self.total_weight_D = self._total_weight() if smoothing else None
+        self.spread_x_D = self._zeros(operand.D) if smoothing else None
+        exp_CV = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
+        product_CD = self._buffer(plan.rows if dx is not None else 0, operand.D)
+        scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
         one = torch.ones((), dtype=plan.sum_dtype, device=self.device)
-        for start in range(0, self.N, plan.rows):
-            rows = slice(start, min(start + plan.rows, self.N))
+        for start in range(0, self.M, plan.rows):
+            rows = slice(start, min(start + plan.rows, self.M))
             C = rows.stop - rows.start
-            x_CD, stat, target_C = self._rows(rows), statistics[rows], self.target_N[rows]
-            target_logit_C = kernels.target_logits(x_CD, self.weight_VD, target_C)
+            x_CD, row, stat, target_C = operand.rows(rows), terms[rows], statistics[rows], self.target_N[rows]
+            raw_C = kernels.target_logits(x_CD, operand.weight_VD, target_C)
+            logit_C, slope_C = self._bend_(raw_C, target_C)
+            self.target_logit_N[rows] = logit_C
             if take_statistics:
-                stat.max_N.copy_(target_logit_C).masked_fill_(self.ignored_N[rows], torch.inf)
+                stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             e_CV = exp_CV[:C]
-            tiles = kernels.Exponentials(
-                x_CD, self.weight_VD, stat.max_N, target_C, out_CB=e_CV if wanted else None
-            )
-            if take_statistics:
-                _take_sums(tiles, stat, target_logit_C)
-            elif wanted:
-                tiles.sums()
-            if gradients is not NO_GRADIENTS:
-                self._coefficients(terms[rows], stat, target_logit_C, rows)
+            tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=e_CV if wanted else None)
+            moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
+            raw_smooth_C = self._raw_smooth(x_CD) if smoothing and (take_statistics or moment_C is not None) else None
+            if take_statistics and smoothing:
+                smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
+                lse_C = _logsumexp(stat, logit_C)
+                torch.sub(lse_C * self.total_weight(), smooth_C, out=stat.smooth_N)
+            if not wanted and plan.weight_gradient == "accumulate":
+                continue
+            self._coefficients(row, stat, logit_C, slope_C, rows)
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
+            if moment_C is not None:
+                moment_C = moment_C * scale_C + hit_C * raw_C
+                if smoothing:
+                    moment_C -= row.spread_N * raw_smooth_C
+                stat.moment_N.copy_(moment_C)
+            if smoothing:
+                self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
             if dx is not None:
-                product(product_CD[:C], e_CV, self.weight_VD)
-                factor = one if dx.rounding is None else dx.rounding
+                product(product_CD[:C], e_CV, operand.weight_VD)
                 kernels.input_gradient(
-                    product_CD[:C], self.weight_VD, target_C, scale_C, hit_C, factor, dx.tensor[rows]
+                    product_CD[:C],
+                    operand.weight_VD,
+                    target_C,
+                    row.ignored_N,
+                    scale_C,
+                    hit_C,
+                    row.spread_N,
+                    self.total_weight_D,
+                    one if dx.rounding is None else dx.rounding,
+                    dx.tensor[rows],
                 )
+            if db is not None:
+                db.tensor.add_(sum_of_products(scale_C[None], e_CV)[0])
             if dw is not None:
                 kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
                 product(dw.tensor, e_CV.t(), scaled_CD[:C], add=start > 0)
             del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
         del exp_CV, product_CD, scaled_CD
+        if self.M == 0:
+            return
         if dw is not None:
-            self._add_target_rows(dw.tensor, *self._sorted_targets(), first_class=0)
+            self._add_rank_ones(dw.tensor, *self._sorted_targets(), classes=slice(0, self.V))
+        if db is not None:
+            self._add_bias_terms(db.tensor, terms)
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, dw: Kept) -> None:
-        plan = self.plan
-        sum_BD = self._buffer(plan.block_classes, self.D)
+        plan, operand = self.plan, self.operands[0]
+        sum_BD = self._buffer(plan.block_classes, operand.D)
         exponentials = self._exponentials_buffer(plan.block_rows, plan.block_classes)
         scaled_CD = self._operand_buffer(plan.block_rows)
         class_N, order_N = self._sorted_targets()
         for classes in self._blocks(plan.block_classes):
-            weight_BD, B = self._weight_block(classes), classes.stop - classes.start
-            for start in range(0, self.N, plan.block_rows):
-                rows = slice(start, min(start + plan.block_rows, self.N))
-                x_CD, C = self._rows(rows), rows.stop - rows.start
+            weight_BD, B = operand.weight(classes), classes.stop - classes.start
+            for start in range(0, self.M, plan.block_rows):
+                rows = slice(start, min(start + plan.block_rows, self.M))
+                x_CD, C = operand.rows(rows), rows.stop - rows.start
                 e_CB = exponentials[:C, :B]
-                kernels.Exponentials(
-                    x_CD,
-                    weight_BD,
-                    statistics.max_N[rows],
-                    self.target_N[rows],
-                    out_CB=e_CB,
-                    first_class=classes.start,
-                ).sums()
+                tiles = self._tiles(x_CD, weight_BD, terms[rows], statistics[rows], out_CB=e_CB, classes=classes)
+                tiles.run(sums=tiles.partials())
                 kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
                 product(sum_BD[:B], e_CB.t(), scaled_CD[:C], add=start > 0)
-            self._add_target_rows(sum_BD[:B], class_N, order_N, first_class=classes.start)
+            self._add_rank_ones(sum_BD[:B], class_N, order_N, classes=classes)
             scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
 
-    def _coefficients(self, terms: Terms, stat: Statistics, target_logit_C: Tensor, rows: slice) -> None:
+    # Statistics.
+
+    def _tiles(
+        self,
+        x_CD: Tensor,
+        weight_BD: Tensor,
+        row: Terms,
+        stat: Statistics,
+        *,
+        out_CB: Tensor | None,
+        classes: slice = slice(0, None),
+    ) -> kernels.Exponentials:
+        return kernels.Exponentials(
+            x_CD,
+            weight_BD,
+            stat.max_N,
+            row.target_N,
+            out_CB=out_CB,
+            bias_B=None if self.bias_V is None else self.bias_V[classes],
+            scale=self.scale,
+            softcap=self.plan.options.softcap,
+            pull_C=row.pull_N,
+            tilt_C=row.tilt_N,
+            first_class=classes.start,
+        )
+
+    def _run(
+        self,
+        tiles: kernels.Exponentials,
+        row: Terms,
+        stat: Statistics,
+        logit_C: Tensor,
+        raw_C: Tensor,
+        take_statistics: bool,
+    ) -> Tensor | None:
+        """S, gap, mean and argmax of each row where they are asked for; r becomes the largest logit where the
+        target's was too far below it. Returns the part of the moment that the other classes have."""
+        sums = tiles.partials()
+        moments = None if stat.moment_N is None else tiles.partials()
+        if not take_statistics:
+            tiles.run(sums=sums, moments=moments)
+            return None if moments is None else moments.sum(0)
+        log_probs = self.plan.job.log_probs
+        means = tiles.partials() if log_probs else None
+        maxima, places = (tiles.partials(), tiles.partials(torch.int32)) if log_probs else (None, None)
+        tiles.run(sums=sums, means=means, moments=moments, maxima=maxima, places=places)
+        if log_probs:
+            best = maxima.argmax(0, keepdim=True)
+            stat.argmax_N.copy_(places.gather(0, best)[0])
+            del maxima, places
+        far_C = ~(sums.sum(0) <= LARGEST_SUM)  # or NaN
+        marked = F.pad(far_C, (0, -far_C.shape[0] % kernels.BLOCK_C)).view(-1, kernels.BLOCK_C).any(1).int()
+        largest = tiles.partials()
+        tiles.run(maxima=largest, repair=marked)  # nothing is computed where no row is marked
+        stat.max_N.copy_(torch.where(far_C, largest.amax(0), stat.max_N))
+        del largest
+        tiles.run(sums=sums, means=means, moments=moments, repair=marked)
+        torch.sum(sums, 0, out=stat.sum_N)
+        distance_C = stat.max_N - logit_C
+        exp_C = distance_C.neg().exp()
+        log_total_C = distance_C + (exp_C + stat.sum_N).log()
+        stat.gap_N.copy_(torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C))
+        if log_probs:
+            excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
+            torch.div(means.sum(0) - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
+        return None if moments is None else moments.sum(0)
+
+    def _bend_(self, raw_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
+        """z and its slope, where raw_C becomes u: the product with the bias."""
+        if self.bias_V is not None:
+            raw_C += self.bias_V[target_C]
+        logit_C = raw_C if self.scale is None else raw_C * self.scale
+        softcap = self.plan.options.softcap
+        if not softcap:
+            return logit_C, None
+        capped_C = torch.tanh(logit_C / softcap)
+        return capped_C * softcap, 1 - capped_C * capped_C
+
+    def logsumexp_N(self, statistics: Statistics) -> Tensor:
+        return _logsumexp(statistics, self.target_logit_N)
+
+    def entropy_N(self, statistics: Statistics) -> Tensor:
+        return self.logsumexp_N(statistics) - statistics.max_N - statistics.mean_N
+
+    # What the gradient is made of beside E.
+
+    def _coefficients(
+        self, row: Terms, stat: Statistics, logit_C: Tensor, slope_C: Tensor | None, rows: slice
+    ) -> None:
         """c and h of G = c E + h [v = t]."""
-        exp_C = (target_logit_C - stat.max_N).exp_().masked_fill_(self.ignored_N[rows], 1)
+        exp_C = (logit_C - stat.max_N).exp_().masked_fill_(row.ignored_N, 1)
         total_C = exp_C + stat.sum_N
-        torch.div(terms.pull_N, total_C, out=self.scale_N[rows])
+        pull_C = row.pull_N
+        if row.lse_pull_N is not None:
+            lse_C = _logsumexp(stat, logit_C).masked_fill_(row.ignored_N, 0)
+            pull_C = pull_C + row.lse_pull_N * lse_C
         # c e - hit, without the difference of two numbers near 1
-        hit_C = (terms.pull_N - terms.hit_N) * exp_C - terms.hit_N * stat.sum_N
-        torch.div(hit_C, total_C, out=self.hit_N[rows])
+        hit_C = (pull_C - row.hit_N) * exp_C - row.hit_N * stat.sum_N
+        if row.tilt_N is None:
+            torch.div(pull_C, total_C, out=self.scale_N[rows])
+        else:  # pull and tilt are in E
+            torch.reciprocal(total_C, out=self.scale_N[rows])
+            distance_C = (logit_C - stat.max_N).masked_fill_(row.ignored_N | (exp_C == 0), 0)
+            hit_C += row.tilt_N * distance_C * exp_C
+        self.scale_N[rows].masked_fill_(row.ignored_N, 0)
+        hit_C /= total_C
+        self.hit_N[rows] = hit_C if slope_C is None else hit_C * slope_C
+
+    def _total_weight(self) -> Tensor:  # [D]
+        weight_VD = self.operands[0].weight_VD
+        class_weight_V = self.class_weight_V
+        if class_weight_V is None:
+            class_weight_V = torch.ones(self.V, dtype=self.plan.sum_dtype, device=self.device)
+        return sum_of_products(class_weight_V[None], weight_VD)[0]
+
+    def _raw_smooth(self, x_CD: Tensor) -> Tensor:  # [C]: sum_v w_v u_v
+        raw_C = sum_of_products(self.total_weight_D[None], x_CD.t())[0]
+        if self.bias_V is not None:
+            bias_V = self.bias_V if self.class_weight_V is None else self.bias_V * self.class_weight_V
+            raw_C = raw_C + bias_V.sum()
+        return raw_C
 
     def _sorted_targets(self) -> tuple[Tensor, Tensor]:
         """The targets in order, ignored rows last under a class of their own, and the rows they belong to."""
         return self.target_N.masked_fill(self.ignored_N, self.V).sort(stable=True)
 
-    def _add_target_rows(self, sum_BD: Tensor, class_N: Tensor, order_N: Tensor, *, first_class: int) -> None:
-        if self.N:
-            kernels.add_target_rows(sum_BD, self.input, self.hit_N, class_N, order_N, first_class=first_class)
+    def _add_rank_ones(self, sum_BD: Tensor, class_N: Tensor, order_N: Tensor, *, classes: slice) -> None:
+        """To a block of dW: the targets' rows, and minus w (spread X)."""
+        input = self.operands[0].input
+        kernels.add_target_rows(sum_BD, input, self.hit_N, class_N, order_N, first_class=classes.start)
+        if self.spread_x_D is not None:
+            if self.class_weight_V is None:
+                sum_BD.sub_(self.spread_x_D)
+            else:
+                sum_BD.addr_(self.class_weight_V[classes], self.spread_x_D, alpha=-1)
+
+    def _add_bias_terms(self, sum_V: Tensor, terms: Terms) -> None:
+        one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
+        kernels.add_target_rows(sum_V[:, None], one_N1, self.hit_N, *self._sorted_targets(), first_class=0)
+        if terms.spread_N is not None:
+            spread = terms.spread_N.sum()
+            sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)
+
+    # Buffers.
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
         stride = -(-columns // 8) * 8  # a tensor map wants rows of whole 16 bytes
         return torch.empty(rows, stride, dtype=self.plan.compute_dtype, device=self.device)[:, :columns]
 
     def _operand_buffer(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.D, dtype=self.plan.compute_dtype, device=self.device)
+        return torch.empty(rows, self.operands[0].D, dtype=self.plan.compute_dtype, device=self.device)
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=self.plan.sum_dtype, device=self.device)
 
 
-def _take_sums(tiles: kernels.Exponentials, stat: Statistics, target_logit_C: Tensor) -> None:
-    """S and gap of each row; r becomes the largest logit where the target's was too far below it."""
-    sum_C = tiles.sums()
-    far_C = sum_C > LARGEST_SUM
-    marked = F.pad(far_C, (0, -far_C.shape[0] % kernels.BLOCK_C)).view(-1, kernels.BLOCK_C).any(1).int()
-    max_C = tiles.maxima(marked)  # of marked rows; nothing is computed where there are none
-    stat.max_N.copy_(torch.where(far_C, max_C, stat.max_N))
-    stat.sum_N.copy_(tiles.repaired_sums(marked))
-    distance_C = stat.max_N - target_logit_C
-    log_total_C = distance_C + (distance_C.neg().exp() + stat.sum_N).log()
-    stat.gap_N.copy_(torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C))
+def _logsumexp(stat: Statistics, logit_C: Tensor) -> Tensor:
+    return stat.max_N + ((logit_C - stat.max_N).exp() + stat.sum_N).log()

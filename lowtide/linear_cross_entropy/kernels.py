@@ -24,7 +24,7 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """To a few units in the last place; near 0, where (1 - e) / (1 + e) loses its digits, by its series."""
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
@@ -42,7 +42,7 @@ def _load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr)
     z_b = raw_b * scale
     slope_b = 1.0
     if SOFTCAP > 0:
-        capped_b = _tanh(z_b / SOFTCAP)
+        capped_b = tanh(z_b / SOFTCAP)
         z_b = SOFTCAP * capped_b
         slope_b = 1.0 - capped_b * capped_b
     return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b

@@ -58,6 +58,21 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         torch.mm(a, b, out=out, **widen)
 
 
+def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """vectors [K, R] matrix [R, S], exact to float32: the vectors are float32, cut into three numbers of the matrix's
+    dtype that add up to them."""
+    if matrix.dtype == vectors.dtype:
+        return vectors @ matrix
+    K, rest, parts = vectors.shape[0], vectors, []
+    for _ in range(3):
+        parts.append(rest.to(matrix.dtype))
+        rest = rest - parts[-1].to(vectors.dtype)
+    # Rows of zeros fill up what a tensor core takes at a time.
+    parts.append(torch.zeros(-3 * K % 8, vectors.shape[1], dtype=matrix.dtype, device=matrix.device))
+    sums = torch.mm(torch.cat(parts), matrix, out_dtype=vectors.dtype)
+    return sums[: 3 * K].view(3, K, -1).sum(0)
+
+
 def _flat_view(input: Tensor) -> Tensor:
     """[N, D] where that is a view of [..., D]; else the input as it is."""
     try:

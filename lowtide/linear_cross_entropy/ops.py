@@ -108,7 +108,7 @@ def linear_log_probs(
 
 @_operator(
     "linear_log_probs_backward",
-    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, Tensor entropy, "
+    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, Tensor entropy, Tensor logsumexp, "
     f"Tensor[] statistics, {HEAD}",
 )
 def linear_log_probs_backward(
@@ -116,6 +116,7 @@ def linear_log_probs_backward(
     entropy_upstream: Tensor | None,
     logsumexp_upstream: Tensor | None,
     entropy: Tensor,
+    logsumexp: Tensor,
     statistics: Sequence[Tensor],
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -128,7 +129,8 @@ def linear_log_probs_backward(
     with _on_device_of(head):
         stream = _stream(plan, head, target, None)
         known = _read_statistics(stream, statistics)
-        terms = stream.log_prob_terms(known, entropy, log_prob_upstream, entropy_upstream, logsumexp_upstream)
+        upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
+        terms = stream.log_prob_terms(known, entropy, logsumexp, *upstream)
         return _final(stream, terms, known)
 
 
@@ -205,9 +207,10 @@ def _factor(stream: Stream, denominator: Tensor | None) -> Tensor:
 
 
 def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:
-    """What backward needs of each row."""
-    kept = (statistics.max_N, statistics.sum_N, statistics.mass_N)
-    return [stream.of_all(each, ignored=1) for each in kept if each is not None]
+    """What backward needs of each row. An ignored one has an infinite maximum: whatever its logits are, their
+    exponentials are 0."""
+    kept = [stream.of_all(statistics.max_N, ignored=torch.inf), stream.of_all(statistics.sum_N, ignored=1)]
+    return kept if statistics.mass_N is None else [*kept, statistics.mass_N]
 
 
 def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics:
@@ -283,8 +286,8 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @linear_log_probs_backward.register_fake
-def _(a: Any, b: Any, c: Any, entropy: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    return _fake_gradients(arguments[:4], arguments[5])
+def _(*arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[6:10], arguments[11])
 
 
 def _fake_gradients(head: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
@@ -323,6 +326,5 @@ def _(inputs: Any, weights: Any, *rest: Any, **kwargs: Any) -> int:
 
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
-def _(a: Any, b: Any, c: Any, entropy: Any, statistics: Any, inputs: Any, weights: Any, bias: Any, scale: Any,
-      target: Any, wanted: Any, *rest: Any, **kwargs: Any) -> int:
-    return _products(inputs, weights, wanted, 1)
+def _(*arguments: Any, **kwargs: Any) -> int:
+    return _products(arguments[6], arguments[7], arguments[11], 1)

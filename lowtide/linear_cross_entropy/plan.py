@@ -112,8 +112,9 @@ def _route(head: Head, options: Options, job: Job) -> _Route:
     compute_dtype = options.compute_dtype if cuda else options.sum_dtype
     backend = _choose_backend(options.backend, head.device, compute_dtype)
     # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
+    selects = not cuda and backend == "torch"
     copies_rows = tuple(
-        not cuda or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
+        selects or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
     )
     exponentials = (
         backend == "triton"
@@ -140,8 +141,8 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
 
     rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype  # only a kernel rounds in place
     logit = sum_size + (operand_size if rounds_apart else 0)
-    if route.exponentials:  # a bfloat16 number, and float32 sums for every tile of 256
-        logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
+    if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
+        logits = V // 16 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
     else:
         logits = V * (logit if wanted.some else sum_size)
         if route.backend == "torch":
@@ -153,7 +154,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         row += (wanted.weights[0] + wanted.bias) * D * operand_size
         row += wanted.scale * D * sum_size
     # The bias, its gradient, and a chunk's share of that.
-    vectors = (3 * (head.bias is not None) + job.class_weights) * V * sum_size
+    vectors = ((11 if route.exponentials else 3) * (head.bias is not None) + job.class_weights) * V * sum_size
     # A CUDA allocation is a multiple of 512 bytes, and some eighty vectors and numbers are small.
     fixed = (
         ((160 if route.exponentials else 64) + 16 * sum_size) * N

@@ -78,7 +78,7 @@ class Stream:
         target_N = target.flatten()
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
-        if self.device.type == "cpu" and bool(ignored_N.any()):
+        if self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any()):
             self.counted = (~ignored_N).nonzero()[:, 0]
             target_N, ignored_N = target_N[self.counted], ignored_N[self.counted]
         self.M = target_N.shape[0]
@@ -145,6 +145,7 @@ class Stream:
         self,
         statistics: Statistics,
         entropy_N: Tensor,
+        logsumexp_N: Tensor,
         grad_log_prob_N: Tensor | None,
         grad_entropy_N: Tensor | None,
         grad_logsumexp_N: Tensor | None,
@@ -159,7 +160,7 @@ class Stream:
             pull_N = pull_N + self._counting(grad_logsumexp_N)
         if grad_entropy_N is not None:
             tilt_N = self._counting(grad_entropy_N).neg()
-            mean_N = statistics.sum_N.log() - self.of_counted(entropy_N)  # of z - max
+            mean_N = self.of_counted(logsumexp_N - entropy_N) - statistics.max_N  # of z - max
             pull_N = pull_N - tilt_N * mean_N.masked_fill_(self.ignored_N, 0)
         return Terms(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
 
@@ -264,8 +265,8 @@ class Stream:
                     product(z_CB, x_CD, weight_BD.t(), add=k > 0)
                 g_CB = self._softmax_gradient_(z_CB, rows, terms, statistics, False, True, classes)
                 product(dw_sum_BD[:B], g_CB.t(), chunks[0], add=start > 0)
-                del chunks, g_CB
-            del weights  # before the next ones are made
+                del chunks, x_CD, g_CB
+            del weights, weight_BD  # before the next ones are made
             scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend)
 
     # Pieces.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 TARGETS = (80, 90)
 
-F32, I32 = "*fp32", "i32"
+F32, I32, I32_PTR = "*fp32", "i32", "*i32"
 
 
 class Build(NamedTuple):
@@ -28,52 +28,47 @@ class Build(NamedTuple):
 
 
 def _softmax(gradient: str | None, **changes: Any) -> Build:
+    absent = ("spread", "soft", "lse_pull", "tilt", "smooth", "mass", "cross", "mean", "argmax", "moment")
     arguments = {
         "logits_CB_ptr": F32,
         "grad_CB_ptr": gradient or F32,
         "target_C_ptr": "*i64",
-        **dict.fromkeys(("pull_C_ptr", "hit_C_ptr"), F32),
-        "spread_C_ptr": None,
-        **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "gap_C_ptr"), F32),
-        "smooth_C_ptr": None,
-        "bias_B_ptr": None,
-        "class_weight_B_ptr": None,
+        "ignored_C_ptr": "*i1",
+        **dict.fromkeys(("pull_C_ptr", "hit_C_ptr", "max_C_ptr", "sum_C_ptr", "gap_C_ptr"), F32),
+        **dict.fromkeys(f"{name}_C_ptr" for name in absent),
+        **dict.fromkeys(("bias_B_ptr", "class_weight_B_ptr", "soft_CB_ptr", "scale_ptr")),
         **dict.fromkeys(("B", "first_class", "logits_stride", "grad_stride"), I32),
+        **dict.fromkeys(("soft_row_stride", "soft_stride"), I32),
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SOFTCAP": 0.0,
         "TAKE_STATISTICS": True,
         "GRADIENT": gradient is not None,
-        "SMOOTH": False,
-        "HAS_BIAS": False,
-        "HAS_CLASS_WEIGHT": False,
+        "SECOND_READ": gradient is not None,
         "BLOCK": 16384,
     }
     return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16)
 
 
-_EVERYTHING = {
-    "spread_C_ptr": F32,
-    "smooth_C_ptr": F32,
-    "bias_B_ptr": F32,
-    "class_weight_B_ptr": F32,
-    "SMOOTH": True,
-    "HAS_BIAS": True,
-    "HAS_CLASS_WEIGHT": True,
-    "BLOCK": 8192,
-}
+_CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
+_CHAINED = {**_CHAIN, "lse_pull_C_ptr": F32, "moment_C_ptr": F32, "class_weight_B_ptr": F32}
+_SMOOTHED = {"spread_C_ptr": F32, "smooth_C_ptr": F32, **_CHAINED}
+_SOFT = {**dict.fromkeys(("soft_C_ptr", "mass_C_ptr", "cross_C_ptr", "soft_CB_ptr"), F32), **_CHAINED}
+_LOG_PROBS = {**_CHAIN, "mean_C_ptr": F32, "argmax_C_ptr": "*i64", "SECOND_READ": True}
 
 
 def _exponentials(**changes: Any) -> Build:
+    absent = ("bias_B", "scale", "pull_C", "tilt_C", "repair", "mean", "moment", "max", "argmax")
     arguments = {
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
-        "exp_CB": "tensordesc<bf16[128, 256]>",
+        "exp_CB": "tensordesc<bf16[128, 128]>",
         "reference_C_ptr": F32,
         "target_C_ptr": "*i64",
-        "repair_ptr": None,
-        "partial_ptr": F32,
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        "sum_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
-        "REPAIR": False,
-        "MAXIMUM": False,
+        "SOFTCAP": 0.0,
         "PROGRAMS": 132,
         "GROUP": 16,
         "BLOCK_C": 128,
@@ -81,6 +76,11 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_D": 64,
     }
     return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, targets=(90,))
+
+
+_BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
+_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
 def _rows(kernel: str, **arguments: Any) -> Build:
@@ -91,18 +91,30 @@ BF16, I64 = "*bf16", "*i64"
 BUILDS = {
     "softmax": _softmax("*bf16"),
     "softmax, float32": _softmax("*fp32"),
-    "softmax, everything": _softmax("*bf16", **_EVERYTHING),
+    "softmax, smoothed, with all options": _softmax("*bf16", **_SMOOTHED),
+    "softmax, probabilities, with all options": _softmax("*bf16", **_SOFT),
     "softmax, statistics": _softmax(None),
-    "softmax, statistics with everything": _softmax(None, **_EVERYTHING),
-    "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False, gap_C_ptr=F32),
+    "softmax, statistics of probabilities": _softmax(None, **_SOFT, SECOND_READ=True),
+    "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False),
+    "softmax, log-probabilities": _softmax(None, **_LOG_PROBS),
+    "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
         "kernels", "_scale_kernel",
         {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "BLOCK": 4096}, warps=8,
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
-    "exponentials, maxima": _exponentials(STORE=False, REPAIR=True, MAXIMUM=True, repair_ptr="*i32"),
-    "exponentials, repair": _exponentials(REPAIR=True, repair_ptr="*i32"),
+    "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR),
+    "exponentials, repair": _exponentials(repair_ptr=I32_PTR),
+    "exponentials, bias": _exponentials(bias_B_ptr=F32),
+    "exponentials, scale": _exponentials(scale_ptr=F32),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32),
+    "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
+    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32),
+    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
+    "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT),
+    "exponentials, gradient of entropy": _exponentials(**_TILTED),
+    "exponentials, gradient of entropy, all": _exponentials(**_TILTED, **_BENT, moment_ptr=F32),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
@@ -112,8 +124,8 @@ BUILDS = {
         D=I32, BLOCK=1024,
     ),
     "input gradient": _rows(
-        "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64, scale_C_ptr=F32,
-        hit_C_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+        "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
+        ignored_C_ptr="*i1", scale_C_ptr=F32, hit_C_ptr=F32, spread_C_ptr=F32, total_weight_D_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,

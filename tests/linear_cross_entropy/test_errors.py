@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import lowtide
-from tests.helpers import fused, make_inputs, smallest_workspace
+from tests.helpers import Inputs, dense, dense_log_probs, fused, make_inputs, smallest_workspace
 
 x, w, t = torch.randn(4, 3), torch.randn(7, 3), torch.tensor([0, 1, -100, 6])
-V = torch.ones(7)
+V, p = torch.ones(7), torch.rand(4, 7)
+w_K, t_K = torch.randn(7, 2, 3), torch.zeros(4, 2).long()
 
 
 def call(input=x, linear_weight=w, target=t, **options):
@@ -36,13 +39,22 @@ BAD = [
      "linear_weight must have at least one class, got shape [0, 3]"),
     ("target too short", {"target": t[:3]}, ValueError,
      "target must have shape [4], that of input", "got [3]"),
-    ("probabilities", {"target": torch.rand(4, 7)}, ValueError, "target must have shape [4]", "got [4, 7]"),
+    ("target too long", {"target": t[:, None]}, ValueError, "target must have shape [4]", "got [4, 1]"),
+    ("too few probabilities", {"target": p[:3]}, ValueError,
+     "target must have shape [4, 7] where it holds class probabilities, got [3, 7]"),
+    ("probabilities of other classes", {"target": p[:, 1:]}, ValueError,
+     "target must have shape [4, 7] where it holds class probabilities, got [4, 6]"),
     ("bias too short", {"linear_bias": V[:6]}, ValueError, "linear_bias must have shape [7]", "got [6]"),
     ("bias 2-d", {"linear_bias": V[:, None]}, ValueError, "linear_bias must have shape [7]", "got [7, 1]"),
     ("class weights too long", {"weight": torch.ones(8)}, ValueError,
      "weight must have shape [7]", "got [8]"),
     ("float target", {"target": t.float()}, TypeError,
-     "target must hold class indices", "torch.int64", "got torch.float32"),
+     "target must hold class indices", "torch.int64", "or class probabilities",
+     "got torch.float32 of shape [4]; use target.long()"),
+    ("integer probabilities", {"target": p.long()}, ValueError, "target must have shape [4]", "got [4, 7]"),
+    ("complex probabilities", {"target": p + 0j}, (ValueError, TypeError), "target must"),
+    ("probabilities and ignore_index", {"target": p, "ignore_index": -100}, ValueError,
+     "ignore_index must be None where target holds class probabilities, got -100", "a target of zeros"),
     ("int16 target", {"target": t.short()}, TypeError, "target must hold class indices", "got torch.int16"),
     ("bool target", {"target": t > 0}, TypeError, "target must hold class indices", "got torch.bool"),
     ("integer input", {"input": x.long()}, TypeError,
@@ -75,8 +87,45 @@ BAD = [
     ("smoothing a string", {"label_smoothing": "0.1"}, TypeError,
      "label_smoothing must be a float, got '0.1'"),
     ("smoothing a bool", {"label_smoothing": True}, TypeError, "label_smoothing must be a float, got True"),
+    ("ignore_index beyond 64 bits", {"ignore_index": 2**63}, ValueError, "ignore_index must", str(2**63)),
+    ("ignore_index a bool", {"ignore_index": True}, TypeError,
+     "ignore_index must be an int or None, got True"),
     ("ignore_index a float", {"ignore_index": -100.0}, TypeError,
      "ignore_index must be an int or None, got -100.0"),
+    ("softcap zero", {"softcap": 0.0}, ValueError,
+     "softcap must be a finite number above 0, or None for none, got 0.0"),
+    ("softcap negative", {"softcap": -30}, ValueError, "softcap must be a finite number above 0", "got -30"),
+    ("softcap infinite", {"softcap": float("inf")}, ValueError, "softcap must be a finite number", "got inf"),
+    ("softcap NaN", {"softcap": float("nan")}, ValueError, "softcap must be a finite number", "got nan"),
+    ("softcap a string", {"softcap": "30"}, TypeError, "softcap must be a float, got '30'"),
+    ("softcap a bool", {"softcap": True}, TypeError, "softcap must be a float, got True"),
+    ("softcap a tensor", {"softcap": V[0]}, TypeError, "softcap must be a float, got tensor"),
+    ("scale a string", {"logit_scale": "1"}, TypeError, "logit_scale must be a float, got '1'"),
+    ("scale a bool", {"logit_scale": True}, TypeError, "logit_scale must be a float, got True"),
+    ("scale 1-d", {"logit_scale": V[:1]}, ValueError,
+     "logit_scale must be a float or a 0-d floating-point tensor, got torch.float32 of shape [1]"),
+    ("scale of an integer", {"logit_scale": torch.tensor(2)}, ValueError,
+     "logit_scale must be a float or a 0-d floating-point tensor, got torch.int64 of shape []"),
+    ("scale on meta", {"logit_scale": V[0].to("meta")}, ValueError,
+     "logit_scale must be on input's device (cpu), got meta"),
+    ("z-loss negative", {"z_loss": -1e-4}, ValueError,
+     "z_loss must be a finite number of at least 0, got -0.0001"),
+    ("z-loss infinite", {"z_loss": float("inf")}, ValueError, "z_loss must be a finite number", "got inf"),
+    ("z-loss NaN", {"z_loss": float("nan")}, ValueError, "z_loss must be a finite number", "got nan"),
+    ("z-loss None", {"z_loss": None}, TypeError, "z_loss must be a float, got None"),
+    ("K: input 3-d", {"input": x[None], "linear_weight": w_K, "target": t_K[None]}, ValueError,
+     "input must have shape [N, D] where linear_weight has more than two dimensions", "got [1, 4, 3]"),
+    ("K: input 1-d", {"input": x[0], "linear_weight": w_K, "target": t_K[0]}, ValueError,
+     "input must have shape [N, D]", "got [3]"),
+    ("K: target flat", {"linear_weight": w_K}, ValueError, "target must have shape [4, 2], got [4]"),
+    ("K: probabilities flat", {"linear_weight": w_K, "target": p}, ValueError,
+     "target must have shape [4, 7, 2], got [4, 7]"),
+    ("K: bias flat", {"linear_weight": w_K, "target": t_K, "linear_bias": V}, ValueError,
+     "linear_bias must have shape [7, 2], got [7]"),
+    ("K: target too large", {"linear_weight": w_K, "target": t_K + 7}, IndexError,
+     "target must hold classes from 0 to 6"),
+    ("K: input is a list", {"input": [1.0], "linear_weight": w_K}, TypeError, "input must be a torch.Tensor"),
+    ("K: target is None", {"linear_weight": w_K, "target": None}, TypeError, "target must be a torch.Tensor"),
     ("workspace a float", {"workspace": 1e9}, TypeError,
      "workspace must be a number of bytes", "got 1000000000.0"),
     ("workspace a bool", {"workspace": True}, TypeError, "workspace must be a number of bytes", "got True"),
@@ -97,13 +146,41 @@ BAD = [
 def test_bad_arguments(arguments, error, parts):
     with pytest.raises(error) as caught:
         call(**arguments)
-    assert caught.type is error
+    if not issubclass(caught.type, IndexError):
+        assert issubclass(caught.type, RuntimeError), "what torch raises"
     for part in parts:
         assert part in str(caught.value)
 
 
 def test_the_base_of_these_calls_is_good():
-    assert call(linear_bias=V, weight=V, label_smoothing=0.1, ignore_index=-100).isfinite()
+    options = {"softcap": 3.0, "logit_scale": V[0], "z_loss": 0.1, "label_smoothing": 0.1}
+    assert call(linear_bias=V, weight=V, ignore_index=-100, **options).isfinite()
+    assert call(target=p, linear_bias=V, weight=V, **options).isfinite()
+    assert call(linear_weight=w_K, target=t_K, weight=V, **options).isfinite()
+
+
+BAD_LOG_PROBS = [
+    ("float target", {"target": t.float()}, TypeError, "target must hold class indices"),
+    ("probabilities", {"target": p}, TypeError, "target must hold class indices here, got torch.float32"),
+    ("target too short", {"target": t[:3]}, ValueError, "target must have shape [4]"),
+    ("target too large", {"target": t + 7}, IndexError, "target must hold classes from 0 to 6"),
+    ("K-dimensional", {"linear_weight": w_K, "target": t_K}, ValueError,
+     "linear_weight must have shape [V, 3]"),
+    ("softcap zero", {"softcap": 0}, ValueError, "softcap must be a finite number above 0"),
+    ("scale 1-d", {"logit_scale": V}, ValueError, "logit_scale must be a float or a 0-d"),
+    ("ignore_index a float", {"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None"),
+    ("ignore_index beyond 64 bits", {"ignore_index": -(2**64)}, ValueError, "ignore_index must"),
+    ("workspace negative", {"workspace": -1}, ValueError, "workspace must hold one row of 7 logits"),
+    ("backend", {"backend": "cuda"}, ValueError, "backend must be one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "part"), [pytest.param(a, e, m, id=i) for i, a, e, m in BAD_LOG_PROBS]
+)
+def test_bad_arguments_of_log_probs(arguments, error, part):
+    with pytest.raises(error, match=re.escape(part)):
+        lowtide.linear_log_probs(**{"input": x, "linear_weight": w, "target": t} | arguments)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -160,3 +237,84 @@ def test_triton_refuses_the_cpu(plain_environment):
     )
     assert "backend='triton' cannot run this call: its kernels run on CUDA tensors" in run.stdout
     assert "input is on cpu" in run.stdout
+
+
+# Any arguments at all: a result that is right, or an error that says what is wrong.
+
+nan, inf = float("nan"), float("inf")
+NUMBERS = [0, 0.0, 1, 0.5, 1.0, -0.1, 1.5, nan, inf, None, "0.1", True, 1j, torch.tensor(0.5), [0.5]]
+TENSORS = {
+    "input": [x.double(), x.bfloat16(), x[0], x[None], x[:0], x[:, :0], x[0, 0], x.long(), x + 0j,
+              x.to("meta")],
+    "linear_weight": [w.t(), w[0], w[:0], w[:1], w[:, :0], w.double(), w.half(), w.long(), w_K, w_K[:, :0],
+                      w * nan],
+    "target": [t.int(), t.abs().byte() % 7, t.short(), t.float(), t[:3], t[:0], t[0], t[None], t + 7, t > 0,
+               p, p[0], p[:3], p.double(), p.long(), t_K, torch.rand(4, 7, 2), t.to("meta"),
+               torch.zeros(4, 1)],
+    "linear_bias": [V, V[:6], V[None], V.double(), V.bfloat16(), V.long(), torch.zeros(7, 2), V * inf],
+    "weight": [V, V[:6], V[None], V.double(), V.bfloat16(), V.long(), V * 0, V.clone().requires_grad_()],
+}  # fmt: skip
+POOL = {name: [*tensors, None, [1.0], 3, "x"] for name, tensors in TENSORS.items()} | {
+    "reduction": ["sum", "none", "avg", None, 1, ["mean"]],
+    "ignore_index": [None, -100, 3, 2**63 - 1, -(2**63), 2**63, -(2**64), 1.0, True, "3", torch.tensor(3)],
+    "label_smoothing": NUMBERS,
+    "softcap": [*NUMBERS, 1e-30, 1e30],
+    "logit_scale": [*NUMBERS, torch.ones(1), torch.tensor(2), torch.tensor(0.5).double(), V[0].to("meta")],
+    "z_loss": NUMBERS,
+    "workspace": [None, 0, -1, 20_000, 1 << 70, 1e6, True, "1"],
+    "backend": ["torch", "reference", "cuda", None, 3, ["auto"]],
+}
+CHANGES = st.lists(
+    st.sampled_from([(name, place) for name, values in POOL.items() for place in range(len(values))]),
+    min_size=1,
+    max_size=3,
+)
+FUZZ = settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+LOSS_ALONE = {"weight", "reduction", "label_smoothing", "z_loss"}
+
+
+def _dense_arguments(arguments):
+    options = dict(arguments)
+    names = ("input", "linear_weight", "target", "linear_bias", "weight")
+    tensors = {name: options.pop(name, None) for name in names}
+    if isinstance(options.get("logit_scale"), torch.Tensor):
+        tensors["logit_scale"] = options.pop("logit_scale")
+    if options.get("ignore_index", 0) is None:
+        options["ignore_index"] = -100
+    return Inputs(**tensors), options
+
+
+@FUZZ
+@given(changes=CHANGES)
+def test_any_arguments(changes):
+    changed = {name: POOL[name][place] for name, place in changes}
+    arguments = {"input": x, "linear_weight": w, "target": t} | changed
+    try:
+        found = lowtide.linear_cross_entropy(**arguments)
+    except (ValueError, TypeError, IndexError) as error:
+        if isinstance(error, (RuntimeError, IndexError)):
+            return
+        raise
+    assert found.dtype == torch.promote_types(arguments["input"].dtype, torch.float32)
+    if arguments["linear_weight"].dim() == 2:
+        inputs, options = _dense_arguments(arguments)
+        expected = dense(inputs, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@FUZZ
+@given(changes=CHANGES)
+def test_any_arguments_of_log_probs(changes):
+    changed = {name: POOL[name][place] for name, place in changes if name not in LOSS_ALONE}
+    arguments = {"input": x, "linear_weight": w, "target": t} | changed
+    try:
+        found = lowtide.linear_log_probs(**arguments)
+    except (ValueError, TypeError, IndexError) as error:
+        if isinstance(error, (RuntimeError, IndexError)):
+            return
+        raise
+    inputs, options = _dense_arguments(arguments)
+    for ours, expected in zip(found, dense_log_probs(inputs, **options)):
+        # An infinite logit may make NaN where torch has an infinity.
+        ours, expected = (part.where(part.isfinite(), nan) for part in (ours.double(), expected.double()))
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4, equal_nan=True)

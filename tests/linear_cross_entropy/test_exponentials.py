@@ -7,12 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import HALVES, Inputs, check, differentiate, fused, make_inputs, planned, workspace_for
+from tests.helpers import (
+    HALVES,
+    Inputs,
+    check,
+    check_log_probs,
+    differentiate,
+    differentiate_log_probs,
+    fused,
+    fused_log_probs,
+    make_inputs,
+    planned,
+    smallest_workspace,
+    workspace_for,
+)
 
 pytest.importorskip("triton")
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import plan, streamed
+from lowtide.linear_cross_entropy import operands, plan
+
+
+# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +42,18 @@ def everywhere(device, monkeypatch):
     monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
-    prepare = streamed.Stream.__init__
+    prepare = operands.Operand.__init__
 
-    def prepare_widened(self, plan, *operands):
-        prepare(self, plan, *operands)
-        self.weight_VD = self.weight_VD.to(plan.compute_dtype)
+    def prepare_widened(self, input, weight_VD, dtype, *rest):
+        prepare(self, input, weight_VD.to(dtype), dtype, *rest)
 
-    monkeypatch.setattr(streamed.Stream, "__init__", prepare_widened)
+    monkeypatch.setattr(operands.Operand, "__init__", prepare_widened)
 
 
 def run(inputs: Inputs, *, upstream: Tensor | float = 1.0, factor: float = 2.0, **options) -> None:
-    assert planned(inputs, options.get("workspace"), backend="triton").exponentials
+    hidden = {"workspace", "logit_scale"}
+    plain = {name: value for name, value in options.items() if name not in hidden and value is not None}
+    assert planned(inputs, options.get("workspace"), backend="triton", **plain).exponentials
     actual = differentiate(fused, inputs, upstream, backend="triton", **options)
     check(actual, inputs, upstream=upstream, factor=factor, **options)
 
@@ -69,7 +87,6 @@ def test_class_blocks(device):
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the interpreter's, at the first attempt
 def test_logits_far_from_the_targets(device):
     """exp(z - z_target) overflows in some rows: those are found and their tiles computed again."""
     inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), scale=60.0)
@@ -139,10 +156,55 @@ def test_the_plan_takes_what_fits(device):
     assert planned(make_inputs(9, 24, 31, device=device, dtype=dtype), None, backend="triton").exponentials
     for unfit in (
         make_inputs(9, 23, 31, device=device, dtype=dtype),
-        make_inputs(9, 24, 31, device=device, dtype=dtype, bias=True),
         make_inputs(9, 24, 31, device=device, dtype=torch.float16 if device == "cuda" else torch.float64),
     ):
         backend = "triton" if unfit.input.dtype in (*HALVES, torch.float32) else "auto"
         assert not planned(unfit, None, backend=backend).exponentials
-    smoothed = make_inputs(9, 24, 31, device=device, dtype=dtype)
-    assert not planned(smoothed, None, backend="triton", label_smoothing=0.1).exponentials
+    soft = make_inputs(9, 24, 31, device=device, dtype=dtype, probabilities=True)
+    assert not planned(soft, None, backend="triton").exponentials
+    bent = make_inputs(9, 24, 31, device=device, dtype=dtype)
+    assert not planned(bent, None, backend="triton", label_smoothing=0.1, softcap=5.0).exponentials
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"softcap": 3.0},
+    {"logit_scale": 0.7},
+    {"z_loss": 0.02},
+    {"z_loss": 0.02, "label_smoothing": 0.3, "logit_scale": -1.3},
+    {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_options(device, options, reduction, learned):
+    inputs = make_inputs(
+        37, 24, 101, device=device, dtype=dtype_on(device), bias=learned, class_weight=True, logit_scale=learned
+    )
+    if learned:
+        options = {name: value for name, value in options.items() if name != "logit_scale"}
+    upstream = torch.randn(37, device=device) if reduction == "none" else -0.5
+    run(inputs, reduction=reduction, upstream=upstream, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options_by_class(device, options):
+    """The float32 sum of the weight's gradient does not fit."""
+    inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16, bias=True, logit_scale=True)
+    options = {name: value for name, value in options.items() if name != "logit_scale"}
+    least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
+    assert planned(inputs, least + 20_000, backend="triton", **options).weight_gradient == "by_class"
+    run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": 0.7}], ids=str)
+@pytest.mark.parametrize("given", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize("scale", [2.0, 60.0])
+def test_log_probs(device, options, given, scale):
+    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), bias=bool(options), scale=scale)
+    upstream = [torch.randn(37, device=device) if place in given else None for place in range(3)]
+    actual = differentiate_log_probs(fused_log_probs, inputs, upstream, backend="triton", **options)
+    check_log_probs(actual, inputs, upstream, **options)
+

@@ -1,0 +1,82 @@
+"""What is distilled: the tensors of both heads, and the options. No tensor data is looked at here.
+
+Shapes: N rows, D_s and D_t features of student and teacher, V classes.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+Side = tuple[Tensor, Tensor, Tensor | None]
+"""Input, weight and bias of one head."""
+
+
+class Heads(NamedTuple):
+    student_input: Tensor  # [..., D_s]
+    student_weight: Tensor  # [V, D_s]
+    student_bias: Tensor | None  # [V]
+    teacher_input: Tensor  # [..., D_t]
+    teacher_weight: Tensor  # [V, D_t]
+    teacher_bias: Tensor | None  # [V]
+    ignored: Tensor | None  # [...]
+
+    @classmethod
+    def of(cls, student: Side, teacher: Side, ignored: Tensor | None) -> "Heads":
+        return cls(*student, *teacher, ignored)
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.student_input.shape[:-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def classes(self) -> int:
+        return self.student_weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.student_input.device
+
+    @property
+    def student(self) -> Side:
+        """What gets gradients."""
+        return self.student_input, self.student_weight, self.student_bias
+
+    @property
+    def teacher(self) -> Side:
+        """What is constant."""
+        return self.teacher_input, self.teacher_weight, self.teacher_bias
+
+    def detached_teacher(self) -> "Heads":
+        bias = self.teacher_bias
+        return self._replace(
+            teacher_input=self.teacher_input.detach(),
+            teacher_weight=self.teacher_weight.detach(),
+            teacher_bias=None if bias is None else bias.detach(),
+        )
+
+
+class Options(NamedTuple):
+    """Everything about a call that is no tensor, in the order of the operator's schema."""
+
+    beta: float
+    """Which divergence: 0 forward KL, 1 reverse KL, Jensen-Shannon between."""
+    temperature: float
+    reduction: str
+    student_dtype: torch.dtype
+    """What the operands of its products are rounded to: the input's dtype, or autocast's."""
+    teacher_dtype: torch.dtype
+    workspace: int | None
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of logits, losses and accumulators."""
+        return torch.promote_types(self.student_dtype, torch.float32)

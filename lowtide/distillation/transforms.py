@@ -1,0 +1,94 @@
+"""The way for everything that the operator cannot know: derivatives of higher order, forward mode, vmap. The
+definition itself, chunk by chunk of rows (rowwise.py): exact, in bounded memory, not fast.
+
+Shapes: N rows, V classes; C rows of a chunk.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.distillation import divergences
+from lowtide.distillation.heads import Heads, Options, Side
+from lowtide.linear_cross_entropy import transforms
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
+from lowtide.rowwise import Rowwise, Tensors
+
+# Tensors of the size of a chunk's logits that a derivative holds at once.
+COPIES = 32
+CUT = ("student_input", "teacher_input", "ignored")
+
+
+def active(*tensors: Tensor | None) -> bool:
+    """Whether a transform is at work that the operator does not know. (What a compiler traces, it knows.)"""
+    return not torch.compiler.is_compiling() and transforms.active(*tensors)
+
+
+def reference(heads: Heads, options: Options) -> Tensor:
+    """The definition, with all logits at once."""
+    return _reduced(_losses(_flat(heads.detached_teacher(), options), options), heads, options)
+
+
+def distillation(heads: Heads, options: Options) -> Tensor:
+    """The same, a chunk of rows at a time."""
+    flat = _flat(heads.detached_teacher(), options)
+    present = [place for place, each in enumerate(flat) if each is not None]
+    cut = [place for place in present if Heads._fields[place] in CUT]
+    order = cut + [place for place in present if place not in cut]
+
+    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+        given = dict(zip(order, (*rows, *whole)))
+        return (_losses(Heads(*(given.get(place) for place in range(len(flat)))), options),), ()
+
+    workspace = options.workspace or DEFAULT_WORKSPACE["cuda" if heads.device.type == "cuda" else "cpu"]
+    rows = max(1, workspace // (COPIES * heads.classes * options.sum_dtype.itemsize))
+    (loss_N,) = Rowwise(chunk, len(cut), 1, rows)(*(flat[place] for place in order))
+    return _reduced(loss_N, heads, options)
+
+
+def gradients(heads: Heads, options: Options, wanted: list[bool], upstream: Tensor) -> list[Tensor | None]:
+    """Of the student's tensors, differentiable in their turn."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = distillation(heads, options)
+    asked = [each for each, want in zip(heads.student, wanted) if want]
+    found = iter(torch.autograd.grad(loss, asked, upstream, create_graph=again))
+    return [next(found) if want else None for want in wanted]
+
+
+def _flat(heads: Heads, options: Options) -> Heads:
+    """By rows, with operands rounded as products take them, in the dtype in which they are summed."""
+
+    def side(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Side:
+        x_ND = input.to(dtype).to(options.sum_dtype).reshape(heads.rows, input.shape[-1])
+        if heads.ignored is not None:
+            x_ND = x_ND.masked_fill(heads.ignored.reshape(-1, 1), 0)
+        exact_VD = weight_VD.to(dtype).to(options.sum_dtype)
+        return x_ND, exact_VD, None if bias_V is None else bias_V.to(options.sum_dtype)
+
+    return Heads.of(
+        side(*heads.student, options.student_dtype),
+        side(*heads.teacher, options.teacher_dtype),
+        None if heads.ignored is None else heads.ignored.flatten(),
+    )
+
+
+def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
+    def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        with torch.autocast(heads.device.type, enabled=False):
+            return (F.linear(input, weight_VD, bias_V) / options.temperature).log_softmax(1)
+
+    loss_C = divergences.losses(log_probs(*heads.student), log_probs(*heads.teacher), options.beta)
+    return loss_C if heads.ignored is None else loss_C.masked_fill(heads.ignored, 0)
+
+
+def _reduced(loss_N: Tensor, heads: Heads, options: Options) -> Tensor:
+    if options.reduction == "none":
+        return loss_N.view(heads.leading)
+    if options.reduction == "sum":
+        return loss_N.sum()
+    if heads.ignored is None:
+        return loss_N.mean()
+    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    counted = (~heads.ignored).sum()
+    return loss_N.sum() / counted.clamp(min=1) + torch.where(counted == 0, torch.nan, 0.0)

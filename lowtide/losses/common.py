@@ -1,0 +1,40 @@
+"""What the losses on log-probabilities share: shapes, dtypes and reductions."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def widened(axes: str, **tensors: Tensor) -> list[Tensor]:
+    """All of the first one's shape, in float32 or wider."""
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            came = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ArgumentTypeError(f"{name} must be a floating-point torch.Tensor, got {came}")
+        if tensor.dim() != len(axes):
+            raise ArgumentError(f"{name} must have shape [{', '.join(axes)}], got {list(tensor.shape)}")
+        check_shape(name, tensor, first.shape)
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors.values()]
+
+
+def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:
+    check_choice("reduction", reduction, ("mean", "sum", "none"))
+    if reduction == "none":
+        return loss_B
+    return loss_B.mean() if reduction == "mean" else loss_B.sum()

@@ -1,0 +1,95 @@
+"""Pairs of embeddings, told apart from all others: the rows of one side are the head of the other."""
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import linear_cross_entropy
+from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.losses.common import Reduction
+
+
+def info_nce(
+    query: Tensor,
+    key: Tensor,
+    *,
+    logit_scale: float | Tensor,
+    reduction: Reduction = "mean",
+    workspace: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""InfoNCE: which key is this query's? With s the logit scale,
+
+    .. math:: \ell_i = -\log \frac{\exp(s\, q_i \cdot k_i)}{\sum_j \exp(s\, q_i \cdot k_j)}.
+
+    Row i of key belongs to row i of query; any rows after those are negatives for everybody (hard negatives,
+    a queue, the keys of other ranks).
+
+    Shapes: query [B, D], key [K, D] with K >= B; the result is 0-d, or [B] for ``reduction="none"``.
+
+    Args:
+        logit_scale: 1 / temperature; a 0-d tensor may require a gradient. Normalising the rows of query and
+            key (:func:`torch.nn.functional.normalize`) is the caller's part.
+        workspace, backend: as for :func:`lowtide.linear_cross_entropy`.
+
+    Memory: O(workspace) beside the gradients, never B K.
+
+    Source: arxiv.org/abs/1807.03748
+
+    Example::
+
+        loss = info_nce(query, torch.cat([key, queue]), logit_scale=1 / 0.07)
+    """
+    if query.dim() != 2:
+        raise ArgumentError(f"query must have shape [B, D], got {list(query.shape)}")
+    if key.dim() != 2 or key.shape[0] < query.shape[0] or key.shape[1] != query.shape[1]:
+        raise ArgumentError(
+            f"key must have shape [K, {query.shape[1]}] with K >= {query.shape[0]}, the rows of query, "
+            f"got {list(key.shape)}"
+        )
+    target_B = torch.arange(query.shape[0], device=query.device)
+    return linear_cross_entropy(
+        query,
+        key,
+        target_B,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        workspace=workspace,
+        backend=backend,
+    )
+
+
+def contrastive(
+    image: Tensor,
+    text: Tensor,
+    *,
+    logit_scale: float | Tensor,
+    workspace: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""CLIP's loss: :func:`info_nce` from images to texts and from texts to images, averaged over both.
+
+    Shapes: image [B, D], text [B, D], row i of one belonging to row i of the other; the result is 0-d.
+
+    Args:
+        logit_scale: the multiplier itself, a float or a 0-d tensor that may require a gradient. CLIP learns
+            its logarithm and keeps the scale below 100: pass ``model.logit_scale.exp().clamp(max=100)``.
+            Normalising the rows of image and text is the caller's part.
+        workspace, backend: as for :func:`lowtide.linear_cross_entropy`.
+
+    Memory: O(workspace), never B²; each direction holds its own gradients of image and text until backward.
+
+    Source: arxiv.org/abs/2103.00020
+
+    Example::
+
+        image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
+        loss = contrastive(image, text, logit_scale=model.logit_scale.exp())
+    """
+    if image.shape != text.shape:
+        raise ArgumentError(
+            f"text must have the shape of image ({list(image.shape)}), got {list(text.shape)}; "
+            "for more texts than images use info_nce"
+        )
+    texts = info_nce(image, text, logit_scale=logit_scale, workspace=workspace, backend=backend)
+    images = info_nce(text, image, logit_scale=logit_scale, workspace=workspace, backend=backend)
+    return (texts + images) / 2

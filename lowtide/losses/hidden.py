@@ -1,0 +1,88 @@
+"""From hidden states and a head to what the other losses are made of, within a workspace."""
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import linear_log_probs
+from lowtide.losses.common import check_choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class HeadOptions(TypedDict, total=False):
+    """The options of :func:`lowtide.linear_log_probs`, which explains them."""
+
+    linear_bias: Tensor | None
+    softcap: float | None
+    logit_scale: float | Tensor | None
+    workspace: int | None
+    backend: str
+
+
+def z_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    **options: "Unpack[HeadOptions]",
+) -> Tensor:
+    r"""The mean of :math:`\mathrm{lse}(z_i)^2` over the rows that count: it keeps logits from drifting.
+
+    The same number comes with the loss, in the same sweep, from ``linear_cross_entropy(..., z_loss=1e-4)``.
+    Alone it is for a step whose own loss is another one.
+
+    Shapes: input [..., D], linear_weight [V, D], target [...]; the result is 0-d.
+
+    Args:
+        target: only which rows have `ignore_index` matters. With none that counts the result is 0.
+        options: those of :func:`lowtide.linear_log_probs`.
+
+    Memory: O(workspace), never N V.
+
+    Source: arxiv.org/abs/2204.02311
+
+    Example::
+
+        loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
+    """
+    found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
+    count = (target != ignore_index).sum().clamp(min=1)
+    return found.logsumexp.square().sum() / count
+
+
+def sequence_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: Literal["sum", "mean"] = "sum",
+    ignore_index: int = -100,
+    **options: "Unpack[HeadOptions]",
+) -> Tensor:
+    r"""The log-probability of each sequence: the sum, or the mean, of its tokens' log-probabilities.
+
+    Shapes: input [B, T, D], linear_weight [V, D], target [B, T]; the result is [B].
+
+    Args:
+        target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
+        reduction: `"sum"` for DPO and KTO, `"mean"` for ORPO and SimPO.
+        ignore_index: positions with this target (prompt, padding) do not count; a sequence in which none
+            counts has 0, without gradient.
+        options: those of :func:`lowtide.linear_log_probs`.
+
+    Memory: O(workspace), never B T V; three numbers a token are kept for backward. Under ``torch.no_grad()``,
+    as for a reference model, nothing is kept.
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
+    """
+    check_choice("reduction", reduction, ("sum", "mean"))
+    found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
+    log_prob_B = found.log_prob.sum(-1)
+    if reduction == "sum":
+        return log_prob_B
+    return log_prob_B / (target != ignore_index).sum(-1).clamp(min=1)

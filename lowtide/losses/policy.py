@@ -1,0 +1,95 @@
+"""Policy gradients, of the log-probabilities of sampled tokens."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.losses.common import check_choice, check_shape, widened
+
+LARGEST_LOG_RATIO = 20.0  # e^20 is no step that anybody would take, and its square is far from overflow
+
+
+def grpo(
+    policy: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    reference: Tensor | None = None,
+    beta: float = 0.04,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    importance_sampling_level: Literal["token", "sequence"] = "token",
+    loss_type: Literal["grpo", "dapo", "dr_grpo"] = "grpo",
+    num_items_in_batch: float | Tensor | None = None,
+    max_completion_length: int | None = None,
+) -> Tensor:
+    r"""Group relative policy optimisation and its relatives. The loss of a token is
+
+    .. math::
+        r_{it} &= \frac{\pi(y_{it})}{\pi_\mathrm{old}(y_{it})}, \qquad
+        d_{it} = \log \frac{\pi_\mathrm{ref}(y_{it})}{\pi(y_{it})}, \\
+        \ell_{it} &= -\min\bigl(r_{it} A_i,\
+                     \mathrm{clip}(r_{it}, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A_i\bigr)
+                     + \beta (e^{d_{it}} - d_{it} - 1);
+
+    with `"sequence"` (GSPO) all tokens of a sequence share
+    :math:`r_i = \exp \frac{1}{|y_i|} \sum_t \log r_{it}`. Over tokens it is, by `loss_type`,
+
+    * `"grpo"`: the mean over each sequence, then over the B sequences (what GSPO does as well);
+    * `"dapo"`: the sum over `num_items_in_batch`, None for the tokens that count here (TRL's `"bnpo"`);
+    * `"dr_grpo"`: the sum over ``B * max_completion_length``.
+
+    Shapes: policy, old, reference and mask [B, T], advantages [B]; the result is 0-d.
+
+    Args:
+        policy: log-probabilities of the sampled tokens (`log_prob` of :func:`lowtide.linear_log_probs`).
+        old: those of the policy that sampled; None for one step a sample, where they are policy's own values.
+        mask: nonzero where a token counts; elsewhere nothing is read. A sequence without one adds 0.
+        reference: for the KL term, left out without it. Neither old nor reference takes a gradient.
+        epsilon, epsilon_high: the clip range; None for epsilon on both sides. GSPO: 3e-4 and 4e-4.
+        num_items_in_batch: for ranks and accumulation steps that share a normaliser.
+
+    :math:`\log r` and d are cut at 20: a ratio beyond 5e8 has that value, and no gradient.
+
+    Source: arxiv.org/abs/2402.03300 (GRPO), 2507.18071 (GSPO), 2503.14476 (DAPO), 2503.20783 (Dr. GRPO); the
+    KL estimate is k3 of joschu.net/blog/kl-approx.html
+
+    Example::
+
+        found = lowtide.linear_log_probs(hidden, head.weight, target, logit_scale=1 / temperature)
+        loss = grpo(found.log_prob, old, advantages, target != -100, epsilon_high=0.28)
+    """
+    check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    check_choice("loss_type", loss_type, ("grpo", "dapo", "dr_grpo"))
+    if loss_type == "dr_grpo" and not max_completion_length:
+        raise ArgumentError(
+            "max_completion_length must be a number of tokens for loss_type='dr_grpo', "
+            f"got {max_completion_length}"
+        )
+    policy_BT, old_BT = widened("BT", policy=policy, old=policy if old is None else old)
+    check_shape("advantages", advantages, policy.shape[:1])
+    check_shape("mask", mask, policy.shape)
+    mask_BT = mask.bool()
+    count_B = mask_BT.sum(1).clamp(min=1)
+
+    log_ratio_BT = (policy_BT - old_BT.detach()).masked_fill(~mask_BT, 0)
+    if importance_sampling_level == "sequence":
+        log_ratio_BT = (log_ratio_BT.sum(1) / count_B)[:, None].expand_as(log_ratio_BT)
+    ratio_BT = log_ratio_BT.clamp(max=LARGEST_LOG_RATIO).exp()
+    clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
+    advantage_B1 = advantages.detach()[:, None]
+    loss_BT = -torch.minimum(ratio_BT * advantage_B1, clipped_BT * advantage_B1)
+    if reference is not None:
+        _, reference_BT = widened("BT", policy=policy, reference=reference)
+        d_BT = (reference_BT.detach() - policy_BT).masked_fill(~mask_BT, 0).clamp(max=LARGEST_LOG_RATIO)
+        loss_BT = loss_BT + beta * (d_BT.expm1() - d_BT)
+
+    loss_B = loss_BT.masked_fill(~mask_BT, 0).sum(1)
+    if loss_type == "grpo":
+        return (loss_B / count_B).mean()
+    if loss_type == "dr_grpo":
+        return loss_B.mean() / max_completion_length
+    return loss_B.sum() / (mask_BT.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)

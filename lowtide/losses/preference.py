@@ -1,0 +1,167 @@
+"""Preference losses, of log-probabilities of whole sequences. What comes from the reference is a constant."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+from lowtide.losses.common import Reduction, check_shape, reduced, widened
+
+
+def dpo(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Direct preference optimisation, and cDPO where labels are wrong at a rate :math:`\epsilon`. With
+
+    .. math::
+        \delta = \beta \left(\log \frac{\pi(y_w)}{\pi_\mathrm{ref}(y_w)}
+                 - \log \frac{\pi(y_l)}{\pi_\mathrm{ref}(y_l)}\right), \qquad
+        \ell = -(1-\epsilon) \log \sigma(\delta) - \epsilon \log \sigma(-\delta).
+
+    Shapes: four times [B], sums from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+
+    Args:
+        label_smoothing: :math:`\epsilon`, in [0, 0.5].
+
+    Source: arxiv.org/abs/2305.18290; for cDPO its author's note, ericmitchell.ai/cdpo.pdf
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target).chunk(2)
+        loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta=0.1)
+    """
+    if not 0 <= label_smoothing <= 0.5:
+        raise ArgumentError(f"label_smoothing must be in [0, 0.5], got {label_smoothing}")
+    chosen_B, rejected_B, reference_chosen_B, reference_rejected_B = widened(
+        "B",
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    chosen_B = chosen_B - reference_chosen_B.detach()
+    rejected_B = rejected_B - reference_rejected_B.detach()
+    delta_B = beta * (chosen_B - rejected_B)
+    loss_B = -(1 - label_smoothing) * F.logsigmoid(delta_B) - label_smoothing * F.logsigmoid(-delta_B)
+    return reduced(loss_B, reduction)
+
+
+def simpo(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""SimPO: preference by length-normalised log-probability and a margin, without a reference.
+
+    .. math::
+        \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w) - \frac{\beta}{|y_l|} \log \pi(y_l)
+               - \gamma\right)
+
+    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+
+    Args:
+        gamma: the margin itself, as in the paper (whose code takes gamma / beta).
+
+    Source: arxiv.org/abs/2405.14734
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        loss = simpo(chosen, rejected, beta=2.0, gamma=0.5)
+    """
+    chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
+    return reduced(-F.logsigmoid(beta * (chosen_B - rejected_B) - gamma), reduction)
+
+
+def orpo(
+    policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
+) -> Tensor:
+    r"""ORPO: the negative log-likelihood of the chosen sequence and the odds ratio of the two.
+
+    .. math::
+        \log p = \frac{1}{|y|} \log \pi(y), \qquad
+        \ell = -\log p_w - \beta \log \sigma\!\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 - p_l}\right)
+
+    :math:`\beta` is the paper's :math:`\lambda`. Its first term is the mean over the sequence's own tokens;
+    for another (over all tokens of the batch, or the prompt's too) add the difference.
+
+    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+
+    Source: arxiv.org/abs/2403.07691
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        loss = orpo(chosen, rejected, beta=0.1)
+    """
+    chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
+    log_odds_ratio_B = _log_odds(chosen_B) - _log_odds(rejected_B)
+    return reduced(-chosen_B - beta * F.logsigmoid(log_odds_ratio_B), reduction)
+
+
+def kto(
+    policy: Tensor,
+    reference: Tensor,
+    label: Tensor,
+    kl: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""KTO: sequences that are each desirable or not, against a baseline :math:`z_0`, without pairs.
+
+    .. math::
+        r = \log \frac{\pi(y|x)}{\pi_\mathrm{ref}(y|x)}, \quad
+        z_0 = \max\Bigl(0, \frac{1}{M} \sum_m k_m\Bigr), \quad
+        \ell = \begin{cases} \lambda_D\, \sigma(\beta (z_0 - r)) & \text{desirable} \\
+                             \lambda_U\, \sigma(\beta (r - z_0)) & \text{not} \end{cases}
+
+    which is the paper's :math:`\lambda_y - v(x, y)`. The baseline takes no gradient.
+
+    Shapes: policy [B] and reference [B], sums from :func:`sequence_log_probs`; label [B]; kl [M] or [];
+        the result is 0-d, [B] for "none".
+
+    Args:
+        label: bool, True for desirable.
+        kl: policy minus reference log-probability of mismatched sequences, prompt i with the completion of
+            another j; or their mean, 0-d, over all ranks if there are several. Compute it under no_grad.
+        desirable_weight, undesirable_weight: :math:`\lambda_D` and :math:`\lambda_U`.
+
+    Source: arxiv.org/abs/2402.01306
+
+    Example::
+
+        policy = sequence_log_probs(hidden, head.weight, target)
+        loss = kto(policy, reference, label, policy_mismatched - reference_mismatched)
+    """
+    policy_B, reference_B = widened("B", policy=policy, reference=reference)
+    check_shape("label", label, policy.shape)
+    if label.dtype != torch.bool:
+        raise ArgumentTypeError(f"label must be bool, True for desirable, got {label.dtype}")
+    if kl.dim() > 1 or kl.numel() == 0:
+        raise ArgumentError(f"kl must have shape [M], M > 0, or [], got {list(kl.shape)}")
+    baseline = kl.detach().to(policy_B.dtype).mean().clamp(min=0)
+    gain_B = beta * (policy_B - reference_B.detach() - baseline)
+    # λ - λ σ(x) is λ σ(-x), which keeps its digits where σ is near 1.
+    loss_B = torch.where(
+        label, desirable_weight * torch.sigmoid(-gain_B), undesirable_weight * torch.sigmoid(gain_B)
+    )
+    return reduced(loss_B, reduction)
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)). At p = 1, where a sequence has no token that counts, large and without gradient."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
+    return log_p - torch.log(-torch.expm1(log_p))

@@ -1,0 +1,63 @@
+"""What is refused, and how it is said."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowtide.distillation import jensen_shannon
+from tests.distillation import fused, make_inputs
+
+CHANGES = {
+    "student_weight must have shape": lambda i: {"student_weight": i.student_weight.t()},
+    "teacher_weight must have shape": lambda i: {"teacher_weight": i.teacher_weight[:, :-1]},
+    "teacher_weight must have the student's 63 classes": lambda i: {"teacher_weight": i.teacher_weight[:-1]},
+    "teacher_input must have shape": lambda i: {"teacher_input": i.teacher_input[:-1]},
+    "student_bias must have shape": lambda i: {"student_bias": torch.zeros(62)},
+    "ignored must have shape": lambda i: {"ignored": i.ignored[:-1]},
+    "ignored must be a bool tensor": lambda i: {"ignored": i.ignored.long()},
+    "student_weight must have the dtype": lambda i: {"student_weight": i.student_weight.half()},
+    "teacher_input must be float64": lambda i: {
+        "teacher_input": i.teacher_input.double(),
+        "teacher_weight": i.teacher_weight.double(),
+    },
+    "student_input must be a floating-point tensor": lambda i: {
+        "student_input": i.student_input.detach().long()
+    },
+    "student_weight must be a torch.Tensor": lambda i: {"student_weight": i.student_weight.tolist()},
+    "student_input must have shape": lambda i: {"student_input": torch.zeros(())},
+    "student_weight must have at least one class": lambda i: {"student_weight": i.student_weight[:0]},
+}
+OPTIONS = [
+    ({"reduction": "batchmean"}, "take 'sum' and divide"),
+    ({"temperature": 0.0}, "temperature must be a finite number above 0"),
+    ({"temperature": "2"}, "temperature must be a float"),
+    ({"workspace": 1.5}, "workspace must be a number of bytes"),
+    ({"workspace": 0}, r"takes \d+ bytes in this call, got 0 bytes"),
+]
+
+
+@pytest.mark.parametrize("message", CHANGES)
+def test_tensors(message):
+    inputs = make_inputs()
+    heads = dict(inputs.items()) | CHANGES[message](inputs)
+    with pytest.raises((ValueError, TypeError), match=message):
+        jensen_shannon(**heads)
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS)
+def test_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fused(make_inputs(), "forward", **options)
+
+
+@pytest.mark.parametrize("beta", [0, 1, -0.1, 1.5, float("nan")])
+def test_the_ends_of_beta_have_their_own_names(beta):
+    with pytest.raises(ValueError, match="call forward_kl"):
+        jensen_shannon(**dict(make_inputs().items()), beta=beta)
+
+
+def test_a_device_apart():
+    inputs = make_inputs()
+    with pytest.raises(ValueError, match="teacher_weight must be on student_input's device"):
+        fused(replace(inputs, teacher_weight=inputs.teacher_weight.to("meta")), "forward")

@@ -1,0 +1,80 @@
+"""No loss ever holds logits: peak bytes counted by the allocator."""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.bench.memory import peak_memory
+from lowtide.losses import contrastive, dpo, grpo, sequence_log_probs, z_loss
+
+PAIRS, T, D, V = 8, 64, 8, 16384
+N = 2 * PAIRS * T  # 64 MiB of float32 logits
+WORKSPACE = 4 << 20
+A_FEW_NUMBERS = (
+    64  # bytes a token: log-probability, entropy, log-sum-exp, argmax, and what a loss makes of them
+)
+
+
+def language(device, dtype):
+    hidden = torch.randn(2 * PAIRS, T, D).to(device, dtype).requires_grad_()
+    weight = torch.randn(V, D).to(device, dtype).requires_grad_()
+    target = torch.randint(V, (2 * PAIRS, T))
+    target[:, :7] = -100
+    return hidden, weight, target.to(device)
+
+
+def dpo_loss(hidden, weight, target):
+    chosen, rejected = sequence_log_probs(hidden, weight, target, workspace=WORKSPACE).chunk(2)
+    with torch.no_grad():
+        reference = sequence_log_probs(hidden, weight * 1.01, target, workspace=WORKSPACE).chunk(2)
+    return dpo(chosen, rejected, *reference)
+
+
+def grpo_loss(hidden, weight, target):
+    found = lowtide.linear_log_probs(hidden, weight, target, workspace=WORKSPACE)
+    old = found.log_prob.detach() + 0.1
+    return grpo(found.log_prob, old, torch.ones(2 * PAIRS, device=hidden.device), target != -100)
+
+
+def z_loss_alone(hidden, weight, target):
+    return z_loss(hidden, weight, target, workspace=WORKSPACE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("loss_of", [dpo_loss, grpo_loss, z_loss_alone])
+def test_losses_on_hidden_states(device, loss_of, dtype):
+    hidden, weight, target = language(device, dtype)
+    loss_of(hidden, weight, target).backward()
+    hidden.grad = weight.grad = None
+    with peak_memory(device) as peak:
+        loss_of(hidden, weight, target).backward()
+    gradients = hidden.nbytes + weight.nbytes
+    assert peak.bytes <= WORKSPACE + gradients + A_FEW_NUMBERS * N
+    assert peak.largest <= WORKSPACE < N * V
+    assert hidden.grad[:, 7:].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reference_is_kept_by_nothing(device, dtype):
+    hidden, weight, target = language(device, dtype)
+    with torch.no_grad():
+        sequence_log_probs(hidden, weight, target, workspace=WORKSPACE)
+        with peak_memory(device) as peak:
+            found = sequence_log_probs(hidden, weight, target, workspace=WORKSPACE)
+    assert found.shape == (2 * PAIRS,)
+    assert peak.bytes <= WORKSPACE + A_FEW_NUMBERS * N
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_contrastive(device, dtype):
+    rows, workspace = 2048, 1 << 19  # 16 MiB of float32 similarities
+    image, text = (torch.randn(rows, D).to(device, dtype).requires_grad_() for _ in range(2))
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    contrastive(image, text, logit_scale=scale, workspace=workspace).backward()
+    image.grad = text.grad = scale.grad = None
+    with peak_memory(device) as peak:
+        contrastive(image, text, logit_scale=scale, workspace=workspace).backward()
+    gradients = image.nbytes + text.nbytes
+    # Those of both directions wait for backward, which adds them up.
+    assert peak.bytes <= workspace + 4 * gradients
+    assert peak.largest <= workspace
