@@ -1,5 +1,6 @@
 """lowtide keeps the high-water mark of training memory low."""
 
+from lowtide import distillation, losses
 from lowtide.linear_cross_entropy import (
     LinearCrossEntropyLoss,
     LogProbs,
@@ -7,5 +8,12 @@ from lowtide.linear_cross_entropy import (
     linear_log_probs,
 )
 
-__all__ = ["LinearCrossEntropyLoss", "LogProbs", "linear_cross_entropy", "linear_log_probs"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "LogProbs",
+    "distillation",
+    "linear_cross_entropy",
+    "linear_log_probs",
+    "losses",
+]
 __version__ = "0.1.0"

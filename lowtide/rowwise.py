@@ -115,6 +115,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
         ctx.rowwise, *tensors = inputs
+        ctx.count = len(output)
         ctx.outputs = [place for place, out in enumerate(output) if out.is_floating_point()]
         ctx.mark_non_differentiable(*(out for out in output if not out.is_floating_point()))
         ctx.set_materialize_grads(False)
@@ -140,8 +141,7 @@ class _Apply(torch.autograd.Function):
         moved = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
         derivative = rowwise.tangents(list(moved), ctx.outputs)
         found = iter(derivative(*rowwise.arranged(tensors, moved, rowwise.cut)))
-        count = max(ctx.outputs) + 1
-        return tuple(next(found) if place in ctx.outputs else None for place in range(count))
+        return tuple(next(found) if place in ctx.outputs else None for place in range(ctx.count))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, rowwise: Rowwise, *tensors: Tensor) -> tuple[Tensors, tuple[int, ...]]:

@@ -178,14 +178,16 @@ class ExponentialStream(Stream):
             best = maxima.argmax(0, keepdim=True)
             stat.argmax_N.copy_(places.gather(0, best)[0])
             del maxima, places
-        far_C = ~(sums.sum(0) <= LARGEST_SUM)  # or NaN
-        marked = F.pad(far_C, (0, -far_C.shape[0] % kernels.BLOCK_C)).view(-1, kernels.BLOCK_C).any(1).int()
-        largest = tiles.partials()
-        tiles.run(maxima=largest, repair=marked)  # nothing is computed where no row is marked
-        stat.max_N.copy_(torch.where(far_C, largest.amax(0), stat.max_N))
-        del largest
-        tiles.run(sums=sums, means=means, moments=moments, repair=marked)
         torch.sum(sums, 0, out=stat.sum_N)
+        far_C = ~(stat.sum_N <= LARGEST_SUM)  # or NaN
+        height = kernels.BLOCK_C
+        marked_C = F.pad(far_C, (0, -far_C.shape[0] % height)).view(-1, height).any(1)
+        repair = marked_C.int()
+        tiles.run(maxima=sums, repair=repair)  # nothing is computed where no row is marked
+        stat.max_N.copy_(torch.where(far_C, sums.amax(0), stat.max_N))
+        tiles.run(sums=sums, means=means, moments=moments, repair=repair)
+        marked_C = marked_C[:, None].expand(-1, height).flatten()[: far_C.shape[0]]
+        stat.sum_N.copy_(torch.where(marked_C, sums.sum(0), stat.sum_N))
         distance_C = stat.max_N - logit_C
         exp_C = distance_C.neg().exp()
         log_total_C = distance_C + (exp_C + stat.sum_N).log()

@@ -127,11 +127,11 @@ def _softmax_gradient_kernel(
 
     if TAKE_STATISTICS:
         row_max, row_sum = _max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
-        row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
-        tl.store(max_C_ptr + row, row_max)
-        tl.store(sum_C_ptr + row, row_sum)
+        tl.store(max_C_ptr + row, tl.where(ignored, 0.0, row_max))
+        tl.store(sum_C_ptr + row, tl.where(ignored, 1.0, row_sum))
     else:
         row_max, row_sum = tl.load(max_C_ptr + row), tl.load(sum_C_ptr + row)
+    row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
     log_sum = tl.log(row_sum)
     if TAKE_STATISTICS and gap_C_ptr is not None:
         target_logit, _, _ = _load_logits(

@@ -142,7 +142,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
     rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype  # only a kernel rounds in place
     logit = sum_size + (operand_size if rounds_apart else 0)
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
-        logits = V // 16 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
+        logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
     else:
         logits = V * (logit if wanted.some else sum_size)
         if route.backend == "torch":

@@ -191,7 +191,8 @@ def _exponentials_to_gradient_(
     if row.soft_N is not None:
         pull_c = pull_c + row.soft_N * stat.mass_N
     if row.lse_pull_N is not None:
-        pull_c = pull_c + row.lse_pull_N * (stat.max_N + stat.sum_N.log())
+        logsumexp_c = stat.max_N + stat.sum_N.log()
+        pull_c = pull_c + row.lse_pull_N * logsumexp_c.masked_fill_(row.ignored_N, 0)
     grad_cb = exp_cb
     if row.tilt_N is None:
         grad_cb.mul_((pull_c / stat.sum_N)[:, None])

@@ -96,7 +96,7 @@ def test_one_graph(device, counter, reduction, kind, dtype):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("workspace", [None, 40_000])
+@pytest.mark.parametrize("workspace", [None, 100_000])
 def test_named_backends_and_workspaces(device, counter, workspace, backend):
     if backend == "triton" and device == "cpu":
         pytest.skip("slow in the interpreter")

@@ -80,7 +80,7 @@ def test_several_chunks(device, reduction):
 def test_class_blocks(device):
     """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
     inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16)
-    workspace = 70_000 if device == "cuda" else 40_000
+    workspace = 120_000 if device == "cuda" else 40_000
     by_class = planned(inputs, workspace, backend="triton")
     assert by_class.weight_gradient == "by_class"
     assert by_class.block_classes < 203

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowtide.linear_cross_entropy import rows
-from lowtide.linear_cross_entropy.rows import Statistics, Terms
+from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 from tests.helpers import interpreted, norm
 
 kernels = pytest.importorskip("lowtide.linear_cross_entropy.kernels")
@@ -45,10 +45,11 @@ class Case:
         hit = self.upstream * (1 - self.smoothing) * self.weight_V[self.target]
         spread = self.upstream * self.smoothing / self.V
         pull = hit + spread * self.weight_V.sum()
-        return Terms(self.target, pull, hit, spread if self.smoothing else None)
+        return Terms(self.target, self.upstream == 0, pull, hit, spread if self.smoothing else None)
 
     def statistics(self):
-        return Statistics.empty(self.C, torch.float32, self.logits.device, smooth=self.smoothing > 0)
+        vectors = [torch.empty(self.C, device=self.logits.device) for _ in range(4)]
+        return Statistics(*vectors[: 4 if self.smoothing else 3])
 
     def exact(self):
         """max, sum, gap, smooth and the gradient of each row, in float64."""
@@ -69,11 +70,17 @@ class Case:
             self.logits[:, classes].contiguous() if classes.stop else self.logits,
             self.terms,
             statistics,
+            Columns(
+                first_class=classes.start,
+                bias_B=None if self.bias is None else self.bias[classes],
+                class_weight_B=None if self.class_weight is None else self.class_weight[classes],
+                soft_CB=None,
+                smoothing=(1.0, 0.0),
+                scale=None,
+                softcap=0.0,
+            ),
             take_statistics=take_statistics,
             gradient_dtype=gradient_dtype,
-            bias_B=None if self.bias is None else self.bias[classes],
-            class_weight_B=None if self.class_weight is None else self.class_weight[classes],
-            first_class=classes.start,
         )
 
 
@@ -145,7 +152,7 @@ def test_gradient_of_some_classes(device, softmax_gradient_, block, extras, dtyp
     case = Case(device, 8, **extras)
     case.target[:4] = torch.tensor([0, 13, 29, 30])
     row_max, total, *_, gradient = case.exact()
-    statistics = Statistics(row_max.float(), total.float(), row_max.float(), None)
+    statistics = Statistics(row_max.float(), total.float())
     known = [statistics.max_N.clone(), statistics.sum_N.clone()]
     for classes in (slice(0, 13), slice(13, 30), slice(30, 45)):
         part = Case(device, 8, **extras)
@@ -205,3 +212,21 @@ def test_no_rows(device, softmax_gradient_):
     case = Case(device, C=0)
     got = case.run(softmax_gradient_, case.statistics(), torch.bfloat16, take_statistics=False)
     assert got.shape == (0, 45)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of the series far from 0
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e-3, 0.2, 0.2499999, 0.25, 0.3, 1.0, 5.0, 20.0, 1e30])
+def test_tanh_keeps_its_digits_everywhere(device, size):
+    """Near 0 too, where 1 - 2 / (1 + exp(2 x)) has none."""
+    if device == "cpu" and not interpreted():
+        pytest.skip("on the CPU the kernels run through the interpreter alone")
+    case = Case(device, C=2, V=2)
+    case.logits = torch.tensor([[size, -size], [0.0, size]], device=device)
+    columns = dict(bias_B=None, class_weight_B=None, soft_CB=None, smoothing=(1.0, 0.0), scale=None)
+    statistics = case.statistics()
+    kernels.softmax_gradient_(
+        case.logits, case.terms, statistics, Columns(0, **columns, softcap=1.0), take_statistics=True,
+        gradient_dtype=None,
+    )
+    exact = torch.tensor([size, size], dtype=torch.float64).tanh()
+    torch.testing.assert_close(statistics.max_N.double().cpu(), exact, rtol=4e-7, atol=0)

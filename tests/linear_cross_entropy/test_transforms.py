@@ -112,7 +112,7 @@ def test_a_penalty_on_gradients(device, reduction, kind, workspace):
     inputs = make_inputs(device=device, dtype=torch.float64, **made)
     leaves = tuple(inputs.leaves().values())
     found = []
-    for loss_of, own in ((fused, {"workspace": workspace and 40_000}), (dense, {})):
+    for loss_of, own in ((fused, {"workspace": workspace and 100_000}), (dense, {})):
         loss = loss_of(inputs, reduction=reduction, **own, **options).sum()
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
         total = loss + sum(gradient.square().sum() for gradient in gradients)
