@@ -1,11 +1,11 @@
-"""A function of rows, a chunk of rows at a time: differentiable to any order, in any mode, in the memory of one
-chunk.
+"""A function of rows, a chunk of rows at a time: differentiable to any order, in any mode, in the memory of
+one chunk.
 
-A rowwise function takes tensors that are cut along their first dimension ("rows") and tensors that every chunk
-sees whole; it returns results of its rows, one after the other, and sums over all rows. Its vector-Jacobian
-product is rowwise again (the gradient of a row is a result of that row, the gradient of a whole tensor a sum
-over rows), and so is its Jacobian-vector product. So each derivative is computed chunk by chunk like the
-function itself, and nothing of a chunk outlives its turn.
+A rowwise function takes tensors that are cut along their first dimension ("rows") and tensors that every
+chunk sees whole; it returns results of its rows, one after the other, and sums over all rows. Its
+vector-Jacobian product is rowwise again (the gradient of a row is a result of that row, the gradient of a
+whole tensor a sum over rows), and so is its Jacobian-vector product. So each derivative is computed chunk by
+chunk like the function itself, and nothing of a chunk outlives its turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,7 +84,8 @@ class Rowwise(NamedTuple):
                 found = self._outputs(_replaced(own, moved, varied))
                 return tuple(found[place] for place in wanted)
 
-            # The pull-back of a pull-back pushes forward. (Forward mode itself may be active: it does not nest.)
+            # The pull-back of a pull-back pushes forward. (Forward mode itself may be active: it does not
+            # nest.)
             found, pull_back = torch.func.vjp(outputs, *(own[place] for place in moved))
             _, push_forward = torch.func.vjp(pull_back, tuple(torch.zeros_like(out) for out in found))
             (moving,) = push_forward((*rows[self.cut :], *whole_tangents))

@@ -235,7 +235,10 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
     head = Head((inputs.input,), (inputs.linear_weight,), *leaves[2:])
     x, w, bias, scale = (leaf is not None and leaf.requires_grad for leaf in leaves)
     job = Job(
-        Wanted((x,), (w,), bias, scale), log_probs, inputs.target.is_floating_point(), inputs.weight is not None
+        Wanted((x,), (w,), bias, scale),
+        log_probs,
+        inputs.target.is_floating_point(),
+        inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
     return make_plan(head, Options(workspace=workspace, compute_dtype=dtype, **options), job)

@@ -6,7 +6,7 @@ ratio of their medians can be compared between runs and cards. `peak_bytes` is t
 and gradients. Errors are relative Frobenius norms against products in the next wider dtype (float32 for half
 precision, else float64).
 
-Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. The entries
+Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. Entries
 then compute different things, and instead of errors there is a check that all they return is finite.
 
 Legend: N tokens, D features, V classes, C tokens in a chunk.
@@ -91,7 +91,7 @@ class _Bench:
         self.truth = None if plain else exact(*self.inputs, mode)
         self.floor = floor(*self.inputs, mode)
         if self.plain:
-            self.step(self.plain)  # compiles and tunes, also where the plain entry has no row before the others
+            self.step(self.plain)  # compiles and tunes before it is timed, with or without a row of its own
 
     def measure(self, call: Call) -> Figures:
         # The first call compiles and tunes; it and the next two also warm up what is timed afterwards.
@@ -101,7 +101,8 @@ class _Bench:
         peak_bytes = peak.bytes - sum(tensor.nbytes for tensor in outputs)
         del outputs
 
-        calls = (self.floor, *(partial(self.step, each) for each in (self.plain, call) if each))
+        calls: list[Callable[[], object]] = [self.floor]
+        calls += [partial(self.step, each) for each in (self.plain, call) if each]
         round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
         rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_MS / round_ms)))
         floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
@@ -110,11 +111,11 @@ class _Bench:
         figures = Figures(median, p20, p80, floor_median, median / floor_median, peak_bytes, errors)
         if not plain_ms:
             return figures
-        (plain_median,) = quantiles(*plain_ms, 0.5)
+        (plain_median,) = quantiles(plain_ms[0], 0.5)
         return replace(figures, plain_ms=plain_median, over_plain=median / plain_median - 1)
 
     def step(self, call: Call) -> tuple[Tensor, ...]:
-        """Outputs and gradients, or the outputs alone. Gradients are asked for, not accumulated into `.grad`."""
+        """Outputs and gradients, or outputs alone. Gradients are asked for, not accumulated into `.grad`."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
             outputs = call.run()
         if self.mode is Mode.FORWARD:

@@ -1,7 +1,7 @@
-"""What every option of the loss costs: rows for `measure.rows`, each one way to call lowtide, beside the plain one.
+"""What every option of the loss costs: entries for `measure.rows`, each one way to call lowtide.
 
-An option is the arguments that it adds to a call or puts in place of the benchmark's own. A function among them
-makes a tensor, once, before anything is timed; those that require a gradient get one in a step.
+An option is the arguments that it adds to a call or puts in place of the benchmark's own. A function among
+them makes a tensor, once, before anything is timed; those that require a gradient get one in a step.
 
 Legend: N tokens, D features, V classes, R rank of an adapter.
 """
@@ -164,10 +164,10 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
                 "z_loss": 1e-4,
             },
         ),
-        _step("lora", LORA, _lora),
-        # A frozen weight saves one of the floor's three products: these two are to be compared with each other.
-        _step("frozen", {"linear_weight": _frozen}),
-        _step("frozen-lora", {"linear_weight": _frozen} | LORA, _lora),
+        _step(f"lora-{RANK}", LORA, _lora),
+        # A frozen weight saves one of the floor's three products; these two compare with each other.
+        _step("frozen-weight", {"linear_weight": _frozen}),
+        _step(f"frozen-weight-lora-{RANK}", {"linear_weight": _frozen} | LORA, _lora),
         _step("none", NONE, per_token=1),
         _step("log-prob", {}, _log_probs("log_prob"), per_token=1),
         _step("entropy", {}, _log_probs("entropy"), per_token=1),

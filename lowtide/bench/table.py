@@ -97,7 +97,8 @@ def render(rows: Sequence[Row]) -> Group:
     """The table of one case, and below it who did not run and why."""
     case, mode = rows[0].case, rows[0].mode
     table = Table(title=f"{case.name}: {case.shape}, {mode.value}", box=box.SIMPLE_HEAD, title_justify="left")
-    options = any(row.figures and row.figures.plain_ms for row in rows)  # these have a plain time, and no errors
+    # Options are timed beside the plain loss, and have no errors.
+    options = any(row.figures and row.figures.plain_ms for row in rows)
     own = ("plain", "over plain") if options else ("loss err", "dX err", "dW err")
     table.add_column("option" if options else "provider")
     for heading in ("ms", "p20-p80", "floor", "ratio", "peak MiB", *own):

@@ -1,9 +1,9 @@
 """`lowtide bench`: time, memory and error of lowtide beside torch and the peers that are installed."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 import torch
 import typer
@@ -11,10 +11,27 @@ from rich.console import Console
 
 from lowtide.bench.cases import CASES, Case
 from lowtide.bench.measure import Mode, Row, rows
-from lowtide.bench.providers import PROVIDERS, Provider
+from lowtide.bench.options import WORKSPACE, options
+from lowtide.bench.providers import GIB, PROVIDERS
 from lowtide.bench.table import CsvWriter, Environment, render
 
-Entry = TypeVar("Entry", Case, Provider)
+OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def smoke(self) -> bool | None: ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run a tiny shape, and exit with 1 if a row fails.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "--csv", help="Write the rows to this CSV file.", dir_okay=False)
+]
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -33,13 +50,9 @@ def linear_cross_entropy(
         list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
     ] = None,
     mode: Annotated[Mode, typer.Option(help="Loss and gradients, or the loss alone.")] = Mode.STEP,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")
-    ] = None,
-    smoke: Annotated[
-        bool, typer.Option("--smoke", help="Run a tiny shape, and exit with 1 if a provider fails.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the rows to this CSV file.", dir_okay=False)] = None,
+    device: Device = None,
+    smoke: Smoke = False,
+    out: Out = None,
 ) -> None:
     """Time fused linear + cross-entropy against its floor, the matrix products of every exact method.
 
@@ -47,12 +60,62 @@ def linear_cross_entropy(
     floor timed in turn with it, its peak memory beyond inputs, loss and
     gradients, and its errors against products in a wider dtype.
     """
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    device = device or devices[0]
-    if device not in devices:
-        raise typer.BadParameter(f"{device!r} is not one of {', '.join(devices)}", param_hint="--device")
+    device = _known_device(device)
     cases = _choose([one for one in CASES if one.device == device], case, smoke, "--case")
     providers = _choose(PROVIDERS, provider, smoke, "--provider")
+    tables = [_Table(each, len(providers), rows(each, providers, mode)) for each in cases]
+    _print(tables, device, smoke, out)
+
+
+@app.command("options")
+def options_(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="A shape by name; repeatable.", show_default="B, on the CPU cpu-small"),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option by name; repeatable.", show_default="all")
+    ] = None,
+    mode: Annotated[
+        Mode | None, typer.Option(help="Results and gradients, or results alone.", show_default="both")
+    ] = None,
+    workspace: Annotated[
+        float, typer.Option(min=0, help="GiB that a call with gradients may hold.")
+    ] = WORKSPACE / GIB,
+    device: Device = None,
+    smoke: Smoke = False,
+    out: Out = None,
+) -> None:
+    """Time every option of the loss against the floor and against the plain loss.
+
+    Each row is one option on one case: its median time, the ratio to the
+    floor and the cost over the plain loss, both timed in turn with it, and its
+    peak memory beyond inputs, results and gradients. The floor of results and
+    gradients is three products, that of results alone is one.
+    """
+    device = _known_device(device)
+    named = case if case or smoke else [OPTIONS_CASE[device]]
+    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
+    by_mode = {each: options(each, int(workspace * GIB)) for each in ([mode] if mode else Mode)}
+    every = [entry for entries in by_mode.values() for entry in entries]
+    chosen = {entry.name for entry in _choose(every, option, smoke, "--option")}
+    tables = []
+    for one_case in cases:
+        for one_mode, (plain, *others) in by_mode.items():
+            entries = [entry for entry in (plain, *others) if entry.name in chosen]
+            if entries:
+                tables.append(_Table(one_case, len(entries), rows(one_case, entries, one_mode, plain)))
+    _print(tables, device, smoke, out)
+
+
+class _Table(NamedTuple):
+    case: Case
+    total: int
+    rows: Iterator[Row]  # nothing is measured, or made, before they are asked for
+
+
+def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None) -> None:
+    """Measure, and exit: in a smoke run with 1 if a row failed."""
     console = Console()
     if not console.is_terminal:
         console.width = 120  # a file has no width, and rows should not be wrapped in it
@@ -62,20 +125,28 @@ def linear_cross_entropy(
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             writer = CsvWriter(stack.enter_context(out.open("w", newline="")), Environment.of(device))
-        for one_case in cases:
+        for table in tables:
             measured: list[Row] = []
-            with console.status(one_case.name) as spinner:
-                for row in rows(one_case, providers, mode):
+            with console.status(table.case.name) as spinner:
+                for row in table.rows:
                     measured.append(row)
                     if writer is not None:
                         writer.write(row)
-                    spinner.update(f"{one_case.name}: {len(measured)} of {len(providers)} providers")
+                    spinner.update(f"{table.case.name}: {len(measured)} of {table.total} rows")
             console.print(render(measured))
             failed |= any(row.failed for row in measured)
     raise typer.Exit(int(smoke and failed))
 
 
-def _choose(known: Sequence[Entry], names: list[str] | None, smoke: bool, option: str) -> list[Entry]:
+def _known_device(device: str | None) -> str:
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    device = device or devices[0]
+    if device not in devices:
+        raise typer.BadParameter(f"{device!r} is not one of {', '.join(devices)}", param_hint="--device")
+    return device
+
+
+def _choose(known: Sequence[NamedT], names: list[str] | None, smoke: bool, option: str) -> list[NamedT]:
     """The entries of these names in the order asked for, or all that belong to this kind of run."""
     if not names:
         return [entry for entry in known if entry.smoke in (None, smoke)]

@@ -29,8 +29,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     r"""`cross_entropy(linear(input, linear_weight, linear_bias), target)` without the logits.
 
-    With :math:`u_i = W x_i + b`, logit scale s and soft cap c, the logits of a row are :math:`z_i = s u_i`, or
-    :math:`c \tanh(s u_i / c)`. With :math:`w` the class weights, :math:`\epsilon` the label smoothing,
+    With :math:`u_i = W x_i + b`, logit scale s and soft cap c, the logits of a row are :math:`z_i = s u_i`,
+    or :math:`c \tanh(s u_i / c)`. With :math:`w` the class weights, :math:`\epsilon` the label smoothing,
     :math:`t_i` the target and :math:`\lambda` the z-loss, the loss of a row is
 
     .. math::
@@ -41,8 +41,8 @@ def linear_cross_entropy(
     0 where :math:`t_i` is `ignore_index`. For class probabilities :math:`y_i` the first term is
     :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up; `"mean"`
     divides that by the :math:`w_{t_i}` of the rows that count (for probabilities: by the number of rows), as
-    :func:`torch.nn.functional.cross_entropy` does. With all rows ignored the mean is NaN and its gradients are
-    zero, as there.
+    :func:`torch.nn.functional.cross_entropy` does. With all rows ignored the mean is NaN and its gradients
+    are zero, as there.
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
@@ -166,8 +166,8 @@ def linear_log_probs(
 
     Raises: as :func:`linear_cross_entropy`.
 
-    Source: the per-token quantities of PPO (arxiv.org/abs/1707.06347), DPO (arxiv.org/abs/2305.18290) and GRPO
-    (arxiv.org/abs/2402.03300); asked for in Liger-Kernel issue 873 and TRL issue 7244.
+    Source: the per-token quantities of PPO (arxiv.org/abs/1707.06347), DPO (arxiv.org/abs/2305.18290) and
+    GRPO (arxiv.org/abs/2402.03300); asked for in Liger-Kernel issue 873 and TRL issue 7244.
 
     Example::
 

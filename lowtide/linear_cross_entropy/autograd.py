@@ -1,12 +1,13 @@
 """The derivatives of the operators. What backward needs depends on the reduction:
 
-mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each chunk of
-            logits (three products in all). Backward multiplies them by the upstream gradient: in place where the
-            graph is freed behind it, out of place where the caller retains it.
-none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward computes the logits
-log_probs   again (four products).
+mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
+            chunk of logits (three products in all). Backward multiplies them by the upstream gradient: in
+            place where the graph is freed behind it, out of place where the caller retains it.
+none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward computes the
+log_probs   logits again (four products).
 
-A backward that is itself to be differentiated, or is batched, goes the transforms' way, from the saved inputs.
+A backward that is itself to be differentiated, or is batched, goes the transforms' way, from the saved
+inputs.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -24,9 +25,7 @@ from lowtide.linear_cross_entropy.scaling import scaled
 Gradients = tuple[Tensor | None, ...]
 
 
-def linear_cross_entropy(
-    head: Head, target: Tensor, class_weight: Tensor | None, options: Options
-) -> Tensor:
+def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
     terms = len(head.inputs)
     return _LinearCrossEntropy.apply(options, _wanted(head), terms, target, class_weight, *head.tensors)

@@ -1,6 +1,6 @@
 """What a call must look like, said once: the argument, what was expected, what came, and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,31 +30,38 @@ def check_arguments(
     workspace: object,
     backend: str,
 ) -> None:
-    if len(inputs) != len(linear_weights):
-        raise ArgumentError(f"linear_weights must be one for each of {len(inputs)} inputs, got {len(linear_weights)}")
+    if len(inputs) != len(linear_weights) or not inputs:
+        raise ArgumentError(
+            "inputs and linear_weights must be as many, and one at least, "
+            f"got {len(inputs)} and {len(linear_weights)}"
+        )
     named = {"input": inputs[0], "linear_weight": linear_weights[0], "target": target}
     named |= {f"inputs[{k}]": tensor for k, tensor in enumerate(inputs) if k}
     named |= {f"linear_weights[{k}]": tensor for k, tensor in enumerate(linear_weights) if k}
     named |= {name: t for name, t in {"linear_bias": linear_bias, "weight": weight}.items() if t is not None}
     if isinstance(logit_scale, Tensor):
         named["logit_scale"] = logit_scale
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensors(named)
     _check_head_options(logit_scale, softcap, workspace, backend)
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
         _check_term(names, input, linear_weight)
     _check_shapes(inputs, linear_weights, target, linear_bias, weight)
-    _check_dtypes(named)
     device = inputs[0].device
     if device.type not in ("cpu", "cuda"):
         raise ArgumentError(f"input must be on the CPU or a CUDA device, got {device}; move it")
+    _check_dtypes(named)
     for name, tensor in named.items():
         if tensor.device != device:
             raise ArgumentError(
                 f"{name} must be on input's device ({device}), got {tensor.device}; move one of them"
             )
+
+
+def check_tensors(named: Mapping[str, object]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
 
 
 def check_loss_options(
@@ -79,7 +86,7 @@ def check_loss_options(
                 "ignore_index must be None where target holds class probabilities, "
                 f"got {ignore_index}; give the rows that are not to count a target of zeros"
             )
-    elif weight is not None and weight.requires_grad:
+    elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             "weight (class weights) takes no gradient, got a tensor that requires one; pass weight.detach()"
         )
@@ -88,6 +95,8 @@ def check_loss_options(
 def check_ignore_index(ignore_index: object) -> None:
     if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
         raise ArgumentTypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
+    if ignore_index is not None and not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
 
 
 def check_class_target(target: Tensor) -> None:
@@ -99,6 +108,7 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     """On the CPU; elsewhere looking would mean waiting, and such a target makes NaN instead."""
     if target.device.type != "cpu":
         return
+    target = target.long()
     foreign = ((target < 0) | (target >= V)) & (target != ignore_index)
     if bool(foreign.any()):
         raise IndexError(

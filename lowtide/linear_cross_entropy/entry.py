@@ -1,5 +1,5 @@
-"""From checked arguments to one of three ways: the operators, the transforms' way, or the dense reference. The
-public functions call it with one linear term; a head with adapters calls it with several.
+"""From checked arguments to one of three ways: the operators, the transforms' way, or the dense reference.
+The public functions call it with one linear term; a head with adapters calls it with several.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import autograd, reference, transforms
-from lowtide.linear_cross_entropy.check import check_arguments, check_class_target, check_ignore_index, check_loss_options
+from lowtide.linear_cross_entropy.check import (
+    check_arguments,
+    check_class_target,
+    check_ignore_index,
+    check_loss_options,
+)
 from lowtide.linear_cross_entropy.head import Head, Options, compute_dtype
 
 
@@ -56,7 +61,7 @@ def cross_entropy(
         z_loss=float(z_loss),
         softcap=float(softcap or 0),
         compute_dtype=compute_dtype(inputs[0]),
-        workspace=workspace,
+        workspace=None if workspace is None else min(workspace, 1 << 60),  # what a schema takes
         backend=backend,
     )
     if backend == "reference":
@@ -91,7 +96,7 @@ def log_probs(
         ignore_index=-100 if ignore_index is None else ignore_index,
         softcap=float(softcap or 0),
         compute_dtype=compute_dtype(inputs[0]),
-        workspace=workspace,
+        workspace=None if workspace is None else min(workspace, 1 << 60),  # what a schema takes
         backend=backend,
     )
     if backend == "reference":
@@ -112,9 +117,7 @@ def _head(
     if isinstance(logit_scale, (int, float)):
         sum_dtype = torch.promote_types(inputs[0].dtype, torch.float32)
         given = logit_scale != 1
-        logit_scale = (
-            torch.full((), logit_scale, dtype=sum_dtype, device=inputs[0].device) if given else None
-        )
+        logit_scale = torch.full((), logit_scale, dtype=sum_dtype, device=inputs[0].device) if given else None
     return Head(tuple(inputs), tuple(linear_weights), linear_bias, logit_scale)
 
 

@@ -50,10 +50,10 @@ def _exponentials_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class; in
-    float32, of each row and half tile, whichever of these have a pointer: the sum of E, of E (z - reference), of the
-    stored value times u, and the largest z with its class. With `repair`, only row tiles that are marked. Grid:
-    one program a multiprocessor, tiles in turn."""
+    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class;
+    in float32, of each row and half tile, whichever of these have a pointer: the sum of E, of E (z -
+    reference), of the stored value times u, and the largest z with its class. With `repair`, only row tiles
+    that are marked. Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
     group_tiles = GROUP * tiles_b
     scale = 1.0
@@ -171,8 +171,8 @@ def _input_gradient_kernel(
     D,
     BLOCK: tl.constexpr,
 ):
-    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one program a
-    row."""
+    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one
+    program a row."""
     row = tl.program_id(0).to(tl.int64)
     scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
     target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
@@ -248,7 +248,8 @@ def _add_target_rows_kernel(
 
 
 class Exponentials:
-    """The first kernel on one chunk and one block of classes: its descriptors, made once and run once or more."""
+    """The first kernel on one chunk and one block of classes: its descriptors, made once and run once or
+    more."""
 
     def __init__(
         self,
@@ -288,8 +289,8 @@ class Exponentials:
         places: Tensor | None = None,
         repair: Tensor | None = None,
     ) -> None:
-        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and stores E
-        where there is a place for it and its sums are asked for."""
+        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
+        stores E where there is a place for it and its sums are asked for."""
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,

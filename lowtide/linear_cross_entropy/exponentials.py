@@ -1,24 +1,30 @@
 """The chunk engine without a pass over the logits, for bfloat16 on Hopper.
 
-The logits never reach memory. As a tile of U = X W^T is summed up, bias, scale and soft cap are applied, and it leaves
-as E = exp(z - r) in bfloat16, with r_i near the row's largest logit, and with 0 in the target's column; the row's sum S
-of E is taken in float32 before the rounding. That is all the gradient needs, since in each row
+The logits never reach memory. As a tile of U = X W^T is summed up, bias, scale and soft cap are applied, and
+it leaves as E = exp(z - r) in bfloat16, with r_i near the row's largest logit, and with 0 in the target's
+column; the row's sum S of E is taken in float32 before the rounding. That is all the gradient needs, since in
+each row
 
-    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)        (the rest: rows.py)
+    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)        (the
+    rest: rows.py)
 
-so that dX = c (E W) + h W_t - spread (w W), and dW = E^T (c X) + the rows h X added up by target - w (spread X):
-c scales rows of products, not logits, and the target's column, where p - 1 would lose its digits in bfloat16, is
-exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of large numbers even for
-a token with p = 1 - 1e-9. What a soft cap's slope or an entropy's gradient multiplies p_v with is multiplied into E
-as it is stored, after it has been summed.
+so that dX = c (E W) + h W_t - spread (w W), and dW = E^T (c X) + the rows h X added up by target - w (spread
+X): c scales rows of products, not logits, and the target's column, where p - 1 would lose its digits in
+bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of
+large numbers even for a token with p = 1 - 1e-9. What a soft cap's slope or an entropy's gradient multiplies
+p_v with is multiplied into E as it is stored, after it has been summed.
 
-bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does. Rows where it
-does not are found by their S; their tiles are computed again with r = max z, on the device, without asking the host.
+bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does. Rows
+where it does not are found by their S; their tiles are computed again with r = max z, on the device, without
+asking the host.
 
-Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the products.
+Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the
+products.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +53,8 @@ class ExponentialStream(Stream):
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
         # sum_v w_v W_v, and sum_i spread_i x_i: all that smoothing adds to the two products
-        self.total_weight_D = self._total_weight() if smoothing else None
-        self.spread_x_D = self._zeros(operand.D) if smoothing else None
+        self.total_weight_D: Any = self._total_weight() if smoothing else None
+        self.spread_x_D: Any = self._zeros(operand.D) if smoothing else None
         exp_CV = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
         product_CD = self._buffer(plan.rows if dx is not None else 0, operand.D)
         scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
@@ -65,7 +71,7 @@ class ExponentialStream(Stream):
             e_CV = exp_CV[:C]
             tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=e_CV if wanted else None)
             moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
-            raw_smooth_C = self._raw_smooth(x_CD) if smoothing and (take_statistics or moment_C is not None) else None
+            raw_smooth_C = self._raw_smooth(x_CD) if smoothing else torch.empty(0)
             if take_statistics and smoothing:
                 smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
                 lse_C = _logsumexp(stat, logit_C)
@@ -121,7 +127,9 @@ class ExponentialStream(Stream):
                 rows = slice(start, min(start + plan.block_rows, self.M))
                 x_CD, C = operand.rows(rows), rows.stop - rows.start
                 e_CB = exponentials[:C, :B]
-                tiles = self._tiles(x_CD, weight_BD, terms[rows], statistics[rows], out_CB=e_CB, classes=classes)
+                tiles = self._tiles(
+                    x_CD, weight_BD, terms[rows], statistics[rows], out_CB=e_CB, classes=classes
+                )
                 tiles.run(sums=tiles.partials())
                 kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
                 product(sum_BD[:B], e_CB.t(), scaled_CD[:C], add=start > 0)
@@ -170,11 +178,13 @@ class ExponentialStream(Stream):
         if not take_statistics:
             tiles.run(sums=sums, moments=moments)
             return None if moments is None else moments.sum(0)
-        log_probs = self.plan.job.log_probs
-        means = tiles.partials() if log_probs else None
-        maxima, places = (tiles.partials(), tiles.partials(torch.int32)) if log_probs else (None, None)
+        means: Any = None
+        maxima: Any = None
+        places: Any = None
+        if self.plan.job.log_probs:
+            means, maxima, places = tiles.partials(), tiles.partials(), tiles.partials(torch.int32)
         tiles.run(sums=sums, means=means, moments=moments, maxima=maxima, places=places)
-        if log_probs:
+        if maxima is not None:
             best = maxima.argmax(0, keepdim=True)
             stat.argmax_N.copy_(places.gather(0, best)[0])
             del maxima, places
@@ -192,7 +202,7 @@ class ExponentialStream(Stream):
         exp_C = distance_C.neg().exp()
         log_total_C = distance_C + (exp_C + stat.sum_N).log()
         stat.gap_N.copy_(torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C))
-        if log_probs:
+        if means is not None:
             excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
             torch.div(means.sum(0) - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
         return None if moments is None else moments.sum(0)

@@ -1,9 +1,9 @@
 """The pass over a tile of logits as one Triton kernel; rows.py has the mathematics, and the same in torch.
 
 A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
-more to write the gradient and take what sums there are besides, from the last class to the first: what it read last is still in the L2 cache. A
-half-precision gradient is written into the second half of its own row of float32 logits, so that no write,
-going backwards, reaches a logit that is still to be read.
+more to write the gradient and take what sums there are besides, from the last class to the first: what it
+read last is still in the L2 cache. A half-precision gradient is written into the second half of its own row
+of float32 logits, so that no write, going backwards, reaches a logit that is still to be read.
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
 """
@@ -134,9 +134,7 @@ def _softmax_gradient_kernel(
     row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
     log_sum = tl.log(row_sum)
     if TAKE_STATISTICS and gap_C_ptr is not None:
-        target_logit, _, _ = _load_logits(
-            logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP
-        )
+        target_logit, _, _ = _load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
         tl.store(gap_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
 
     if SECOND_READ:

@@ -51,6 +51,10 @@ class Operand:
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """out (+)= a b, summed in out's dtype, whatever that of the operands."""
+    if a.shape[1] == 0:  # where cuBLAS leaves what it finds
+        if not add:
+            out.zero_()
+        return
     widen = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add:
         torch.addmm(out, a, b, out=out, **widen)
@@ -59,8 +63,8 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """vectors [K, R] matrix [R, S], exact to float32: the vectors are float32, cut into three numbers of the matrix's
-    dtype that add up to them."""
+    """vectors [K, R] matrix [R, S], exact to float32: the vectors are float32, cut into three numbers of the
+    matrix's dtype that add up to them."""
     if matrix.dtype == vectors.dtype:
         return vectors @ matrix
     K, rest, parts = vectors.shape[0], vectors, []

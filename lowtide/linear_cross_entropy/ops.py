@@ -1,14 +1,14 @@
-"""The registered operators: what a graph sees of lowtide, with shapes (for torch.compile and torch.export) and FLOPs.
-They know no autograd; autograd.py differentiates them.
+"""The registered operators: what a graph sees of lowtide, with shapes (for torch.compile and torch.export)
+and FLOPs. They know no autograd; autograd.py differentiates them.
 
-    linear_cross_entropy            the loss of a mean or sum, and the gradients that wait for its upstream gradient;
-                                    of none, the loss and the statistics of each row
+    linear_cross_entropy            the loss of a mean or sum, and the gradients that wait for its upstream
+                                    gradient; of none, the loss and the statistics of each row
     linear_cross_entropy_backward   gradients, from the upstream gradient and the statistics of each row
     linear_log_probs                log_prob, entropy, logsumexp, argmax, and the statistics of each row
-    linear_log_probs_backward       gradients, from up to three upstream gradients and the statistics of each row
+    linear_log_probs_backward       gradients, from up to three upstream gradients and these statistics
 
-A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still to be
-applied. Gradients come in the order of Head's tensors, only those that are wanted.
+A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still
+to be applied. Gradients come in the order of Head's tensors, only those that are wanted.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -65,7 +65,9 @@ def linear_cross_entropy(
         return [loss if denominator is None else loss / denominator, *waiting]
 
 
-@_operator("linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, Tensor? class_weight")
+@_operator(
+    "linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, Tensor? class_weight"
+)
 def linear_cross_entropy_backward(
     upstream: Tensor,
     statistics: Sequence[Tensor],
@@ -108,8 +110,8 @@ def linear_log_probs(
 
 @_operator(
     "linear_log_probs_backward",
-    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, Tensor entropy, Tensor logsumexp, "
-    f"Tensor[] statistics, {HEAD}",
+    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, "
+    f"Tensor entropy, Tensor logsumexp, Tensor[] statistics, {HEAD}",
 )
 def linear_log_probs_backward(
     log_prob_upstream: Tensor | None,
@@ -235,7 +237,7 @@ def _final(stream: Stream, terms: Any, statistics: Statistics) -> list[Tensor]:
     return [
         scaled(kept.tensor, kept.pending, like.dtype, stream.plan.backend, in_place=True).view(like.shape)
         for like, kept in tensors
-        if kept is not None
+        if like is not None and kept is not None
     ]
 
 
@@ -261,7 +263,7 @@ def _(*arguments: Any) -> list[Tensor]:
     waiting = []
     terms = len(head.inputs)
     for place, (like, wanted) in enumerate(zip(head.tensors, arguments[6])):
-        if not wanted:
+        if like is None or not wanted:
             continue
         rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
         shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
@@ -279,8 +281,9 @@ def _(upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[T
 
 @linear_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    head, _ = _job(*arguments[:5], None, arguments[5], log_probs=True)
-    options = Options(*arguments[6:])
+    inputs, weights, bias, scale, target, wanted, *rest = arguments
+    head, _ = _job(inputs, weights, bias, scale, target, None, wanted, log_probs=True)
+    options = Options(*rest)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
     return [*(_vector(head, options) for _ in range(3)), argmax_N, *_fake_statistics(head, options, argmax_N)]
 
@@ -308,15 +311,36 @@ def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bo
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
-def _(inputs: Any, weights: Any, bias: Any, scale: Any, target: Any, class_weight: Any, wanted: Any,
-      reduction: str, *rest: Any, **kwargs: Any) -> int:
+def _(
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    class_weight: Any,
+    wanted: Any,
+    reduction: str,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
     now = [grad and reduction != "none" for grad in wanted]
     return _products(inputs, weights, now, 1)
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
-def _(upstream: Any, statistics: Any, inputs: Any, weights: Any, bias: Any, scale: Any, target: Any,
-      class_weight: Any, wanted: Any, *rest: Any, **kwargs: Any) -> int:
+def _(
+    upstream: Any,
+    statistics: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    class_weight: Any,
+    wanted: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
     return _products(inputs, weights, wanted, 1)
 
 

@@ -139,7 +139,9 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
     weight = head.weights[0]
     copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or 1 not in weight.stride()
 
-    rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype  # only a kernel rounds in place
+    rounds_apart = (
+        route.backend == "torch" and route.compute_dtype != sum_dtype
+    )  # only a kernel rounds in place
     logit = sum_size + (operand_size if rounds_apart else 0)
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
         logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
@@ -149,12 +151,16 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
             logits += V * sum_size * _copies(options, job)
     row = logits + 24 * sum_size  # and statistics
     for D_k, copies, grad in zip(features, route.copies_rows, wanted.inputs):
-        row += copies * D_k * operand_size + grad * D_k * sum_size
+        row += (int(copies) * operand_size + int(grad) * sum_size) * D_k
     if route.exponentials:
         row += (wanted.weights[0] + wanted.bias) * D * operand_size
-        row += wanted.scale * D * sum_size
+        row += int(wanted.scale) * D * sum_size
     # The bias, its gradient, and a chunk's share of that.
-    vectors = ((11 if route.exponentials else 3) * (head.bias is not None) + job.class_weights) * V * sum_size
+    vectors = (
+        ((11 if route.exponentials else 3) * int(head.bias is not None) + int(job.class_weights))
+        * V
+        * sum_size
+    )
     # A CUDA allocation is a multiple of 512 bytes, and some eighty vectors and numbers are small.
     fixed = (
         ((160 if route.exponentials else 64) + 16 * sum_size) * N
@@ -194,7 +200,7 @@ def _copies(options: Options, job: Job) -> int:
 
 def _sums(options: Options, job: Job) -> int:
     """What the exponential path adds up for each tile of logits."""
-    return 1 + job.log_probs * 3 + job.wanted.scale
+    return 1 + 3 * int(job.log_probs) + int(job.wanted.scale)
 
 
 def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

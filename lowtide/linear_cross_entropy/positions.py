@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import entry, reference
-from lowtide.linear_cross_entropy.check import ArgumentError, check_loss_options
+from lowtide.linear_cross_entropy.check import ArgumentError, check_loss_options, check_tensors
 from lowtide.linear_cross_entropy.head import Options
 
 
@@ -21,13 +21,14 @@ def cross_entropy(
     weight: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
+    check_tensors({"input": input, "target": target})
+    if linear_bias is not None:
+        check_tensors({"linear_bias": linear_bias})
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
     _check_shapes(input, target, linear_bias, V, dims)
     reduction, ignore_index = options["reduction"], options["ignore_index"]
-    check_loss_options(
-        target, weight, reduction, ignore_index, options["label_smoothing"], options["z_loss"]
-    )
+    check_loss_options(target, weight, reduction, ignore_index, options["label_smoothing"], options["z_loss"])
     first = 2 if probabilities else 1
     # One unbind a tensor: its gradient is put together once, not position by position.
     weights = linear_weight.flatten(1, -2).unbind(1)
@@ -49,9 +50,7 @@ def cross_entropy(
     return reference.reduce(loss.flatten(), reference.flat_target(rows), weight, Options(ignore_index=index))
 
 
-def _check_shapes(
-    input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]
-) -> None:
+def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:
     if input.dim() != 2:
         raise ArgumentError(
             "input must have shape [N, D] where linear_weight has more than two dimensions "

@@ -24,14 +24,15 @@ def linear_cross_entropy(
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_classes(target, head.classes, options.ignore_index)
     head = flat(head, options)
-    return log_probs(logits(head, options), target.flatten(), options)
+    return log_probs(logits(head, options), flat_target(target), options)
 
 
 def flat(head: Head, options: Options) -> Head:
     """As [N, D_k], with operands rounded as products take them, in the dtype in which they are summed."""
 
     def exact(tensor: Tensor) -> Tensor:
-        return tensor.to(options.compute_dtype).to(options.sum_dtype)
+        rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see Plan.compute_dtype
+        return rounded.to(options.sum_dtype)
 
     return Head(
         tuple(exact(input).reshape(head.tokens, input.shape[-1]) for input in head.inputs),
@@ -43,7 +44,8 @@ def flat(head: Head, options: Options) -> Head:
 
 def flat_target(target: Tensor) -> Tensor:
     """[N] class indices, or [N, V] class probabilities."""
-    return target.reshape(-1, target.shape[-1]) if target.is_floating_point() else target.flatten()
+    # In a narrower dtype a comparison would wrap ignore_index.
+    return target.reshape(-1, target.shape[-1]) if target.is_floating_point() else target.flatten().long()
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
@@ -63,7 +65,7 @@ def losses(logits_NV: Tensor, target: Tensor, class_weight_V: Tensor | None, opt
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
     logsumexp_N = logits_NV.logsumexp(1)
-    gap_NV = logsumexp_N[:, None] - logits_NV  # -log p
+    gap_NV = -logits_NV.log_softmax(1)
     if target.is_floating_point():
         target_NV = target.to(logits_NV.dtype) * (1 - smoothing) + smoothing / V
         return (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
@@ -75,13 +77,11 @@ def losses(logits_NV: Tensor, target: Tensor, class_weight_V: Tensor | None, opt
     return loss_N.masked_fill(foreign_N, torch.nan).masked_fill(ignored_N, 0)
 
 
-def log_probs(
-    logits_NV: Tensor, target_N: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log_prob, entropy, logsumexp: 0 for ignored rows; argmax: -1."""
     ignored_N, foreign_N, class_N = classes(target_N, logits_NV.shape[1], options.ignore_index)
     logsumexp_N = logits_NV.logsumexp(1)
-    log_prob_NV = logits_NV - logsumexp_N[:, None]
+    log_prob_NV = logits_NV.log_softmax(1)
     log_prob_N = log_prob_NV.gather(1, class_N[:, None])[:, 0].masked_fill(foreign_N, torch.nan)
     # A class that a bias of -inf excludes has probability 0 and adds 0, not 0 times infinity.
     finite_NV = log_prob_NV.masked_fill(log_prob_NV == -torch.inf, 0)
@@ -97,7 +97,7 @@ def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, option
     if options.reduction == "sum":
         return total
     if target.is_floating_point():
-        return total / target.shape[0]
+        return total / target.shape[0] if target.shape[0] else total + torch.nan
     V = target.shape[0] if class_weight_V is None else class_weight_V.shape[0]
     if class_weight_V is None:
         ignored_N = target == options.ignore_index
@@ -114,4 +114,4 @@ def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor
     """Which rows are ignored, which have a target that is no class, and a class to index with."""
     ignored_N = target_N == ignore_index
     foreign_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
-    return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0).long()
+    return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0)

@@ -4,17 +4,18 @@
 
     z = s u,  or with a soft cap  z = c tanh(s u / c),  whose slope is  dz/du / s = 1 - (z/c)^2
 
-With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient, each row i with
-target t contributes
+With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient, each row i
+with target t contributes
 
     loss      = (1 - e) w_t (lse - z_t) + e/V sum_v w_v (lse - z_v) + l lse^2
-    gradient  = slope_v (p_v (pull + tilt (z_v - max)) - hit [v = t] - spread w_v - soft w_v y_v)     for u_v, / s
+    gradient  = slope_v (p_v (pull + tilt (z_v - max)) - hit [v = t] - spread w_v - soft w_v y_v)
     where p_v = exp(z_v - max) / sum,   hit = upstream (1 - e) w_t,   spread = upstream e/V,
           pull = hit + spread sum_v w_v + soft sum_v w_v y_v + lse_pull lse,   lse_pull = upstream 2 l
 
-Class probabilities, smoothed to y = (1 - e) y + e/V, make sum_v y_v w_v (lse - z_v) of the first two terms, and
-the gradient takes soft = upstream in place of hit and spread. tilt is what an entropy's gradient adds. The factor s is common to all and applied to the gradients of
-input and weight; the gradient of s itself is the sum over v of the gradient for u_v, times u_v ("moment").
+Class probabilities, smoothed to y = (1 - e) y + e/V, make sum_v y_v w_v (lse - z_v) of the first two terms,
+and the gradient takes soft = upstream in place of hit and spread. tilt is what an entropy's gradient adds.
+That is the gradient for u_v but for the factor s, which is common to all and applied to the gradients of
+input and weight; the gradient of s itself is the sum over v of this one times u_v ("moment").
 
 Shapes: N tokens, V classes; C rows and B columns of one tile (B = V wherever statistics are taken).
 """
@@ -33,7 +34,7 @@ Own = TypeVar("Own", bound="_ByRow")
 
 
 class _ByRow:
-    """Vectors of one number a row, some of them absent."""
+    """Vectors of one number a row; what has no part in a call is None."""
 
     def each(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
         values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
@@ -51,10 +52,10 @@ class Terms(_ByRow):
     ignored_N: Tensor
     pull_N: Tensor
     hit_N: Tensor
-    spread_N: Tensor | None = None  # with label smoothing
-    soft_N: Tensor | None = None  # with class probabilities
-    lse_pull_N: Tensor | None = None  # with a z-loss
-    tilt_N: Tensor | None = None  # with an upstream gradient of the entropy
+    spread_N: Tensor = None  # with label smoothing
+    soft_N: Tensor = None  # with class probabilities
+    lse_pull_N: Tensor = None  # with a z-loss
+    tilt_N: Tensor = None  # with an upstream gradient of the entropy
 
     def largest(self) -> Tensor:
         """The largest magnitude in any of them, 0-d; 0 for no rows."""
@@ -72,13 +73,13 @@ class Terms(_ByRow):
 class Statistics(_ByRow):
     max_N: Tensor
     sum_N: Tensor  # of exp(z - max)
-    gap_N: Tensor | None = None  # lse - z_t
-    smooth_N: Tensor | None = None  # sum_v w_v (lse - z_v)
-    mass_N: Tensor | None = None  # sum_v w_v y_v
-    cross_N: Tensor | None = None  # sum_v w_v y_v (lse - z_v)
-    mean_N: Tensor | None = None  # sum_v p_v (z_v - max)
-    argmax_N: Tensor | None = None
-    moment_N: Tensor | None = None  # sum_v gradient_v u_v
+    gap_N: Tensor = None  # lse - z_t
+    smooth_N: Tensor = None  # sum_v w_v (lse - z_v)
+    mass_N: Tensor = None  # sum_v w_v y_v
+    cross_N: Tensor = None  # sum_v w_v y_v (lse - z_v)
+    mean_N: Tensor = None  # sum_v p_v (z_v - max)
+    argmax_N: Tensor = None
+    moment_N: Tensor = None  # sum_v gradient_v u_v
 
 
 @dataclass(frozen=True, slots=True)

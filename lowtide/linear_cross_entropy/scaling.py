@@ -17,7 +17,8 @@ FP16_EXPONENT = 14
 
 
 def lift(largest: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else None."""
+    """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else
+    None."""
     if torch.float16 not in dtypes:
         return None
     _, exponent = torch.frexp(largest)
@@ -53,7 +54,9 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> Non
         out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
 
 
-def scaled(tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool) -> Tensor:
+def scaled(
+    tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool
+) -> Tensor:
     """factor * tensor, rounded once to dtype; in tensor's own memory if that may be and is large enough."""
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)

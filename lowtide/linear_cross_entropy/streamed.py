@@ -1,16 +1,18 @@
 """The chunk engine: the loss and its gradients from products of chunks, in bounded memory.
 
-For a chunk of C tokens, U = sum_k X_k W_k^T in float32; one pass turns U in place into G, the gradient of U but for
-the logit scale, rounded once to the operands' dtype; then dX_k = G W_k and dW_k += G^T X_k, the sum kept in float32
-by the product itself. The factor that all rows share (1/n of a mean, the logit scale) stays out of G: folded in,
-it would round every target column with the same error.
+For a chunk of C tokens, U = sum_k X_k W_k^T in float32; one pass turns U in place into G, the gradient of U
+but for the logit scale, rounded once to the operands' dtype; then dX_k = G W_k and dW_k += G^T X_k, the sum
+kept in float32 by the product itself. The factor that all rows share (1/n of a mean, the logit scale) stays
+out of G: folded in, it would round every target column with the same error.
 
-Shapes: N tokens, of which M count; D_k features of term k, V classes; C tokens of a chunk, B classes of a block.
+Shapes: N tokens, of which M count; D_k features of term k, V classes; C tokens of a chunk, B classes of a
+block.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ class Stream:
             self.target_N = torch.zeros(self.N, dtype=torch.long, device=self.device)
             return
         ignore_index = self.plan.options.ignore_index
-        target_N = target.flatten()
+        target_N = target.flatten().long()  # a narrower one would wrap ignore_index
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
         if self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any()):
@@ -84,7 +86,7 @@ class Stream:
         self.M = target_N.shape[0]
         self.ignored_N = ignored_N
         self.foreign_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
-        self.target_N = target_N.masked_fill(ignored_N | self.foreign_N, 0).long().contiguous()
+        self.target_N = target_N.masked_fill(ignored_N | self.foreign_N, 0)
 
     # From vectors of all rows to those that count, and back.
 
@@ -303,7 +305,7 @@ class Stream:
         take_statistics: bool,
         gradient: bool,
         classes: slice = slice(0, None),
-    ) -> Tensor | None:
+    ) -> Any:  # Tensor [C, B], or None without a gradient
         if self.plan.backend == "triton":
             from lowtide.linear_cross_entropy.kernels import softmax_gradient_
         else:

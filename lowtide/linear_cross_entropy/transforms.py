@@ -1,6 +1,6 @@
 """The way for everything that a fused operator cannot know: derivatives of higher order, forward mode, vmap,
-gradients of a target or of class weights. The definition itself, chunk by chunk of rows (rowwise.py): exact, in
-bounded memory, not fast.
+gradients of a target or of class weights. The definition itself, chunk by chunk of rows (rowwise.py): exact,
+in bounded memory, not fast.
 
 Shapes: N tokens, V classes.
 """
@@ -49,7 +49,7 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:
     def log_probs(head: Head, target: Tensor, _: None) -> Tensors:
         return reference.log_probs(reference.logits(head, options), target, options)
 
-    return _by_rows(log_probs, 4, head, target.flatten(), None, options)
+    return _by_rows(log_probs, 4, head, reference.flat_target(target), None, options)
 
 
 def _by_rows(
@@ -76,8 +76,9 @@ def _by_rows(
     row = COPIES * head.classes * options.sum_dtype.itemsize
     if workspace < row:
         raise ArgumentError(
-            f"workspace must hold one row of {head.classes} logits, {COPIES} times over where derivatives of higher "
-            f"order, forward mode or vmap are at work, which takes {row} bytes, got {workspace} bytes"
+            f"workspace must hold one row of {head.classes} logits, {COPIES} times over where derivatives "
+            f"of higher order, forward mode or vmap are at work, which takes {row} bytes, got {workspace} "
+            "bytes"
         )
     rows = workspace // row
     whole = (*head.weights, head.bias, head.scale, class_weight_V)

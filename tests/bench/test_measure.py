@@ -163,6 +163,36 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
     assert one.reason.startswith("RuntimeError")
 
 
+def test_the_plain_entry_takes_its_turn_between_floor_and_entry(monkeypatch):
+    order = []
+
+    def named(name):
+        def loss(*inputs):
+            order.append(name)
+            return dense(*inputs)
+
+        return provider(loss, name)
+
+    products = measure.floor
+    monkeypatch.setattr(measure, "floor", lambda *of: lambda: (order.append("floor"), products(*of)()))
+    (row,) = rows(CASE, [named("option")], Mode.STEP, named("plain"))
+    warm, timed = order[:3], order[3:]
+    assert warm == ["plain", "option", "option"]
+    assert timed == ["floor", "plain", "option"] * (len(timed) // 3)
+    assert len(timed) >= 3 * (1 + measure.MIN_ROUNDS)
+    figures = row.figures
+    assert figures.plain_ms > 0
+    assert figures.over_plain == figures.ms / figures.plain_ms - 1
+    assert figures.errors == ()
+
+
+def test_beside_a_plain_entry_a_result_that_is_not_finite_is_a_failure():
+    bad = provider(lambda *inputs: dense(*inputs) * torch.inf, "bad")
+    (row,) = rows(CASE, [bad], Mode.STEP, provider(dense))
+    assert row.failed
+    assert row.reason == "FloatingPointError: a result is not finite"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", Mode)

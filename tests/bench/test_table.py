@@ -37,6 +37,7 @@ def test_the_csv_says_what_where_and_with_which_versions():
     assert [float(ran[name]) for name in table.TIMES] == [12.0, 11.5, 13.0, 10.0, 1.2]
     assert int(ran["peak_bytes"]) == 3 * 2**20
     assert [float(ran[name]) for name in table.ERRORS] == [1e-7, 2e-3, 3e-3]
+    assert [ran[name] for name in ("workspace", *table.PLAIN)] == ["", "", ""]
     assert (ran["version"], absent["version"]) == (torch.__version__, "")
     assert [row["status"] for row in (ran, absent, broken)] == ["ok", "unavailable", "failed"]
     assert (absent["reason"], absent["ms"], absent["loss_error"]) == ("not installed: [peer]", "", "")
@@ -51,6 +52,22 @@ def test_the_table_shows_figures_and_reasons():
     assert line.split() == ["fast", "12.00", "11.50-13.00", "10.00", "1.20", "3.0", "1e-07", "2e-03", "3e-03"]
     assert "peer unavailable: not installed: [peer]" in text
     assert "bad failed: RuntimeError: x" in text
+
+
+def test_options_have_the_plain_time_in_place_of_errors():
+    option = Provider("softcap", "torch", lambda case: None, workspace=2**30)
+    figures = Figures(12.0, 11.5, 13.0, 10.0, 1.2, 3 * 2**20, (), plain_ms=12.5, over_plain=-0.04)
+    row = Row(CASE, Mode.STEP, option, figures)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table.render([row, BROKEN]))
+    text = console.export_text()
+    (line,) = (line for line in text.splitlines() if "softcap" in line)
+    assert line.split() == ["softcap", "12.00", "11.50-13.00", "10.00", "1.20", "3.0", "12.50", "-4.0", "%"]
+    assert "over plain" in text
+    assert "err" not in text.replace("RuntimeError", "")
+    record = table.record(row)
+    assert [record[name] for name in ("workspace", *table.PLAIN)] == [2**30, "12.5", "-0.04"]
+    assert not record.keys() & set(table.ERRORS)
 
 
 @pytest.fixture

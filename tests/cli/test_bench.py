@@ -1,4 +1,5 @@
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.bench.cases import CASES
+from lowtide.bench.measure import Mode
+from lowtide.bench.options import OPTIONS, WORKSPACE
 from lowtide.bench.providers import PROVIDERS, Provider
 from lowtide.cli import bench
 
@@ -59,12 +62,67 @@ def test_a_forward_alone_of_one_provider(tmp_path):
     assert row["grad_input_error"] == ""
 
 
+def options(*arguments):
+    return CliRunner().invoke(bench.app, ["options", "--device", "cpu", *arguments])
+
+
+def test_a_smoke_run_measures_every_option(tmp_path):
+    out = tmp_path / "results" / "options.csv"
+    started = time.perf_counter()
+    done = options("--smoke", "--csv", str(out))
+    assert time.perf_counter() - started < 20
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    expected = [(mode.value, option.name) for mode in Mode for option in OPTIONS[mode]]
+    assert [(row["mode"], row["provider"]) for row in rows] == expected
+    for row in rows:
+        assert row["case"] == "smoke-cpu"
+        assert row["provider"] in done.output
+        assert row["status"] in ("ok", "unavailable"), row["reason"]
+        if row["provider"] in ("liger", "quack"):
+            assert row["status"] == "unavailable"
+            continue
+        times = {name: float(row[name]) for name in ("ms", "floor_ms", "plain_ms", "ratio")}
+        assert all(math.isfinite(time) and time > 0 for time in times.values())
+        assert times["ratio"] == pytest.approx(times["ms"] / times["floor_ms"], rel=1e-4)
+        assert float(row["over_plain"]) == pytest.approx(times["ms"] / times["plain_ms"] - 1, abs=1e-4)
+        assert int(row["peak_bytes"]) > 0
+        ours = row["mode"] == "step" and row["provider"] != "eager-none"
+        assert row["workspace"] == (str(WORKSPACE) if ours else "")
+
+
+def test_options_of_one_mode_with_another_workspace(tmp_path):
+    out = tmp_path / "options.csv"
+    chosen = ("--case", "smoke-cpu", "--option", "none", "--option", "softcap", "--workspace", "0.5")
+    done = options(*chosen, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        rows = [(row["mode"], row["provider"], row["workspace"]) for row in csv.DictReader(file)]
+    half = str(2**29)
+    assert rows == [("step", "softcap", half), ("step", "none", half), ("forward", "none", "")]
+    done = options(*chosen, "--mode", "forward", "--out", str(out))
+    assert "softcap" in done.output
+    assert done.exit_code == 2, "no forward of this name"
+
+
+def test_options_are_of_one_case_unless_told(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
+    assert options().exit_code == 0
+    assert seen == ["cpu-small", "cpu-small"], "a table a mode"
+    assert {bench.OPTIONS_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("command", ["linear-cross-entropy", "options"])
 @pytest.mark.parametrize(
     ("option", "typo", "known"),
     [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu"), ("--device", "gpu", "cpu")],
 )
-def test_an_unknown_name_is_answered_with_the_known_ones(option, typo, known):
-    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", option, typo])
+def test_an_unknown_name_is_answered_with_the_known_ones(command, option, typo, known):
+    if command == "options" and option == "--provider":
+        option, typo, known = "--option", "softcup", "softcap"
+    done = CliRunner().invoke(bench.app, [command, option, typo])
     assert done.exit_code == 2
     assert typo in done.output
     assert known in done.output

@@ -25,6 +25,8 @@ class Build(NamedTuple):
     warps: int
     stages: int = 3
     targets: tuple[int, ...] = TARGETS
+    spills: int = 0
+    """Bytes a thread may put aside; only where many options meet, and a card showed that it costs little."""
 
 
 def _softmax(gradient: str | None, **changes: Any) -> Build:
@@ -46,7 +48,8 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
         "SECOND_READ": gradient is not None,
         "BLOCK": 16384,
     }
-    return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16)
+    spills = changes.pop("spills", 0)
+    return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16, spills=spills)
 
 
 _CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
@@ -75,7 +78,8 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, targets=(90,))
+    spills = changes.pop("spills", 0)
+    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, 3, (90,), spills)
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
@@ -96,7 +100,7 @@ BUILDS = {
     "softmax, statistics": _softmax(None),
     "softmax, statistics of probabilities": _softmax(None, **_SOFT, SECOND_READ=True),
     "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False),
-    "softmax, log-probabilities": _softmax(None, **_LOG_PROBS),
+    "softmax, log-probabilities": _softmax(None, **_LOG_PROBS, spills=32),
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
         "kernels", "_scale_kernel",
@@ -108,13 +112,14 @@ BUILDS = {
     "exponentials, repair": _exponentials(repair_ptr=I32_PTR),
     "exponentials, bias": _exponentials(bias_B_ptr=F32),
     "exponentials, scale": _exponentials(scale_ptr=F32),
-    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, spills=128),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
-    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32),
+    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32, spills=512),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
-    "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT),
-    "exponentials, gradient of entropy": _exponentials(**_TILTED),
-    "exponentials, gradient of entropy, all": _exponentials(**_TILTED, **_BENT, moment_ptr=F32),
+    "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
+        spills=128),
+    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=32),
+    "exponentials, gradient of entropy, all": _exponentials(**_TILTED, **_BENT, moment_ptr=F32, spills=1024),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
@@ -125,7 +130,8 @@ BUILDS = {
     ),
     "input gradient": _rows(
         "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
-        ignored_C_ptr="*i1", scale_C_ptr=F32, hit_C_ptr=F32, spread_C_ptr=F32, total_weight_D_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+        ignored_C_ptr="*i1", scale_C_ptr=F32, hit_C_ptr=F32, spread_C_ptr=F32, total_weight_D_ptr=F32,
+        factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,

@@ -27,7 +27,6 @@ pytest.importorskip("triton")
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import operands, plan
 
-
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -181,7 +180,14 @@ OPTIONS = [
 @pytest.mark.parametrize("learned", [False, True])
 def test_options(device, options, reduction, learned):
     inputs = make_inputs(
-        37, 24, 101, device=device, dtype=dtype_on(device), bias=learned, class_weight=True, logit_scale=learned
+        37,
+        24,
+        101,
+        device=device,
+        dtype=dtype_on(device),
+        bias=learned,
+        class_weight=True,
+        logit_scale=learned,
     )
     if learned:
         options = {name: value for name, value in options.items() if name != "logit_scale"}
@@ -207,4 +213,3 @@ def test_log_probs(device, options, given, scale):
     upstream = [torch.randn(37, device=device) if place in given else None for place in range(3)]
     actual = differentiate_log_probs(fused_log_probs, inputs, upstream, backend="triton", **options)
     check_log_probs(actual, inputs, upstream, **options)
-

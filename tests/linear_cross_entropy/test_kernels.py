@@ -222,11 +222,10 @@ def test_tanh_keeps_its_digits_everywhere(device, size):
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, C=2, V=2)
     case.logits = torch.tensor([[size, -size], [0.0, size]], device=device)
-    columns = dict(bias_B=None, class_weight_B=None, soft_CB=None, smoothing=(1.0, 0.0), scale=None)
+    columns = Columns(0, None, None, None, smoothing=(1.0, 0.0), scale=None, softcap=1.0)
     statistics = case.statistics()
     kernels.softmax_gradient_(
-        case.logits, case.terms, statistics, Columns(0, **columns, softcap=1.0), take_statistics=True,
-        gradient_dtype=None,
+        case.logits, case.terms, statistics, columns, take_statistics=True, gradient_dtype=None
     )
     exact = torch.tensor([size, size], dtype=torch.float64).tanh()
     torch.testing.assert_close(statistics.max_N.double().cpu(), exact, rtol=4e-7, atol=0)

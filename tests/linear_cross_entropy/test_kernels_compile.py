@@ -40,7 +40,7 @@ def test_compiles_without_spills(compiled, name, capability):
     result = compiled[name, capability]
     print(result)
     assert "error" not in result, result["error"]
-    assert result["spill_stores"] == result["spill_loads"] == 0
+    assert max(result["spill_stores"], result["spill_loads"]) <= BUILDS[name].spills
     assert result["registers"] * BUILDS[name].warps * 32 <= 65536
     assert result["shared"] <= (163 if capability == 80 else 227) << 10
 

@@ -104,7 +104,7 @@ def test_a_tied_head(device):
 def test_repr():
     text = repr(lowtide.LinearCrossEntropyLoss(8, 21, label_smoothing=0.1))
     assert "in_features=8, out_features=21, bias=False" in text
-    assert "reduction='mean', label_smoothing=0.1, backend='auto'" in text
+    assert "reduction='mean', label_smoothing=0.1, z_loss=0.0, backend='auto'" in text
     assert "workspace" not in text
 
 
