@@ -2,7 +2,7 @@
 their launchers.
 
 Shapes: C tokens of a chunk, D features, B classes of a block (all V wherever sums are taken); lower case =
-one tile, h its half of the classes."""
+one tile, p a part of its classes."""
 
 import torch
 import triton
@@ -43,15 +43,17 @@ def _exponentials_kernel(
     D,
     first_class,
     STORE: tl.constexpr,
+    REPAIR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class;
-    in float32, of each row and half tile, whichever of these have a pointer: the sum of E, of E (z -
+    in float32, of each row and part of a tile, whichever of these have a pointer: the sum of E, of E (z -
     reference), of the stored value times u, and the largest z with its class. With `repair`, only row tiles
     that are marked. Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
@@ -59,15 +61,15 @@ def _exponentials_kernel(
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=repair_ptr is None):
+    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=not REPAIR):
         first_c = tile // group_tiles * GROUP
         height = min(tiles_c - first_c, GROUP)
         tile_c = first_c + tile % group_tiles % height
         tile_b = tile % group_tiles // height
         features = D
-        if repair_ptr is not None:
+        if REPAIR:
             features = tl.where(tl.load(repair_ptr + tile_c) != 0, D, 0)
-        if repair_ptr is None or features > 0:
+        if not REPAIR or features > 0:
             u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
             for start in range(0, features, BLOCK_D):
                 x_cd = x_CD.load([tile_c * BLOCK_C, start])
@@ -76,52 +78,53 @@ def _exponentials_kernel(
             rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
             target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
-            # Half by half, which takes half the registers.
-            halves = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
-            for half in tl.static_range(2):
-                u_ch = halves[half]
-                columns = tile_b * BLOCK_B + half * (BLOCK_B // 2) + tl.arange(0, BLOCK_B // 2)
-                place = (2 * tile_b + half).to(tl.int64) * C + rows
+            parts = (u_cb,)
+            if PARTS == 2:  # one after the other: half the registers
+                parts = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
+            for part in tl.static_range(PARTS):
+                u_cp = parts[part]
+                first = tile_b * BLOCK_B + part * (BLOCK_B // PARTS)
+                columns = first + tl.arange(0, BLOCK_B // PARTS)
+                place = (PARTS * tile_b + part).to(tl.int64) * C + rows
                 # An ignored row's reference is infinite: it adds nothing, whatever its logits are.
-                counts_ch = (columns[None, :] < B) & (reference_c[:, None] < float("inf"))
+                counts_cp = (columns[None, :] < B) & (reference_c[:, None] < float("inf"))
                 if bias_B_ptr is not None:
-                    u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-                z_ch = u_ch
+                    u_cp += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
+                z_cp = u_cp
                 if scale_ptr is not None:
-                    z_ch = u_ch * scale
+                    z_cp = u_cp * scale
                 if SOFTCAP > 0:
-                    capped_ch = tanh(z_ch * (1.0 / SOFTCAP))
-                    z_ch = capped_ch * SOFTCAP
+                    capped_cp = tanh(z_cp * (1.0 / SOFTCAP))
+                    z_cp = capped_cp * SOFTCAP
                 if max_ptr is not None:
-                    z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
-                    max_c = tl.max(z_ch, 1)
+                    z_cp = tl.where(columns[None, :] < B, z_cp, -float("inf"))
+                    max_c = tl.max(z_cp, 1)
                     tl.store(max_ptr + place, max_c, mask=rows < C)
                     if argmax_ptr is not None:
                         # A second reduction is cheaper than one that carries the index along.
-                        argmax_c = tl.min(tl.where(z_ch == max_c[:, None], columns[None, :], B - 1), 1)
+                        argmax_c = tl.min(tl.where(z_cp == max_c[:, None], columns[None, :], B - 1), 1)
                         tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
                 if sum_ptr is not None:
-                    shift_ch = z_ch - reference_c[:, None]
-                    exp_ch = tl.exp2(shift_ch * LOG2_E)
-                    exp_ch = tl.where(counts_ch & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
-                    tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
+                    shift_cp = z_cp - reference_c[:, None]
+                    exp_cp = tl.exp2(shift_cp * LOG2_E)
+                    exp_cp = tl.where(counts_cp & (columns[None, :] != target_c[:, None]), exp_cp, 0.0)
+                    tl.store(sum_ptr + place, tl.sum(exp_cp, 1), mask=rows < C)
                     if tilt_C_ptr is not None or mean_ptr is not None:
                         # Finite: a class that is excluded (z = -inf), and what is masked, adds 0.
-                        shift_ch = tl.minimum(tl.maximum(shift_ch, LOWEST), -LOWEST)
+                        shift_cp = tl.minimum(tl.maximum(shift_cp, LOWEST), -LOWEST)
                     if mean_ptr is not None:
-                        tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
+                        tl.store(mean_ptr + place, tl.sum(exp_cp * shift_cp, 1), mask=rows < C)
                     if tilt_C_ptr is not None:
                         pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
                         tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
-                        exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
+                        exp_cp *= pull_c[:, None] + tilt_c[:, None] * shift_cp
                     if SOFTCAP > 0:
-                        exp_ch *= 1.0 - capped_ch * capped_ch
+                        exp_cp *= 1.0 - capped_cp * capped_cp
                     if moment_ptr is not None:
-                        product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
-                        tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
+                        product_cp = tl.where(exp_cp == 0.0, 0.0, exp_cp * u_cp)
+                        tl.store(moment_ptr + place, tl.sum(product_cp, 1), mask=rows < C)
                     if STORE:
-                        place_b = tile_b * BLOCK_B + half * (BLOCK_B // 2)
-                        exp_CB.store([tile_c * BLOCK_C, place_b], exp_ch.to(exp_CB.dtype))
+                        exp_CB.store([tile_c * BLOCK_C, first], exp_cp.to(exp_CB.dtype))
 
 
 @triton.jit
@@ -265,19 +268,20 @@ class Exponentials:
         pull_C: Tensor | None = None,
         tilt_C: Tensor | None = None,
         first_class: int = 0,
+        parts: int = 1,
     ) -> None:
         self.C, self.B, self.D = x_CD.shape[0], weight_BD.shape[0], x_CD.shape[1]
         self.x_CD, self.weight_BD = _describe(x_CD, BLOCK_C, BLOCK_D), _describe(weight_BD, BLOCK_B, BLOCK_D)
-        self.out_CB = None if out_CB is None else _describe(out_CB, BLOCK_C, BLOCK_B // 2)
+        self.out_CB = None if out_CB is None else _describe(out_CB, BLOCK_C, BLOCK_B // parts)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
         self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
-        self.pull_C, self.tilt_C = pull_C, tilt_C
+        self.pull_C, self.tilt_C, self.parts = pull_C, tilt_C, parts
         self.device = x_CD.device
         self.programs = multiprocessors(x_CD.device)
 
     def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[half tiles, C]: what the kernel finds in each half of a tile of classes."""
-        return torch.empty(2 * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
+        """[parts of tiles, C]: what the kernel finds in each."""
+        return torch.empty(self.parts * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
 
     def run(
         self,
@@ -312,9 +316,11 @@ class Exponentials:
             self.D,
             self.first_class,
             STORE=self.out_CB is not None and sums is not None,
+            REPAIR=repair is not None,
             SOFTCAP=self.softcap,
             PROGRAMS=self.programs,
             GROUP=GROUP,
+            PARTS=self.parts,
             BLOCK_C=BLOCK_C,
             BLOCK_B=BLOCK_B,
             BLOCK_D=BLOCK_D,

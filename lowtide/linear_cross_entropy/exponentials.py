@@ -69,7 +69,10 @@ class ExponentialStream(Stream):
             if take_statistics:
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             e_CV = exp_CV[:C]
-            tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=e_CV if wanted else None)
+            out_CV = e_CV if wanted else None
+            # Taking the maximum and its place as well is quicker, measured, half a tile at a time.
+            parts = 2 if take_statistics and plan.job.log_probs else 1
+            tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=out_CV, parts=parts)
             moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
             raw_smooth_C = self._raw_smooth(x_CD) if smoothing else torch.empty(0)
             if take_statistics and smoothing:
@@ -147,6 +150,7 @@ class ExponentialStream(Stream):
         *,
         out_CB: Tensor | None,
         classes: slice = slice(0, None),
+        parts: int = 1,
     ) -> kernels.Exponentials:
         return kernels.Exponentials(
             x_CD,
@@ -160,6 +164,7 @@ class ExponentialStream(Stream):
             pull_C=row.pull_N,
             tilt_C=row.tilt_N,
             first_class=classes.start,
+            parts=parts,
         )
 
     def _run(

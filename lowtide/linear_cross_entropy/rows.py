@@ -58,12 +58,17 @@ class Terms(_ByRow):
     tilt_N: Tensor = None  # with an upstream gradient of the entropy
 
     def largest(self) -> Tensor:
-        """The largest magnitude in any of them, 0-d; 0 for no rows."""
-        values = (getattr(self, field.name) for field in fields(self))
-        vectors = [each.abs() for each in values if each is not None and each.is_floating_point()]
-        if vectors[0].shape[0] == 0:
-            return vectors[0].sum()
-        return torch.stack([each.amax() for each in vectors]).amax()
+        """About the largest magnitude that the gradient of a logit may have, 0-d; 0 for no rows."""
+        if self.pull_N.shape[0] == 0:
+            return self.pull_N.sum()
+        # Two are multiplied by what is not known yet: a log-sum-exp, and the sum of a row's probabilities.
+        room = {"lse_pull_N": 1024, "soft_N": 64}
+        found = []
+        for field in fields(self):
+            vector = getattr(self, field.name)
+            if vector is not None and vector.is_floating_point():
+                found.append(vector.abs().amax() * room.get(field.name, 1))
+        return torch.stack(found).amax()
 
     def __mul__(self, factor: Tensor) -> "Terms":
         return self.each(lambda each: each * factor if each.is_floating_point() else each)

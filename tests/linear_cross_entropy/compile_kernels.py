@@ -64,16 +64,18 @@ def _exponentials(**changes: Any) -> Build:
     arguments = {
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
-        "exp_CB": "tensordesc<bf16[128, 128]>",
+        "exp_CB": "tensordesc<bf16[128, 256]>",
         "reference_C_ptr": F32,
         "target_C_ptr": "*i64",
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         "sum_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
+        "REPAIR": False,
         "SOFTCAP": 0.0,
         "PROGRAMS": 132,
         "GROUP": 16,
+        "PARTS": 1,
         "BLOCK_C": 128,
         "BLOCK_B": 256,
         "BLOCK_D": 64,
@@ -84,7 +86,7 @@ def _exponentials(**changes: Any) -> Build:
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32}
-_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2}
 
 
 def _rows(kernel: str, **arguments: Any) -> Build:
@@ -108,8 +110,8 @@ BUILDS = {
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
-    "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR),
-    "exponentials, repair": _exponentials(repair_ptr=I32_PTR),
+    "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR, REPAIR=True),
+    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, REPAIR=True),
     "exponentials, bias": _exponentials(bias_B_ptr=F32),
     "exponentials, scale": _exponentials(scale_ptr=F32),
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, spills=128),
