@@ -22,7 +22,7 @@ ALLOWED = {
     "head": set(),
     "reference": {"check", "head"},
     "transforms": {"check", "head", "reference", "workspace"},
-    "autograd": {"head", "ops", "scaling", "transforms"},
+    "autograd": {"head", "ops", "plan", "scaling", "transforms"},
     "ops": {"exponentials", "head", "plan", "rows", "scaling", "streamed"},
     "plan": {"check", "head", "workspace"},
     "workspace": {"check"},

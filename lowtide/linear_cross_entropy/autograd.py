@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import ops, transforms
 from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.plan import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
 
 Gradients = tuple[Tensor | None, ...]
@@ -86,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             waiting = iter(rest)
             gradients = tuple(
-                _finished(next(waiting), next(waiting) * upstream, like, options.backend) if grad else None
+                _finished(next(waiting), next(waiting) * upstream, like, options) if grad else None
                 for like, grad in zip(tensors, wanted)
             )
         return (None,) * 5 + gradients
@@ -166,10 +167,11 @@ def _placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
     return tuple(next(each) if grad else None for grad in wanted)
 
 
-def _finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
+def _finished(kept: Tensor, factor: Tensor, like: Tensor, options: Options) -> Tensor:
     """The gradient itself: kept * factor, rounded once."""
     if torch.compiler.is_compiling():
         return (kept.to(factor.dtype) * factor).to(like.dtype).view(like.shape)
     # A freed graph's tensors are ours to change; a retained one's will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    backend = choose_backend(options.backend, like.device, options.sum_dtype)
     return scaled(kept, factor, like.dtype, backend, in_place=in_place).view(like.shape)

@@ -110,7 +110,7 @@ def _route(head: Head, options: Options, job: Job) -> _Route:
     # torch has no half-precision product with a float32 result on the CPU.
     cuda = head.device.type == "cuda"
     compute_dtype = options.compute_dtype if cuda else options.sum_dtype
-    backend = _choose_backend(options.backend, head.device, compute_dtype)
+    backend = choose_backend(options.backend, head.device, compute_dtype)
     # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
     selects = not cuda and backend == "torch"
     copies_rows = tuple(
@@ -203,7 +203,7 @@ def _sums(options: Options, job: Job) -> int:
     return 1 + 3 * int(job.log_probs) + int(job.wanted.scale)
 
 
-def _choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     reason = _triton_refuses(device, dtype)
     if backend == "auto":
         return "triton" if device.type == "cuda" and reason is None else "torch"
