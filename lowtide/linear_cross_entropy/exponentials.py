@@ -70,8 +70,9 @@ class ExponentialStream(Stream):
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             e_CV = exp_CV[:C]
             out_CV = e_CV if wanted else None
-            # Taking the maximum and its place as well is quicker, measured, half a tile at a time.
-            parts = 2 if take_statistics and plan.job.log_probs else 1
+            # Where much is done to a tile, half of it at a time fits the registers, and is quicker.
+            bends = bool(plan.options.softcap) and (row.tilt_N is not None or stat.moment_N is not None)
+            parts = 2 if bends or (take_statistics and plan.job.log_probs) else 1
             tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=out_CV, parts=parts)
             moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
             raw_smooth_C = self._raw_smooth(x_CD) if smoothing else torch.empty(0)

@@ -85,6 +85,7 @@ def _exponentials(**changes: Any) -> Build:
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
+_HALVES = {"PARTS": 2, "exp_CB": "tensordesc<bf16[128, 128]>"}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32}
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2}
 
@@ -117,12 +118,14 @@ BUILDS = {
     "exponentials, scale": _exponentials(scale_ptr=F32),
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, spills=128),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0, spills=64),
-    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32, spills=1024),
+    "exponentials, all": _exponentials(**_BENT, **_HALVES, moment_ptr=F32, spills=512),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
         spills=128),
     "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=128),
-    "exponentials, gradient of entropy, all": _exponentials(**_TILTED, **_BENT, moment_ptr=F32, spills=3072),
+    "exponentials, gradient of entropy, all": _exponentials(
+        **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=1024
+    ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
