@@ -5,6 +5,7 @@ import torch
 
 import lowtide
 from lowtide.bench.memory import peak_memory
+from lowtide.distillation import forward_kl, jensen_shannon, reverse_kl
 from lowtide.losses import contrastive, dpo, grpo, sequence_log_probs, z_loss
 
 PAIRS, T, D, V = 8, 64, 8, 16384
@@ -78,3 +79,54 @@ def test_contrastive(device, dtype):
     # Those of both directions wait for backward, which adds them up.
     assert peak.bytes <= workspace + 4 * gradients
     assert peak.largest <= workspace
+
+
+# Eight pairs of 4096 tokens with a vocabulary of 128k, bfloat16: 31 GiB of float32 logits, if they were held.
+GIB = 1 << 30
+LONG, WIDE, FEATURES = 4096, 128256, 1024
+
+
+def long_sequences():
+    hidden = torch.randn(2 * PAIRS, LONG, FEATURES, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(WIDE, FEATURES, device="cuda").mul_(0.03).bfloat16().requires_grad_()
+    target = torch.randint(WIDE, (2 * PAIRS, LONG), device="cuda")
+    target[:, :1000] = -100
+    return hidden, weight, target
+
+
+def dpo_of_pairs(hidden, weight, target):
+    chosen, rejected = sequence_log_probs(hidden, weight, target).chunk(2)
+    with torch.no_grad():
+        reference = sequence_log_probs(hidden, weight * 1.01, target).chunk(2)
+    return dpo(chosen, rejected, *reference)
+
+
+def distilled(divergence):
+    def loss(hidden, weight, target):
+        with torch.no_grad():
+            teacher_input, teacher_weight = hidden * 0.9, weight * 1.1
+        return divergence(hidden, weight, teacher_input, teacher_weight, ignored=target == -100)
+
+    return loss
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "loss_of",
+    [dpo_of_pairs, *(distilled(each) for each in (forward_kl, reverse_kl, jensen_shannon))],
+    ids=["dpo", "forward KL", "reverse KL", "Jensen-Shannon"],
+)
+def test_eight_pairs_of_4096_tokens(loss_of):
+    hidden, weight, target = long_sequences()
+    with peak_memory("cuda") as peak:
+        loss = loss_of(hidden, weight, target)
+        loss.backward()
+    assert loss.isfinite()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.abs().sum() > 0
+    gradients = hidden.nbytes + weight.nbytes
+    float32_sum = 4 * weight.numel()
+    of_the_test = hidden.nbytes + 2 * weight.nbytes  # the teacher's, and a reference's
+    assert peak.bytes <= GIB + float32_sum + gradients + of_the_test + 256 * target.numel()
+    assert peak.largest <= GIB < 4 * target.numel() * WIDE // 16
