@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.linear_cross_entropy import entry, positions
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_loss_options
 from lowtide.linear_cross_entropy.entry import LogProbs
 from lowtide.linear_cross_entropy.head import Reduction
 
@@ -85,15 +86,22 @@ def linear_cross_entropy(
         that gradient is formed class block by class block, for one more product. Derivatives of higher
         order, forward mode, vmap, and gradients of probabilities or class weights differentiate the
         definition itself chunk by chunk: O(workspace) as well, beside copies of the operands in the dtype
-        of the sums; exact, not fast.
+        of the sums; exact, not fast. A K-dimensional loss recomputes position by position (four products),
+        beside a few float32 tensors of the input's size.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the backend (in plain torch it does).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
-            one row. Each is also a RuntimeError, which is what torch raises.
-        IndexError: see `target`.
+            one row and the vectors of N and V numbers that go with it. Each is also a RuntimeError, which is
+            what torch raises.
+        IndexError: see `target`. (Under vmap such a target makes NaN.)
+
+    Transforms: torch.compile(fullgraph=True), torch.export, CUDA graphs, torch.func, vmap, forward mode,
+    derivatives of any order, checkpointing. Not within one another: code that torch.compile compiles as one
+    graph refuses a transform of torch.func or forward mode around this call, and what it compiled cannot be
+    differentiated twice.
 
     Source: pytorch issue 124480; the chunk loop is that of github.com/mgmalek/efficient_cross_entropy.
 
@@ -113,7 +121,7 @@ def linear_cross_entropy(
         "backend": backend,
     }
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-        return positions.cross_entropy(input, linear_weight, target, linear_bias, weight, options)
+        return positions.cross_entropy(input, linear_weight, target, linear_bias, weight, **options)
     return entry.cross_entropy(
         (input,), (linear_weight,), target, linear_bias=linear_bias, weight=weight, **options
     )
@@ -154,8 +162,9 @@ def linear_log_probs(
         input [..., D], linear_weight [V, D], target [...], linear_bias [V]; each result [...].
 
     Args:
-        ignore_index: a row with this target is skipped: its log_prob, entropy and logsumexp are 0, without
-            gradient, and its argmax is -1. To have the last three for every row, give every row a class.
+        ignore_index: None means -100. A row with this target is skipped: its log_prob, entropy and logsumexp
+            are 0, without gradient, and its argmax is -1. To have the last three for every row, give every
+            row a class.
         logit_scale: 1 / temperature; a float, or a 0-d tensor that may require a gradient.
         The others are those of :func:`linear_cross_entropy`.
 
@@ -194,8 +203,8 @@ class LinearCrossEntropyLoss(nn.Module):
         in_features, num_classes, bias, device, dtype: of `.linear`.
         out_features: (d1, ..., dK) of a K-dimensional loss; `.linear` then has V d1 ... dK outputs.
         weight: class weights [V], kept as a buffer.
-        logit_scale: a float; for one that is learned call the function.
-        The others are those of :func:`linear_cross_entropy`.
+        logit_scale: a float; one that is learned is refused: keep it in your own module and call the
+        function. The others are those of :func:`linear_cross_entropy`.
 
     Example::
 
@@ -226,6 +235,15 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(logit_scale, Tensor):
+            raise ArgumentTypeError(
+                "logit_scale must be a float here, got a tensor, which this module would neither train nor "
+                "save; keep it in a module of your own and call lowtide.linear_cross_entropy"
+            )
+        if weight is not None and weight.shape != (num_classes,):
+            raise ArgumentError(f"weight must have shape [{num_classes}], got {list(weight.shape)}")
+        no_target = torch.zeros(0) if ignore_index is None else torch.zeros(0, dtype=torch.long)
+        check_loss_options(no_target, None, reduction, ignore_index, label_smoothing, z_loss)
         outputs = num_classes * math.prod(out_features)
         self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
         self.logits_shape = (num_classes, *out_features)

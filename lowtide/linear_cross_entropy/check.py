@@ -61,7 +61,8 @@ def check_arguments(
 def check_tensors(named: Mapping[str, object]) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
 
 
 def check_loss_options(
@@ -84,7 +85,7 @@ def check_loss_options(
         if ignore_index is not None:
             raise ArgumentError(
                 "ignore_index must be None where target holds class probabilities, "
-                f"got {ignore_index}; give the rows that are not to count a target of zeros"
+                f"got {ignore_index}; take the rows that are not to count out of input and target"
             )
     elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
@@ -97,6 +98,14 @@ def check_ignore_index(ignore_index: object) -> None:
         raise ArgumentTypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
     if ignore_index is not None and not -(1 << 63) <= ignore_index < 1 << 63:
         raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
+
+
+def check_head(linear_weight: Tensor) -> None:
+    if linear_weight.dim() > 2:
+        raise ArgumentError(
+            f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
+            "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
+        )
 
 
 def check_class_target(target: Tensor) -> None:
@@ -129,7 +138,8 @@ def _check_head_options(logit_scale: object, softcap: object, workspace: object,
         if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
             raise ArgumentError(
                 "logit_scale must be a float or a 0-d floating-point tensor, "
-                f"got {logit_scale.dtype} of shape {list(logit_scale.shape)}"
+                f"got {logit_scale.dtype} of shape {list(logit_scale.shape)}; "
+                "one number for all tokens, as logit_scale.float().reshape(())"
             )
     elif logit_scale is not None:
         _check_number("logit_scale", logit_scale)
@@ -170,7 +180,9 @@ def _check_shapes(
         )
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         if input.shape[:-1] != leading:
-            raise ArgumentError(f"inputs[{k}] must have shape {[*leading, 'D']}, got {list(input.shape)}")
+            raise ArgumentError(
+                f"inputs[{k}] must have shape [{', '.join(map(str, leading))}, D], got {list(input.shape)}"
+            )
         if linear_weight.shape[0] != V:
             raise ArgumentError(f"linear_weights[{k}] must have {V} rows, got {list(linear_weight.shape)}")
     probabilities = target.is_floating_point() and target.dim() == len(leading) + 1
@@ -183,6 +195,7 @@ def _check_shapes(
         raise ArgumentError(
             f"target must have shape {list(leading)}, that of input without the last dimension, "
             f"got {list(target.shape)}; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
+            + ("; class probabilities must be of a floating-point dtype" * (target.shape == (*leading, V)))
         )
     for name, vector in (("linear_bias", linear_bias), ("weight", weight)):
         if vector is not None and vector.shape != (V,):

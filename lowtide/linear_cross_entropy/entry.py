@@ -14,6 +14,7 @@ from lowtide.linear_cross_entropy import autograd, reference, transforms
 from lowtide.linear_cross_entropy.check import (
     check_arguments,
     check_class_target,
+    check_head,
     check_ignore_index,
     check_loss_options,
 )
@@ -53,7 +54,7 @@ def cross_entropy(
         inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
     )
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
-    head = _head(inputs, linear_weights, linear_bias, logit_scale)
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
     options = Options(
         reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
@@ -64,13 +65,18 @@ def cross_entropy(
         workspace=None if workspace is None else min(workspace, 1 << 60),  # what a schema takes
         backend=backend,
     )
-    if backend == "reference":
-        loss = reference.linear_cross_entropy(head, target, weight, options)
-    elif _unknown_to_operators(head, target, weight):
-        loss = transforms.linear_cross_entropy(head, target, weight, options)
+    return routed(head, target, weight, options)
+
+
+def routed(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+    """What is checked already, by the way that can serve it."""
+    if options.backend == "reference":
+        loss = reference.linear_cross_entropy(head, target, class_weight, options)
+    elif _unknown_to_operators(head, target, class_weight):
+        loss = transforms.linear_cross_entropy(head, target, class_weight, options)
     else:
-        loss = autograd.linear_cross_entropy(head, target, weight, options)
-    return loss.view(head.leading) if reduction == "none" else loss
+        loss = autograd.linear_cross_entropy(head, target, class_weight, options)
+    return loss.view(head.leading) if options.reduction == "none" else loss
 
 
 def log_probs(
@@ -85,12 +91,14 @@ def log_probs(
     workspace: int | None = None,
     backend: str = "auto",
 ) -> LogProbs:
+    if isinstance(linear_weights[0], Tensor):
+        check_head(linear_weights[0])
     check_arguments(
         inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
     )
     check_class_target(target)
     check_ignore_index(ignore_index)
-    head = _head(inputs, linear_weights, linear_bias, logit_scale)
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
     options = Options(
         reduction="none",
         ignore_index=-100 if ignore_index is None else ignore_index,
@@ -108,22 +116,14 @@ def log_probs(
     return LogProbs(*(each.view(head.leading) for each in found))
 
 
-def _head(
-    inputs: Sequence[Tensor],
-    linear_weights: Sequence[Tensor],
-    linear_bias: Tensor | None,
-    logit_scale: float | Tensor | None,
-) -> Head:
-    if isinstance(logit_scale, (int, float)):
-        sum_dtype = torch.promote_types(inputs[0].dtype, torch.float32)
-        given = logit_scale != 1
-        logit_scale = torch.full((), logit_scale, dtype=sum_dtype, device=inputs[0].device) if given else None
-    return Head(tuple(inputs), tuple(linear_weights), linear_bias, logit_scale)
+def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
+    if logit_scale is None or isinstance(logit_scale, Tensor):
+        return logit_scale
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    return None if logit_scale == 1 else torch.full((), logit_scale, dtype=dtype, device=input.device)
 
 
 def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:
-    if torch.compiler.is_compiling():
-        return False
     differentiated = (each for each in (target, class_weight_V) if each is not None)
     if torch.is_grad_enabled() and any(each.requires_grad for each in differentiated):
         return True

@@ -1,4 +1,8 @@
-"""K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other.
+"""K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
+rows.
+
+Each position keeps two numbers a row and computes its logits again in backward, so that no gradient waits for
+the others. The input's gradient, a sum over positions, is added up in float32 and rounded once.
 
 Shapes: N rows, D features, V classes, P positions.
 """
@@ -9,8 +13,13 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import entry, reference
-from lowtide.linear_cross_entropy.check import ArgumentError, check_loss_options, check_tensors
-from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.check import (
+    ArgumentError,
+    check_arguments,
+    check_loss_options,
+    check_tensors,
+)
+from lowtide.linear_cross_entropy.head import Head, Options, compute_dtype
 
 
 def cross_entropy(
@@ -19,7 +28,15 @@ def cross_entropy(
     target: Tensor,  # [N, d1, ..., dK] or [N, V, d1, ..., dK]
     linear_bias: Tensor | None,  # [V, d1, ..., dK]
     weight: Tensor | None,
-    options: dict[str, Any],
+    *,
+    reduction: str,
+    ignore_index: int | None,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float | Tensor | None,
+    z_loss: float,
+    workspace: int | None,
+    backend: str,
 ) -> Tensor:
     check_tensors({"input": input, "target": target})
     if linear_bias is not None:
@@ -27,27 +44,37 @@ def cross_entropy(
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
     _check_shapes(input, target, linear_bias, V, dims)
-    reduction, ignore_index = options["reduction"], options["ignore_index"]
-    check_loss_options(target, weight, reduction, ignore_index, options["label_smoothing"], options["z_loss"])
+    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
     first = 2 if probabilities else 1
     # One unbind a tensor: its gradient is put together once, not position by position.
+    targets = target.flatten(first).unbind(first)
     weights = linear_weight.flatten(1, -2).unbind(1)
-    biases = [None] * len(weights) if linear_bias is None else linear_bias.flatten(1).unbind(1)
-    by_row = "none" if reduction == "none" else "sum"
+    biases: Any = (None,) * len(weights) if linear_bias is None else linear_bias.flatten(1).unbind(1)
+    for weight_VD, bias_V, part in zip(weights[:1], biases, targets):
+        terms = (input,), (weight_VD,)
+        check_arguments(*terms, part, bias_V, weight, logit_scale, softcap, workspace, backend)
+    options = Options(
+        reduction="none",
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=float(label_smoothing),
+        z_loss=float(z_loss),
+        softcap=float(softcap or 0),
+        compute_dtype=compute_dtype(input),
+        workspace=workspace,
+        backend=backend,
+    )
+    wide_ND = input.to(options.sum_dtype)
+    scale = entry.scale_of(logit_scale, input)
     losses = [
-        entry.cross_entropy(
-            (input,), (weight_VD,), part, linear_bias=bias_V, weight=weight, **options | {"reduction": by_row}
-        )
-        for weight_VD, bias_V, part in zip(weights, biases, target.flatten(first).unbind(first))
+        entry.routed(Head((wide_ND,), (weight_VD,), bias_V, scale), part, weight, options)
+        for weight_VD, bias_V, part in zip(weights, biases, targets)
     ]
-    loss = torch.stack(losses, -1)
+    loss_NP = torch.stack(losses, -1)
     if reduction == "none":
-        return loss.unflatten(1, dims)
-    if reduction == "sum":
-        return loss.sum()
-    index = -100 if ignore_index is None else ignore_index
+        return loss_NP.unflatten(1, dims)
     rows = target.movedim(1, -1) if probabilities else target
-    return reference.reduce(loss.flatten(), reference.flat_target(rows), weight, Options(ignore_index=index))
+    options = options._replace(reduction=reduction)
+    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), weight, options)
 
 
 def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:

@@ -24,8 +24,12 @@ COPIES = 12
 def active(*tensors: Tensor | None) -> bool:
     """Whether a transform of torch.func, forward mode or a batched gradient is at work."""
     functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None:
+    if functorch.maybe_current_level() is not None:  # which torch.compile itself refuses to trace
         return True
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError("forward mode inside torch.compile: compile what is outside of it")
+        return False
     return any(
         functorch.is_legacy_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors

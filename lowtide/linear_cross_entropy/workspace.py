@@ -75,8 +75,8 @@ def spend(workspace: int, needs: Needs) -> Sizes:
     least = needs.fixed + row + least_copy + (2 * needs.class_sum if needs.weight_sum else 0)
     if workspace < least:
         raise ArgumentError(
-            f"workspace must hold one row of {V} logits, which takes {least} bytes in this call, "
-            f"got {workspace} bytes; pass a larger workspace, or None for the default"
+            f"workspace must hold one row of {V} logits, and vectors of {N} tokens and {V} classes: "
+            f"{least} bytes in this call, got {workspace} bytes; pass more, or None for the default"
         )
 
     free = workspace - needs.fixed

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 import lowtide
 from tests.helpers import (
@@ -280,3 +281,41 @@ def test_export_of_log_probs(device):
     program = torch.export.export(Scores(), arguments)
     for found, expected in zip(program.module()(*arguments), lowtide.linear_log_probs(*arguments)):
         torch.testing.assert_close(found, expected)
+
+
+# What does not combine is refused by one graph; without, it is right or refused.
+
+
+@pytest.mark.parametrize("transform", ["jvp", "dual", "grad", "vmap"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_transform_inside_compiled_code_is_never_silently_wrong(device, transform, entropy):
+    inputs = make_inputs(device=device, ignored=0.0)
+    x, w = inputs.input.detach(), inputs.linear_weight.detach()
+
+    def loss(w):
+        if entropy:
+            return lowtide.linear_log_probs(x, w, inputs.target).entropy.sum()
+        return lowtide.linear_cross_entropy(x, w, inputs.target)
+
+    def dual(w):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(loss(forward_ad.make_dual(w, w))).tangent
+
+    transformed = {
+        "jvp": lambda w: torch.func.jvp(loss, (w,), (w,))[1],
+        "dual": dual,
+        "grad": lambda w: torch.func.grad(loss)(w),
+        "vmap": lambda w: torch.vmap(loss)(w[None]),
+    }[transform]
+    torch.compiler.reset()
+    expected = transformed(w)
+    try:
+        found = torch.compile(transformed, backend="eager")(w)
+    except AssertionError:  # Dynamo's, where it resumes inside torch.func.grad
+        assert transform == "grad"
+    else:
+        torch.testing.assert_close(found, expected)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(transformed, backend="eager", fullgraph=True)(w)
+    torch.compiler.reset()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from tests.helpers import norm
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch has linear_cross_entropy from 2.13 on"
@@ -412,3 +413,15 @@ def test_error_samples_of_torch(device):
             )
         count += 1
     assert count > 0
+
+
+def test_the_input_of_a_k_dimensional_loss_is_rounded_once(device):
+    """Its gradient is a sum over positions."""
+    x, w = torch.randn(16, 8), torch.randn(7, 64, 8)
+    target = torch.randint(7, (16, 64))
+    exact = x.bfloat16().double().requires_grad_()
+    torch.nn.functional.linear_cross_entropy(exact, w.bfloat16().double(), target).backward()
+    ours = x.to(device, torch.bfloat16).requires_grad_()
+    lowtide.linear_cross_entropy(ours, w.to(device, torch.bfloat16), target.to(device)).backward()
+    error = norm(ours.grad.double().cpu() - exact.grad) / norm(exact.grad)
+    assert error <= 2.5e-3

@@ -54,7 +54,7 @@ BAD = [
     ("integer probabilities", {"target": p.long()}, ValueError, "target must have shape [4]", "got [4, 7]"),
     ("complex probabilities", {"target": p + 0j}, (ValueError, TypeError), "target must"),
     ("probabilities and ignore_index", {"target": p, "ignore_index": -100}, ValueError,
-     "ignore_index must be None where target holds class probabilities, got -100", "a target of zeros"),
+     "ignore_index must be None where target holds class probabilities, got -100", "out of input and target"),
     ("int16 target", {"target": t.short()}, TypeError, "target must hold class indices", "got torch.int16"),
     ("bool target", {"target": t > 0}, TypeError, "target must hold class indices", "got torch.bool"),
     ("integer input", {"input": x.long()}, TypeError,
@@ -165,7 +165,7 @@ BAD_LOG_PROBS = [
     ("target too short", {"target": t[:3]}, ValueError, "target must have shape [4]"),
     ("target too large", {"target": t + 7}, IndexError, "target must hold classes from 0 to 6"),
     ("K-dimensional", {"linear_weight": w_K, "target": t_K}, ValueError,
-     "linear_weight must have shape [V, 3]"),
+     "linear_weight must have shape [V, D] here, got [7, 2, 3]"),
     ("softcap zero", {"softcap": 0}, ValueError, "softcap must be a finite number above 0"),
     ("scale 1-d", {"logit_scale": V}, ValueError, "logit_scale must be a float or a 0-d"),
     ("ignore_index a float", {"ignore_index": 1.0}, TypeError, "ignore_index must be an int or None"),
@@ -196,7 +196,7 @@ def test_the_workspace_that_the_message_names_is_enough(device, options, dtype, 
     inputs = make_inputs(device=device, dtype=dtype, bias=options, class_weight=options)
     chosen = {"reduction": reduction, "label_smoothing": 0.1 * options}
     least = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, **chosen))
-    message = f"which takes {least} bytes in this call, got {least - 1} bytes"
+    message = f"classes: {least} bytes in this call, got {least - 1} bytes"
     with pytest.raises(ValueError, match=message):
         fused(inputs, workspace=least - 1, **chosen)
     assert fused(inputs, workspace=least, **chosen).isfinite().all()

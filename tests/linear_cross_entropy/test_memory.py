@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lowtide
 from lowtide.bench.memory import peak_memory
 from tests.helpers import fused, make_inputs, smallest_workspace
 
@@ -201,3 +202,26 @@ def test_vectors_of_many_rows_count(device, dtype):
     with peak_memory(device) as peak:
         fused(inputs, **options).backward()
     assert peak.bytes <= options["workspace"] + held_by_gradients(inputs) + 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_positions_of_a_k_dimensional_loss_do_not_add_up(device, reduction, dtype):
+    """Beside the workspace, tensors of the input's size in float32, however many positions there are."""
+    rows, features, classes, positions = 512, 64, 64, 32
+    x = torch.randn(rows, features).to(device, dtype).requires_grad_()
+    w = torch.randn(classes, positions, features).to(device, dtype).requires_grad_()
+    target = torch.randint(classes, (rows, positions), device=device)
+    workspace = 1 << 20
+
+    def step():
+        loss = lowtide.linear_cross_entropy(x, w, target, reduction=reduction, workspace=workspace)
+        loss.sum().backward()
+
+    step()
+    x.grad = w.grad = None
+    with peak_memory(device) as peak:
+        step()
+    losses = 8 * 4 * target.numel()
+    assert peak.bytes <= workspace + x.nbytes + 2 * w.nbytes + 4 * 4 * x.numel() + losses
+    assert peak.bytes < positions * 4 * x.numel()

@@ -195,7 +195,7 @@ def test_an_adapter_that_starts_at_zero(device):
 @pytest.mark.parametrize(
     ("inputs", "weights", "message"),
     [
-        (((4, 3), (5, 2)), ((7, 3), (7, 2)), r"inputs\[1\] must have shape \[4, 'D'\], got \[5, 2\]"),
+        (((4, 3), (5, 2)), ((7, 3), (7, 2)), r"inputs\[1\] must have shape \[4, D\], got \[5, 2\]"),
         (((4, 3), (4, 2)), ((7, 3), (6, 2)), r"linear_weights\[1\] must have 7 rows, got \[6, 2\]"),
         (((4, 3), (4, 2)), ((7, 3), (7, 3)), r"linear_weights\[1\] must have shape \[V, 2\]"),
         (((4, 3), (4, 2)), ((7, 3),), "linear_weights"),
