@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 
 from lowtide.bench.cases import CASES, Case
+from lowtide.bench.chunked import entries as chunked_entries
 from lowtide.bench.measure import Mode, Row, rows
 from lowtide.bench.options import WORKSPACE, options
 from lowtide.bench.providers import GIB, PROVIDERS
 from lowtide.bench.table import CsvWriter, Environment, render
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
+CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
 
 
 class Named(Protocol):
@@ -105,6 +107,33 @@ def options_(
             entries = [entry for entry in (plain, *others) if entry.name in chosen]
             if entries:
                 tables.append(_Table(one_case, len(entries), rows(one_case, entries, one_mode, plain)))
+    _print(tables, device, smoke, out)
+
+
+@app.command("chunked-loss")
+def chunked_loss(
+    case: Annotated[
+        list[str] | None, typer.Option(help="A shape by name; repeatable.", show_default="A, on the CPU cpu")
+    ] = None,
+    entry: Annotated[
+        list[str] | None, typer.Option(help="A way to call it by name; repeatable.", show_default="all")
+    ] = None,
+    device: Device = None,
+    smoke: Smoke = False,
+    out: Out = None,
+) -> None:
+    """Time the generic chunked loss with a plain cross-entropy against the dense step.
+
+    Each row is one mode and chunk size, or a neighbour: its median time, the
+    ratio to the floor and the cost over the dense step, both timed in turn with
+    it, and its peak memory beyond inputs, the loss and gradients.
+    """
+    device = _known_device(device)
+    named = case if case or smoke else [CHUNKED_CASE[device]]
+    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
+    every = chunked_entries(device)
+    chosen = _choose(every, entry, smoke, "--entry")
+    tables = [_Table(each, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
     _print(tables, device, smoke, out)
 
 

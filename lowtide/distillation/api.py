@@ -16,6 +16,8 @@ def forward_kl(
     *,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     ignored: Tensor | None = None,
     temperature: float = 1.0,
     reduction: Reduction = "mean",
@@ -42,6 +44,10 @@ def forward_kl(
         ``reduction="none"``. Any strides; a shifted slice, ``hidden[:, :-1]``, is not copied as a whole.
 
     Args:
+        student_softcap, teacher_softcap: c of a head whose logits are :math:`c \tanh(u / c)` (Gemma 2: 30),
+            which the temperature then divides; None for none. The student's gradient takes the slope,
+            :math:`1 - \tanh^2(u / c)`. A head's own logit scale is no option: multiply
+            input and bias by it.
         ignored: bool; rows where it is True count for nothing, whatever their input holds, NaN included.
         temperature: T, above 0.
         reduction: `"sum"` adds the rows up, `"mean"` divides that by the number of rows that count. (With
@@ -61,7 +67,8 @@ def forward_kl(
         that of dense logits, which carries the rounding of the normalisers (and is often negative): an error
         of a few 1e-8 for the KL divergences, and digits and sign to the end for Jensen-Shannon.
 
-        A class that one head excludes (a bias of -inf) adds nothing where its probability weighs the term.
+        A class that one head excludes (a bias of -inf, which a soft cap would make -c) adds nothing where its
+        probability weighs the term.
         Where the teacher gives mass to a class that the student excludes, the loss is infinite.
 
     Memory:
@@ -74,7 +81,7 @@ def forward_kl(
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
-            one row.
+            one row. Each is also a RuntimeError, which is what torch raises for most of these.
 
     Example::
 
@@ -88,6 +95,8 @@ def forward_kl(
     return _distillation(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
+        student_softcap,
+        teacher_softcap,
         ignored,
         0.0,
         temperature,
@@ -104,6 +113,8 @@ def reverse_kl(
     *,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     ignored: Tensor | None = None,
     temperature: float = 1.0,
     reduction: Reduction = "mean",
@@ -127,6 +138,8 @@ def reverse_kl(
     return _distillation(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
+        student_softcap,
+        teacher_softcap,
         ignored,
         1.0,
         temperature,
@@ -144,6 +157,8 @@ def jensen_shannon(
     beta: float = 0.5,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     ignored: Tensor | None = None,
     temperature: float = 1.0,
     reduction: Reduction = "mean",
@@ -169,13 +184,16 @@ def jensen_shannon(
 
     Example::
 
-        loss = jensen_shannon(hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight,
-        beta=0.1)
+        loss = jensen_shannon(
+            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, beta=0.1
+        )
     """
     check_beta(beta)
     return _distillation(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
+        student_softcap,
+        teacher_softcap,
         ignored,
         float(beta),
         temperature,
@@ -187,6 +205,8 @@ def jensen_shannon(
 def _distillation(
     student: Side,
     teacher: Side,
+    student_softcap: float | None,
+    teacher_softcap: float | None,
     ignored: Tensor | None,
     beta: float,
     temperature: float,
@@ -195,7 +215,7 @@ def _distillation(
 ) -> Tensor:
     heads = Heads.of(student, teacher, ignored)
     check_heads(heads)
-    check_options(temperature, reduction, workspace)
+    check_options(student_softcap, teacher_softcap, temperature, reduction, workspace)
     heads = heads.detached_teacher()
     options = Options(
         beta=beta,
@@ -204,6 +224,8 @@ def _distillation(
         student_dtype=compute_dtype(heads.student_input),
         teacher_dtype=compute_dtype(heads.teacher_input),
         workspace=workspace,
+        student_softcap=float(student_softcap or 0),
+        teacher_softcap=float(teacher_softcap or 0),
     )
     if transforms.active(*heads):
         return transforms.distillation(heads, options)

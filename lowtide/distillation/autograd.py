@@ -114,11 +114,22 @@ def _distillation(
     student_dtype: torch.dtype,
     teacher_dtype: torch.dtype,
     workspace: int | None,
+    student_softcap: float,
+    teacher_softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     heads = Heads(
         student_input, student_weight, student_bias, teacher_input, teacher_weight, teacher_bias, ignored
     )
-    options = Options(beta, temperature, reduction, student_dtype, teacher_dtype, workspace)
+    options = Options(
+        beta,
+        temperature,
+        reduction,
+        student_dtype,
+        teacher_dtype,
+        workspace,
+        student_softcap,
+        teacher_softcap,
+    )
     with torch.autocast(heads.device.type, enabled=False), torch.no_grad():
         return tuple(distill(heads, options, wanted, upstream))
 
@@ -140,6 +151,8 @@ def _(
     student_dtype: torch.dtype,
     teacher_dtype: torch.dtype,
     workspace: int | None,
+    student_softcap: float,
+    teacher_softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sum_dtype = torch.promote_types(student_dtype, torch.float32)
 

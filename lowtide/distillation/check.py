@@ -30,12 +30,25 @@ def check_heads(heads: Heads) -> None:
             )
 
 
-def check_options(temperature: object, reduction: object, workspace: object) -> None:
+def check_options(
+    student_softcap: object,
+    teacher_softcap: object,
+    temperature: object,
+    reduction: object,
+    workspace: object,
+) -> None:
     if reduction not in REDUCTIONS:
         hint = "; for that of torch's kl_div, take 'sum' and divide" if reduction == "batchmean" else ""
         raise ArgumentError(
             f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}{hint}"
         )
+    for name, softcap in (("student_softcap", student_softcap), ("teacher_softcap", teacher_softcap)):
+        if softcap is None:
+            continue
+        if not _is_number(softcap):
+            raise ArgumentTypeError(f"{name} must be a float or None, got {softcap!r}")
+        if not 0 < softcap < float("inf"):  # type: ignore[operator]
+            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
     if not _is_number(temperature):
         raise ArgumentTypeError(f"temperature must be a float, got {temperature!r}")
     if not 0 < temperature < float("inf"):  # type: ignore[operator]
@@ -73,8 +86,9 @@ def _check_shapes(named: dict[str, Tensor]) -> None:
             "where one vocabulary is only padded, cut the longer weight: weight[:V]"
         )
     if named["teacher_input"].shape[:-1] != leading:
+        shape = ", ".join((*map(str, leading), "D"))
         raise ArgumentError(
-            f"teacher_input must have shape {[*leading, 'D']}, with the rows of student_input, "
+            f"teacher_input must have shape [{shape}], with the rows of student_input, "
             f"got {list(named['teacher_input'].shape)}"
         )
     for name in ("student_bias", "teacher_bias"):

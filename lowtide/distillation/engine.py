@@ -3,7 +3,7 @@
 For a chunk of C rows, the logits of student and teacher in float32, side by side; tile by tile of rows, the
 loss and the gradient G of the student's logits, which is formed in float32, rounded once to the operands'
 dtype, and put where those logits were; then dX_c = G W and dW += G^T X_c, the sum kept in float32 by the
-product itself.
+product itself. Where a soft cap c bends the student's logits, z = c tanh(u / c), G has its slope 1 - (z/c)^2.
 
 What all rows share, 1 / (temperature n), stays out of G, where it would round all small numbers alike. It is
 a mantissa and a power of two: the mantissa goes into dX as that is rounded, and the power of two is left for
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide.distillation.divergences import losses_and_gradients
-from lowtide.distillation.heads import Heads, Options
+from lowtide.distillation.heads import Heads, Options, Side
 from lowtide.distillation.sizes import choose_sizes, operand_dtype, padded
 from lowtide.linear_cross_entropy.operands import Operand, product
 from lowtide.linear_cross_entropy.scaling import scale_into
@@ -43,8 +43,8 @@ def distill(heads: Heads, options: Options, wanted: Sequence[bool], upstream: Te
     """The loss, and the wanted gradients of the sum of upstream * loss (upstream None: 1 for each)."""
     N, V, D = heads.rows, heads.classes, heads.student_input.shape[-1]
     sizes = choose_sizes(heads, options)
-    student = _Head(*heads.student, options.student_dtype, options)
-    teacher = _Head(*heads.teacher, options.teacher_dtype, options)
+    student = _Head(heads.student, options.student_dtype, options.student_softcap, options)
+    teacher = _Head(heads.teacher, options.teacher_dtype, options.teacher_softcap, options)
     ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(N, 1)
     factors = _factors(heads, options, ignored_N1, upstream)
 
@@ -73,6 +73,7 @@ def distill(heads: Heads, options: Options, wanted: Sequence[bool], upstream: Te
             s_cv, t_cv = s_CV[tile].log_softmax(1), t_CV[tile].log_softmax(1)
             loss_C[tile], gradient_cv = losses_and_gradients(s_cv, t_cv, options.beta)
             if any(wanted):
+                student.bend(gradient_cv, s_CV[tile])
                 torch.mul(gradient_cv, pull_C1[tile], out=g_CV[tile])
             del s_cv, t_cv, gradient_cv  # before the next are made
         if wanted[0]:
@@ -131,12 +132,13 @@ def _power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
 class _Head(Operand):
     """Student or teacher: operands of products, and what comes after."""
 
-    def __init__(
-        self, input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype, options: Options
-    ) -> None:
+    def __init__(self, side: Side, dtype: torch.dtype, softcap: float, options: Options) -> None:
+        input, weight_VD, bias_V = side
         super().__init__(input, weight_VD, operand_dtype(dtype, input.device.type), True, None)
         self.bias_V = None if bias_V is None else bias_V.to(options.sum_dtype)
         self.temperature = options.temperature
+        self.softcap = softcap
+        self.largest = softcap / options.temperature  # what no capped logit exceeds
 
     def counted_rows(self, rows: slice, ignored_N1: Tensor | None) -> Tensor:
         """Zeros in place of what is ignored: it may be NaN, which no factor takes to 0."""
@@ -148,8 +150,15 @@ class _Head(Operand):
             product(out_CV[:, classes], x_CD, self.weight(classes).t())
         if self.bias_V is not None:
             out_CV.add_(self.bias_V)
-        if self.temperature != 1:
+        if self.softcap:
+            out_CV.div_(self.softcap).tanh_().mul_(self.largest)
+        elif self.temperature != 1:
             out_CV.div_(self.temperature)
+
+    def bend(self, gradient_cv: Tensor, logits_cv: Tensor) -> None:
+        """From the gradient of the logits to that of what the soft cap took, temperature apart."""
+        if self.softcap:
+            gradient_cv.mul_((logits_cv / self.largest).square_().neg_().add_(1))
 
 
 def _blocks(size: int, step: int) -> Iterator[slice]:

@@ -75,6 +75,8 @@ class Options(NamedTuple):
     """What the operands of its products are rounded to: the input's dtype, or autocast's."""
     teacher_dtype: torch.dtype
     workspace: int | None
+    student_softcap: float = 0.0  # 0 for none
+    teacher_softcap: float = 0.0
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -74,11 +74,16 @@ def _flat(heads: Heads, options: Options) -> Heads:
 
 
 def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
-    def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    def log_probs(side: Side, softcap: float) -> Tensor:
         with torch.autocast(heads.device.type, enabled=False):
-            return (F.linear(input, weight_VD, bias_V) / options.temperature).log_softmax(1)
+            logits_CV = F.linear(*side)
+        if softcap:
+            logits_CV = softcap * torch.tanh(logits_CV / softcap)
+        return (logits_CV / options.temperature).log_softmax(1)
 
-    loss_C = divergences.losses(log_probs(*heads.student), log_probs(*heads.teacher), options.beta)
+    s_CV = log_probs(heads.student, options.student_softcap)
+    t_CV = log_probs(heads.teacher, options.teacher_softcap)
+    loss_C = divergences.losses(s_CV, t_CV, options.beta)
     return loss_C if heads.ignored is None else loss_C.masked_fill(heads.ignored, 0)
 
 

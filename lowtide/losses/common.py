@@ -23,7 +23,10 @@ def widened(axes: str, **tensors: Tensor) -> list[Tensor]:
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors.values()]
 
 
-def check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") -> None:
+    if not isinstance(tensor, Tensor):
+        came = type(tensor).__name__
+        raise ArgumentTypeError(f"{name} must be a torch.Tensor of shape {list(shape)}, got {came}{hint}")
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 

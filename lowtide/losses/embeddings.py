@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_cross_entropy
-from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_tensors
 from lowtide.losses.common import Reduction
 
 
@@ -39,8 +39,7 @@ def info_nce(
 
         loss = info_nce(query, torch.cat([key, queue]), logit_scale=1 / 0.07)
     """
-    if query.dim() != 2:
-        raise ArgumentError(f"query must have shape [B, D], got {list(query.shape)}")
+    _check_sides(query=query, key=key)
     if key.dim() != 2 or key.shape[0] < query.shape[0] or key.shape[1] != query.shape[1]:
         raise ArgumentError(
             f"key must have shape [K, {query.shape[1]}] with K >= {query.shape[0]}, the rows of query, "
@@ -76,6 +75,10 @@ def contrastive(
             Normalising the rows of image and text is the caller's part.
         workspace, backend: as for :func:`lowtide.linear_cross_entropy`.
 
+    Precision: that of :func:`lowtide.linear_cross_entropy` for each direction. The gradient of image, and of
+        text, is the sum of both, each rounded once: in bfloat16 a relative error of 2.3e-3, where one
+        rounding makes 1.7e-3.
+
     Memory: O(workspace), never B²; each direction holds its own gradients of image and text until backward.
 
     Source: arxiv.org/abs/2103.00020
@@ -85,6 +88,7 @@ def contrastive(
         image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
         loss = contrastive(image, text, logit_scale=model.logit_scale.exp())
     """
+    _check_sides(image=image, text=text)
     if image.shape != text.shape:
         raise ArgumentError(
             f"text must have the shape of image ({list(image.shape)}), got {list(text.shape)}; "
@@ -93,3 +97,20 @@ def contrastive(
     texts = info_nce(image, text, logit_scale=logit_scale, workspace=workspace, backend=backend)
     images = info_nce(text, image, logit_scale=logit_scale, workspace=workspace, backend=backend)
     return (texts + images) / 2
+
+
+def _check_sides(**sides: Tensor) -> None:
+    (first_name, first), (name, second) = sides.items()
+    check_tensors(sides)
+    if first.dim() != 2:
+        raise ArgumentError(f"{first_name} must have shape [B, D], got {list(first.shape)}")
+    autocast = torch.is_autocast_enabled(first.device.type)
+    if first.dtype != second.dtype and not (autocast and torch.float64 not in (first.dtype, second.dtype)):
+        raise ArgumentTypeError(
+            f"{name} must have the dtype of {first_name} ({first.dtype}), got {second.dtype}; "
+            "cast one of them, or run under torch.autocast"
+        )
+    if first.device != second.device:
+        raise ArgumentError(
+            f"{name} must be on {first_name}'s device ({first.device}), got {second.device}; move one of them"
+        )

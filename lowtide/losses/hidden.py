@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_log_probs
+from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.losses.common import check_choice
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def z_loss(
     linear_weight: Tensor,
     target: Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
     r"""The mean of :math:`\mathrm{lse}(z_i)^2` over the rows that count: it keeps logits from drifting.
@@ -38,6 +39,7 @@ def z_loss(
 
     Args:
         target: only which rows have `ignore_index` matters. With none that counts the result is 0.
+        ignore_index: None means -100.
         options: those of :func:`lowtide.linear_log_probs`.
 
     Memory: O(workspace), never N V.
@@ -49,8 +51,7 @@ def z_loss(
         loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
     """
     found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
-    count = (target != ignore_index).sum().clamp(min=1)
-    return found.logsumexp.square().sum() / count
+    return found.logsumexp.square().sum() / _counted(target, ignore_index).sum().clamp(min=1)
 
 
 def sequence_log_probs(
@@ -59,7 +60,7 @@ def sequence_log_probs(
     target: Tensor,
     *,
     reduction: Literal["sum", "mean"] = "sum",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
     r"""The log-probability of each sequence: the sum, or the mean, of its tokens' log-probabilities.
@@ -70,8 +71,9 @@ def sequence_log_probs(
         target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
         reduction: `"sum"` for DPO and KTO, `"mean"` for ORPO and SimPO.
         ignore_index: positions with this target (prompt, padding) do not count; a sequence in which none
-            counts has 0, without gradient.
-        options: those of :func:`lowtide.linear_log_probs`.
+            counts has 0, without gradient. None means -100.
+        options: those of :func:`lowtide.linear_log_probs`. For a temperature T that is
+            ``logit_scale=1 / T``, and with a soft cap c ``softcap=c / T`` beside it.
 
     Memory: O(workspace), never B T V; three numbers a token are kept for backward. Under ``torch.no_grad()``,
     as for a reference model, nothing is kept.
@@ -81,8 +83,19 @@ def sequence_log_probs(
         chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
     """
     check_choice("reduction", reduction, ("sum", "mean"))
+    if isinstance(input, Tensor) and input.dim() != 3:
+        hint = (
+            "flatten what comes before T"
+            if input.dim() > 3
+            else "for one sequence, input[None] and target[None]"
+        )
+        raise ArgumentError(f"input must have shape [B, T, D], got {list(input.shape)}; {hint}")
     found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
     log_prob_B = found.log_prob.sum(-1)
     if reduction == "sum":
         return log_prob_B
-    return log_prob_B / (target != ignore_index).sum(-1).clamp(min=1)
+    return log_prob_B / _counted(target, ignore_index).sum(-1).clamp(min=1)
+
+
+def _counted(target: Tensor, ignore_index: int | None) -> Tensor:
+    return target != (-100 if ignore_index is None else ignore_index)

@@ -18,7 +18,7 @@ def grpo(
     mask: Tensor,
     *,
     reference: Tensor | None = None,
-    beta: float = 0.04,
+    beta: float | None = None,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     importance_sampling_level: Literal["token", "sequence"] = "token",
@@ -45,12 +45,16 @@ def grpo(
     Shapes: policy, old, reference and mask [B, T], advantages [B]; the result is 0-d.
 
     Args:
-        policy: log-probabilities of the sampled tokens (`log_prob` of :func:`lowtide.linear_log_probs`).
+        policy: log-probabilities of the sampled tokens (`log_prob` of :func:`lowtide.linear_log_probs`), like
+            old and reference: all with the same `logit_scale` and `softcap`, which for temperature T and a
+            head with soft cap c are 1 / T and c / T.
         old: those of the policy that sampled; None for one step a sample, where they are policy's own values.
         mask: nonzero where a token counts; elsewhere nothing is read. A sequence without one adds 0.
         reference: for the KL term, left out without it. Neither old nor reference takes a gradient.
+        beta: the weight of the KL term, 0.04 with a reference; not to be given without one (but for 0).
         epsilon, epsilon_high: the clip range; None for epsilon on both sides. GSPO: 3e-4 and 4e-4.
-        num_items_in_batch: for ranks and accumulation steps that share a normaliser.
+        num_items_in_batch: for ranks and accumulation steps that share a normaliser; for `"dapo"` alone.
+        max_completion_length: for `"dr_grpo"`, which needs it, alone.
 
     :math:`\log r` and d are cut at 20: a ratio beyond 5e8 has that value, and no gradient.
 
@@ -63,7 +67,22 @@ def grpo(
         loss = grpo(found.log_prob, old, advantages, target != -100, epsilon_high=0.28)
     """
     check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    if loss_type == "bnpo":  # type: ignore[comparison-overlap]
+        raise ArgumentError("loss_type 'bnpo' is 'dapo' here, without num_items_in_batch; got 'bnpo'")
     check_choice("loss_type", loss_type, ("grpo", "dapo", "dr_grpo"))
+    for name, value, user in (
+        ("num_items_in_batch", num_items_in_batch, "dapo"),
+        ("max_completion_length", max_completion_length, "dr_grpo"),
+    ):
+        if value is not None and loss_type != user:
+            raise ArgumentError(
+                f"{name} is for loss_type={user!r} alone, got it with {loss_type!r}; leave it out"
+            )
+    if beta and reference is None:
+        raise ArgumentError(
+            f"beta weighs the KL term, which needs reference, got beta={beta} without; "
+            "pass reference, or leave beta out"
+        )
     if loss_type == "dr_grpo" and not max_completion_length:
         raise ArgumentError(
             "max_completion_length must be a number of tokens for loss_type='dr_grpo', "
@@ -71,7 +90,8 @@ def grpo(
         )
     policy_BT, old_BT = widened("BT", policy=policy, old=policy if old is None else old)
     check_shape("advantages", advantages, policy.shape[:1])
-    check_shape("mask", mask, policy.shape)
+    every = "; where every token counts, pass torch.ones_like(policy, dtype=torch.bool)"
+    check_shape("mask", mask, policy.shape, every if mask is None else "")
     mask_BT = mask.bool()
     count_B = mask_BT.sum(1).clamp(min=1)
 
@@ -85,7 +105,7 @@ def grpo(
     if reference is not None:
         _, reference_BT = widened("BT", policy=policy, reference=reference)
         d_BT = (reference_BT.detach() - policy_BT).masked_fill(~mask_BT, 0).clamp(max=LARGEST_LOG_RATIO)
-        loss_BT = loss_BT + beta * (d_BT.expm1() - d_BT)
+        loss_BT = loss_BT + (0.04 if beta is None else beta) * (d_BT.expm1() - d_BT)
 
     loss_B = loss_BT.masked_fill(~mask_BT, 0).sum(1)
     if loss_type == "grpo":

@@ -113,7 +113,7 @@ def kto(
     policy: Tensor,
     reference: Tensor,
     label: Tensor,
-    kl: Tensor,
+    kl: Tensor | float,
     *,
     beta: float = 0.1,
     desirable_weight: float = 1.0,
@@ -134,9 +134,10 @@ def kto(
         the result is 0-d, [B] for "none".
 
     Args:
-        label: bool, True for desirable.
+        label: a bool tensor, True for desirable.
         kl: policy minus reference log-probability of mismatched sequences, prompt i with the completion of
-            another j; or their mean, 0-d, over all ranks if there are several. Compute it under no_grad.
+            another j; or their mean, 0-d or a float, over all ranks if there are several. Compute it under
+            no_grad.
         desirable_weight, undesirable_weight: :math:`\lambda_D` and :math:`\lambda_U`.
 
     Source: arxiv.org/abs/2402.01306
@@ -147,9 +148,15 @@ def kto(
         loss = kto(policy, reference, label, policy_mismatched - reference_mismatched)
     """
     policy_B, reference_B = widened("B", policy=policy, reference=reference)
-    check_shape("label", label, policy.shape)
+    check_shape("label", label, policy.shape, "; pass torch.tensor(label)" * isinstance(label, (list, tuple)))
     if label.dtype != torch.bool:
-        raise ArgumentTypeError(f"label must be bool, True for desirable, got {label.dtype}")
+        raise ArgumentTypeError(
+            f"label must be bool, True for desirable, got {label.dtype}; if 1 is desirable, pass label == 1"
+        )
+    if isinstance(kl, (int, float)):
+        kl = torch.full((), kl, dtype=policy_B.dtype, device=policy.device)
+    if not isinstance(kl, Tensor):
+        raise ArgumentTypeError(f"kl must be a torch.Tensor or a float, got {type(kl).__name__}")
     if kl.dim() > 1 or kl.numel() == 0:
         raise ArgumentError(f"kl must have shape [M], M > 0, or [], got {list(kl.shape)}")
     baseline = kl.detach().to(policy_B.dtype).mean().clamp(min=0)

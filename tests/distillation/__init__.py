@@ -84,10 +84,18 @@ def fused(inputs: Inputs, divergence: str, **options: Any) -> Tensor:
 
 
 def dense(
-    inputs: Inputs, divergence: str, *, temperature: float = 1.0, reduction: str = "mean", **_: Any
+    inputs: Inputs,
+    divergence: str,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    **_: Any,
 ) -> Tensor:
     """torch's own kl_div of dense logits, which are float32 (float64 for float64)."""
-    s_NV, t_NV = (log_probs.flatten(0, -2) for log_probs in dense_log_probs(inputs, temperature))
+    both = dense_log_probs(inputs, temperature, student_softcap, teacher_softcap)
+    s_NV, t_NV = (log_probs.flatten(0, -2) for log_probs in both)
     if divergence.startswith("js"):
         beta = float(divergence[3:])
         m_NV = torch.logaddexp(t_NV + math.log(beta), s_NV + math.log1p(-beta))
@@ -107,18 +115,26 @@ def _kl(p_NV: Tensor, q_NV: Tensor) -> Tensor:
     return F.kl_div(q_NV, p_NV, reduction="none", log_target=True)
 
 
-def dense_log_probs(inputs: Inputs, temperature: float) -> tuple[Tensor, Tensor]:
-    def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+def dense_log_probs(
+    inputs: Inputs,
+    temperature: float,
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         if input.is_cuda and input.dtype in HALVES:
             logits = _WideLinear.apply(input.flatten(0, -2), weight_VD).view(*input.shape[:-1], -1)
         else:
             logits = F.linear(input.to(dtype), weight_VD.to(dtype))
-        return ((logits if bias_V is None else logits + bias_V) / temperature).log_softmax(-1)
+        logits = logits if bias_V is None else logits + bias_V
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return (logits / temperature).log_softmax(-1)
 
     return (
-        log_probs(inputs.student_input, inputs.student_weight, inputs.student_bias),
-        log_probs(inputs.teacher_input, inputs.teacher_weight, inputs.teacher_bias),
+        log_probs(inputs.student_input, inputs.student_weight, inputs.student_bias, student_softcap),
+        log_probs(inputs.teacher_input, inputs.teacher_weight, inputs.teacher_bias, teacher_softcap),
     )
 
 
@@ -182,10 +198,14 @@ def magnitudes(
     upstream: Tensor | float,
     temperature: float = 1.0,
     reduction: str = "mean",
+    student_softcap: float | None = None,
+    teacher_softcap: float | None = None,
     **_: Any,
 ) -> Result:
-    """The loss and its gradients with |.| around every term, so that nothing cancels."""
-    s_NV, t_NV = (log_probs.flatten(0, -2) for log_probs in dense_log_probs(inputs, temperature))
+    """The loss and its gradients with |.| around every term, so that nothing cancels. (The slope of a soft
+    cap, at most 1, is left out.)"""
+    both = dense_log_probs(inputs, temperature, student_softcap, teacher_softcap)
+    s_NV, t_NV = (log_probs.flatten(0, -2) for log_probs in both)
     both_NV = s_NV.abs() + t_NV.abs()
     loss_N = ((s_NV.exp() + t_NV.exp()) * both_NV).sum(1)
     grad_NV = s_NV.exp() + t_NV.exp()

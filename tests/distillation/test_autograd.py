@@ -145,11 +145,12 @@ def test_hooks_fire_once(device, reduction):
         assert torch.equal(inputs.leaves()[name].grad, expected[name])
 
 
+@pytest.mark.parametrize("caps", [{}, {"student_softcap": 2.0, "teacher_softcap": 3.0}], ids=["", "capped"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_any_order_of_derivative(device, divergence, reduction):
+def test_any_order_of_derivative(device, divergence, reduction, caps):
     loss, leaves = as_function(
-        small(device), divergence, reduction=reduction, temperature=1.3, workspace=40_000
+        small(device), divergence, reduction=reduction, temperature=1.3, workspace=40_000, **caps
     )
     assert torch.autograd.gradcheck(loss, leaves, fast_mode=True)
     assert torch.autograd.gradgradcheck(loss, leaves, fast_mode=True)
@@ -283,7 +284,7 @@ def test_autocast(device, amp, reduction):
 def test_a_whole_compiled_graph(device, reduction, dtype):
     torch.compiler.reset()
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
-    loss, leaves = as_function(inputs, "js 0.1", reduction=reduction, temperature=1.3)
+    loss, leaves = as_function(inputs, "js 0.1", reduction=reduction, temperature=1.3, student_softcap=3.0)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     upstream = torch.randn(37, device=device) if reduction == "none" else torch.tensor(0.3, device=device)
     expected = torch.autograd.grad(loss(*leaves), leaves, upstream)
@@ -332,7 +333,7 @@ def test_the_operators_are_registered_right(device, beta, reduction, wanted):
         inputs.ignored,
     )
     upstream = torch.randn(5, device=device) if reduction == "none" else None
-    options = Options(beta, 1.3, reduction, torch.float32, torch.float32, None)
+    options = Options(beta, 1.3, reduction, torch.float32, torch.float32, None, 2.0, 3.0)
     arguments = (*heads, upstream, wanted, *options)
     torch.library.opcheck(torch.ops.lowtide.distillation.default, arguments)
     scaled = (torch.randn(3, 4, device=device), torch.rand((), device=device), torch.bfloat16)
@@ -379,8 +380,9 @@ def test_the_reference_is_the_same(device, divergence):
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     tensors = dict(inputs.items())
     beta = float(divergence[3:]) if divergence.startswith("js") else float(divergence == "reverse")
-    options = Options(beta, 1.3, "mean", torch.float64, torch.float64, None)
+    options = Options(beta, 1.3, "mean", torch.float64, torch.float64, None, 2.0, 3.0)
     loss = transforms.reference(Heads(**tensors), options)
-    torch.testing.assert_close(loss, dense(inputs, divergence, temperature=1.3))
+    caps = {"student_softcap": 2.0, "teacher_softcap": 3.0}
+    torch.testing.assert_close(loss, dense(inputs, divergence, temperature=1.3, **caps))
     torch.testing.assert_close(transforms.distillation(Heads(**tensors), options), loss)
     assert autograd.distillation(Heads(**tensors), options).isfinite()

@@ -12,7 +12,7 @@ CHANGES = {
     "student_weight must have shape": lambda i: {"student_weight": i.student_weight.t()},
     "teacher_weight must have shape": lambda i: {"teacher_weight": i.teacher_weight[:, :-1]},
     "teacher_weight must have the student's 63 classes": lambda i: {"teacher_weight": i.teacher_weight[:-1]},
-    "teacher_input must have shape": lambda i: {"teacher_input": i.teacher_input[:-1]},
+    r"teacher_input must have shape \[37, D\], with": lambda i: {"teacher_input": i.teacher_input[:-1]},
     "student_bias must have shape": lambda i: {"student_bias": torch.zeros(62)},
     "ignored must have shape": lambda i: {"ignored": i.ignored[:-1]},
     "ignored must be a bool tensor": lambda i: {"ignored": i.ignored.long()},
@@ -32,6 +32,8 @@ OPTIONS = [
     ({"reduction": "batchmean"}, "take 'sum' and divide"),
     ({"temperature": 0.0}, "temperature must be a finite number above 0"),
     ({"temperature": "2"}, "temperature must be a float"),
+    ({"student_softcap": 0.0}, "student_softcap must be a finite number above 0, or None for none, got 0.0"),
+    ({"teacher_softcap": "30"}, "teacher_softcap must be a float or None, got '30'"),
     ({"workspace": 1.5}, "workspace must be a number of bytes"),
     ({"workspace": 0}, r"takes \d+ bytes in this call, got 0 bytes"),
 ]

@@ -13,9 +13,9 @@ from tests.helpers import smallest_workspace
 N, D_S, V, D_T = 16, 8, 32768, 4
 
 
-def measured(inputs, divergence, times, reduction):
+def measured(inputs, divergence, times, reduction, **caps):
     def call(workspace):
-        return fused(inputs, divergence, workspace=workspace, reduction=reduction, temperature=1.3)
+        return fused(inputs, divergence, workspace=workspace, reduction=reduction, temperature=1.3, **caps)
 
     workspace = times * smallest_workspace(call)
     call(workspace).sum().backward()  # libraries are loaded
@@ -35,9 +35,10 @@ def held_by_gradients(inputs):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "js 0.5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_and_backward_keep_to_the_workspace(device, dtype, divergence, reduction, times):
+@pytest.mark.parametrize("caps", [{}, {"student_softcap": 3.0, "teacher_softcap": 3.0}], ids=["", "capped"])
+def test_forward_and_backward_keep_to_the_workspace(device, dtype, divergence, reduction, times, caps):
     inputs = make_inputs(N, D_S, V, D_T, device=device, dtype=dtype, bias=True)
-    call, workspace = measured(inputs, divergence, times, reduction)
+    call, workspace = measured(inputs, divergence, times, reduction, **caps)
     with peak_memory(device) as peak:
         call(workspace).sum().backward()
     assert peak.bytes <= workspace + held_by_gradients(inputs) + 4 * N
@@ -101,14 +102,15 @@ def test_a_retained_graph_holds_one_more_set_of_gradients(device, reduction):
     assert peak.bytes <= workspace + 2 * held_by_gradients(inputs) + 4 * N
 
 
+@pytest.mark.parametrize("caps", [{}, {"student_softcap": 3.0, "teacher_softcap": 3.0}], ids=["", "capped"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_higher_orders_keep_to_the_workspace(device, divergence):
+def test_higher_orders_keep_to_the_workspace(device, divergence, caps):
     """Copies of the operands apart."""
     inputs = make_inputs(256, 4, 4096, 4, device=device, ignored=0)
     workspace = 4 << 20  # of logits, all of them: twice as much for each head
 
     def second():
-        loss = fused(inputs, divergence, workspace=workspace)
+        loss = fused(inputs, divergence, workspace=workspace, **caps)
         (first,) = torch.autograd.grad(loss, inputs.student_input, create_graph=True)
         return torch.autograd.grad(first.square().sum(), inputs.student_input)
 

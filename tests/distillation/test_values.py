@@ -54,6 +54,43 @@ def test_sizes_and_chunks(device, dtype, divergence, shape, room):
     check_fused(inputs, divergence, workspace=room * least_workspace(inputs, divergence))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("caps", [(3.0, 5.0), (3.0, None), (None, 2.0)])
+def test_soft_caps(device, dtype, divergence, reduction, caps):
+    """Logits of standard deviation 3 and more: the caps bend many of them."""
+    inputs = make_inputs(device=device, dtype=dtype, bias=True, scale=3)
+    upstream = torch.randn(37).to(device) if reduction == "none" else 0.3
+    options = {"reduction": reduction, "temperature": 1.7}
+    options |= {"student_softcap": caps[0], "teacher_softcap": caps[1]}
+    check_fused(inputs, divergence, upstream, **options)
+    least = least_workspace(inputs, divergence, **options)
+    check_fused(inputs, divergence, upstream, workspace=2 * least, **options)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_soft_caps_far_out(device, divergence):
+    """A logit that its cap holds does not move: no slope."""
+    inputs = make_inputs(device=device, dtype=torch.float64, scale=1e4)
+    result = differentiate(fused, inputs, divergence, student_softcap=30.0, teacher_softcap=30.0)
+    assert all(tensor.isfinite().all() for tensor in result.values())
+    assert norm(result["student_input"]) < norm(differentiate(fused, inputs, divergence)["student_input"])
+    plain = make_inputs(device=device)
+    wide = {"student_softcap": 1e4, "teacher_softcap": 1e4}
+    torch.testing.assert_close(fused(plain, divergence, **wide), fused(plain, divergence))
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_a_softly_capped_teacher_that_is_the_student(device, divergence):
+    inputs = make_inputs(device=device, bias=True, scale=10)
+    student = {name: tensor.detach() for name, tensor in inputs.leaves().items()}
+    inputs = replace(inputs, **{name.replace("student", "teacher"): each for name, each in student.items()})
+    result = differentiate(fused, inputs, divergence, student_softcap=30.0, teacher_softcap=30.0)
+    for name, tensor in result.items():
+        assert torch.equal(tensor, torch.zeros_like(tensor)), name
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_no_rows(device, divergence, reduction):

@@ -99,6 +99,22 @@ def test_more_negatives_make_it_harder():
     assert info_nce(query_BD, key_KD, logit_scale=1.0) > few
 
 
+def test_dtypes_are_named_as_the_caller_knows_them():
+    float32, bfloat16 = torch.ones(3, 4), torch.ones(3, 4).bfloat16()
+    for call, message in (
+        (contrastive, r"text must have the dtype of image \(torch.float32\), got torch.bfloat16; cast"),
+        (info_nce, r"key must have the dtype of query \(torch.float32\), got torch.bfloat16; cast"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call(float32, bfloat16, logit_scale=1.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(float32, bfloat16, logit_scale=1.0).isfinite()
+    with pytest.raises(TypeError, match="text must be a torch.Tensor, got list"):
+        contrastive(float32, [1.0], logit_scale=1.0)
+    with pytest.raises(ValueError, match="text must be on image's device .cpu., got meta"):
+        contrastive(float32, float32.to("meta"), logit_scale=1.0)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -108,6 +124,10 @@ def test_more_negatives_make_it_harder():
         ),
         (lambda: info_nce(torch.ones(3, 4), torch.ones(2, 4), logit_scale=1.0), r"key .*K >= 3.*\[2, 4\]"),
         (lambda: info_nce(torch.ones(3, 4), torch.ones(3, 5), logit_scale=1.0), r"key .*\[K, 4\].*\[3, 5\]"),
+        (
+            lambda: contrastive(torch.ones(3, 1, 4), torch.ones(3, 1, 4), logit_scale=1.0),
+            r"image must have shape \[B, D\], got \[3, 1, 4\]",
+        ),
         (lambda: info_nce(torch.ones(3, 1, 4), torch.ones(3, 4), logit_scale=1.0), r"query .*\[3, 1, 4\]"),
     ],
 )

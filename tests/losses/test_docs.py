@@ -1,55 +1,43 @@
-"""Every example of docs/losses.md runs, one after the other, and leaves a loss that can be differentiated."""
+"""Every example of docs/losses.md runs as it stands, one after the other, and leaves a loss that can be
+differentiated."""
 
 import re
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-
-import lowtide
-from lowtide import losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
-B, T, D, V = 3, 6, 4, 11
 
 
 def test_examples():
-    labels = torch.randint(V, (2 * B, T))
-    labels[:, :2] = -100
-    hidden = torch.randn(2 * B, T, D, requires_grad=True)
-    names = {
-        "torch": torch,
-        "F": F,
-        "linear_log_probs": lowtide.linear_log_probs,
-        **{name: getattr(losses, name) for name in losses.__all__},
-        "head": torch.nn.Linear(D, V),
-        "reference_head": torch.nn.Linear(D, V),
-        "hidden": hidden,
-        "reference_hidden": torch.randn(2 * B, T, D),
-        "labels": labels,
-        "mismatched_hidden": torch.randn(2 * B, T, D),
-        "mismatched_labels": labels,
-        "mismatched_reference": torch.full((2 * B,), -9.0),
-        "desirable": torch.arange(2 * B) % 2 == 0,
-        "rewards": torch.randn(2 * B),
-        "group_size": B,
-        "temperature": 0.7,
-        "old": torch.full((2 * B, T - 1), -2.0),
-        "reference_log_prob": torch.full((2 * B, T - 1), -2.0),
-        "image": torch.randn(B, D, requires_grad=True),
-        "text": torch.randn(B, D, requires_grad=True),
-        "queue": torch.randn(5, D),
-        "log_scale": torch.tensor(1.0, requires_grad=True),
-    }
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 7
+    first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(first, names)
+    assert len(blocks) == 9
+    with_loss = 0
     for block in blocks:
-        names.pop("loss", None)
-        if block.startswith("loss = loss"):
-            names["loss"] = 0.0
+        names["loss"] = torch.zeros(())
         exec(block, names)
+        if "loss =" not in block:
+            continue
+        with_loss += 1
         assert names["loss"].isfinite(), block
         assert names["loss"].requires_grad, block
         names["loss"].backward(retain_graph=True)
-    assert hidden.grad[:, 1:5].abs().sum() > 0
+    assert with_loss == 8
+    assert names["hidden"].grad[:, 4:-1].abs().sum() > 0
     assert names["log_scale"].grad != 0
+
+
+def test_the_entropy_bonus_of_a_micro_batch_without_a_token():
+    """The recipe, with nothing that counts."""
+    first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {}
+    exec(first, names)
+    names["labels"].fill_(-100)
+    for block in blocks:
+        if "sampling" in block:
+            exec(block, names)
+    names["loss"].backward()
+    assert names["loss"].item() == 0
+    assert torch.equal(names["hidden"].grad, torch.zeros_like(names["hidden"]))

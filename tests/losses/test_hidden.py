@@ -115,6 +115,18 @@ def test_another_ignore_index():
         assert torch.equal(function(*arguments, own_BT, ignore_index=V + 5, **options), want)
 
 
+def test_no_ignore_index_means_minus_100():
+    leaves, constants = make()
+    arguments = leaves["input"], leaves["linear_weight"], constants["target"]
+    for function, options in (
+        (sequence_log_probs, {}),
+        (sequence_log_probs, {"reduction": "mean"}),
+        (z_loss, {}),
+    ):
+        got = function(*arguments, ignore_index=None, **options)
+        assert torch.equal(got, function(*arguments, **options))
+
+
 def test_the_mean_is_the_sum_over_the_tokens_that_count():
     leaves, constants = make()
     arguments = leaves["input"], leaves["linear_weight"], constants["target"]
@@ -134,5 +146,9 @@ def test_errors():
     arguments = leaves["input"], leaves["linear_weight"]
     with pytest.raises(ValueError, match="reduction must be one of 'sum', 'mean', got 'none'"):
         sequence_log_probs(*arguments, constants["target"], reduction="none")
+    with pytest.raises(ValueError, match=r"\[B, T, D\], got \[9, 7\]; for one sequence, input\[None\]"):
+        sequence_log_probs(leaves["input"][0], leaves["linear_weight"], constants["target"][0])
+    with pytest.raises(ValueError, match=r"\[B, T, D\], got \[1, 6, 9, 7\]; flatten what comes before T"):
+        sequence_log_probs(leaves["input"][None], leaves["linear_weight"], constants["target"][None])
     with pytest.raises(ValueError, match=r"target must have shape \[6, 9\].*got \[6, 8\]"):
         sequence_log_probs(*arguments, constants["target"][:, 1:])

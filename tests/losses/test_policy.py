@@ -37,6 +37,10 @@ def nearby(leaves):
     }
 
 
+def length(loss_type):
+    return {"max_completion_length": LENGTH} if loss_type == "dr_grpo" else {}
+
+
 def fused(level, loss_type, kl):
     def loss_of(leaves, constants):
         target_BT = constants["target"]
@@ -47,12 +51,12 @@ def fused(level, loss_type, kl):
             constants["advantages"],
             target_BT != -100,
             reference=constants["reference"] if kl else None,
-            beta=0.3,
+            beta=0.3 if kl else None,
             epsilon=0.1,
             epsilon_high=0.15,
             importance_sampling_level=level,
             loss_type=loss_type,
-            max_completion_length=LENGTH,
+            **length(loss_type),
         )
 
     return loss_of
@@ -177,7 +181,7 @@ def test_what_is_masked_is_never_read(loss_type, level):
     options = {
         "importance_sampling_level": level,
         "loss_type": loss_type,
-        "max_completion_length": LENGTH,
+        **length(loss_type),
     }
     results = []
     for rubbish in (0.0, float("nan"), float("-inf"), 1e30):
@@ -198,7 +202,7 @@ def test_what_is_masked_is_never_read(loss_type, level):
 def test_nothing_counts_at_all(loss_type):
     policy_BT = torch.randn(2, 3, requires_grad=True)
     mask_BT = torch.zeros(2, 3, dtype=torch.bool)
-    loss = grpo(policy_BT, None, torch.ones(2), mask_BT, loss_type=loss_type, max_completion_length=3)
+    loss = grpo(policy_BT, None, torch.ones(2), mask_BT, loss_type=loss_type, **length(loss_type))
     loss.backward()
     assert loss.item() == 0
     assert torch.equal(policy_BT.grad, torch.zeros(2, 3))
@@ -228,6 +232,15 @@ def test_old_and_reference_take_no_gradient():
     assert reference.grad is None
 
 
+def test_beta_is_004_with_a_reference_and_may_be_0_without():
+    policy_BT, reference_BT = torch.randn(2, 2, 3)
+    given = policy_BT, None, torch.ones(2), torch.ones(2, 3)
+    own = grpo(*given, reference=reference_BT)
+    assert torch.equal(own, grpo(*given, reference=reference_BT, beta=0.04))
+    assert own > grpo(*given, reference=reference_BT, beta=0.0)
+    assert torch.equal(grpo(*given), grpo(*given, beta=0.0))
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
@@ -237,7 +250,30 @@ def test_old_and_reference_take_no_gradient():
         ({"advantages": torch.ones(2, 1)}, ValueError, r"advantages must have shape \[2\], got \[2, 1\]"),
         ({"mask": torch.ones(2)}, ValueError, r"mask must have shape \[2, 3\], got \[2\]"),
         ({"old": torch.ones(2, 3).long()}, TypeError, "old must be a floating-point .* got torch.int64"),
-        ({"loss_type": "bnpo"}, ValueError, "loss_type must be one of 'grpo', 'dapo', 'dr_grpo', got 'bnpo'"),
+        ({"loss_type": "bnpo"}, ValueError, "loss_type 'bnpo' is 'dapo' here, without num_items_in_batch"),
+        ({"loss_type": "ppo"}, ValueError, "loss_type must be one of 'grpo', 'dapo', 'dr_grpo', got 'ppo'"),
+        (
+            {"num_items_in_batch": 4},
+            ValueError,
+            "num_items_in_batch is for loss_type='dapo' alone, got it with 'grpo'; leave it out",
+        ),
+        (
+            {"num_items_in_batch": 4, "loss_type": "dr_grpo", "max_completion_length": 3},
+            ValueError,
+            "num_items_in_batch is for loss_type='dapo' alone, got it with 'dr_grpo'",
+        ),
+        (
+            {"max_completion_length": 4, "loss_type": "dapo"},
+            ValueError,
+            "max_completion_length is for loss_type='dr_grpo' alone, got it with 'dapo'; leave it out",
+        ),
+        (
+            {"beta": 0.1},
+            ValueError,
+            "beta .*needs reference, got beta=0.1 .*pass reference, or leave beta out",
+        ),
+        ({"mask": None}, TypeError, r"mask must be .* \[2, 3\], got NoneType; .*torch.ones_like\(policy"),
+        ({"advantages": [1.0, 2.0]}, TypeError, r"advantages must be a torch.Tensor .* \[2\], got list"),
         ({"loss_type": "dr_grpo"}, ValueError, "max_completion_length must be .* got None"),
         ({"importance_sampling_level": "word"}, ValueError, "importance_sampling_level must be .* 'word'"),
     ],

@@ -188,6 +188,15 @@ def test_kto_the_baseline_is_a_constant_that_is_not_negative():
     assert torch.equal(below, kto(policy_B, torch.zeros(2), label, torch.zeros(()), beta=1.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_baseline_that_is_a_number(dtype):
+    policy_B, label = leaf(0.7, -0.3, dtype=dtype), torch.tensor([True, False])
+    got = kto(policy_B, torch.zeros_like(policy_B), label, 0.1)
+    assert got.dtype == dtype
+    want = kto(policy_B, torch.zeros_like(policy_B), label, torch.tensor(0.1, dtype=dtype))
+    assert torch.equal(got, want)
+
+
 def test_orpo_far_out():
     """The odds of e^-1000 are e^-1000; those of p = 1 - 1e-30 are 1e30."""
     chosen, rejected = leaf(-1000.0, -1e-30), leaf(-1e-30, -1000.0)
@@ -281,7 +290,13 @@ def test_half_precision_log_probabilities_are_widened():
             ValueError,
             r"label_smoothing .*\[0, 0.5\], got 0.6",
         ),
-        (lambda b: kto(b, b, b, b), TypeError, "label must be bool.* got torch.float32"),
+        (lambda b: kto(b, b, b, b), TypeError, "label must be bool.* got torch.float32; .*pass label == 1"),
+        (
+            lambda b: kto(b, b, [True, False, True], b),
+            TypeError,
+            r"label must be .*\[3\], got list; pass torch.tensor\(label\)",
+        ),
+        (lambda b: kto(b, b, b > 0, None), TypeError, "kl must be a torch.Tensor or a float, got NoneType"),
         (lambda b: kto(b, b, b[:2] > 0, b), ValueError, r"label must have shape \[3\], got \[2\]"),
         (lambda b: kto(b, b, b > 0, b[:0]), ValueError, r"kl must have shape \[M\].*got \[0\]"),
     ],
