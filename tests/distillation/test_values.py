@@ -71,11 +71,13 @@ def test_soft_caps(device, dtype, divergence, reduction, caps):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_soft_caps_far_out(device, divergence):
-    """A logit that its cap holds does not move: no slope."""
-    inputs = make_inputs(device=device, dtype=torch.float64, scale=1e4)
-    result = differentiate(fused, inputs, divergence, student_softcap=30.0, teacher_softcap=30.0)
-    assert all(tensor.isfinite().all() for tensor in result.values())
-    assert norm(result["student_input"]) < norm(differentiate(fused, inputs, divergence)["student_input"])
+    """Logits that a cap holds do not move; one far above them all changes nothing."""
+    held = make_inputs(device=device, dtype=torch.float64, scale=1e6)
+    result = differentiate(fused, held, divergence, student_softcap=3.0, teacher_softcap=3.0)
+    assert 0 < result["loss"] < 6
+    exact = differentiate(dense, held, divergence, student_softcap=3.0, teacher_softcap=3.0)
+    for name, tensor in exact.items():
+        torch.testing.assert_close(result[name], tensor)
     plain = make_inputs(device=device)
     wide = {"student_softcap": 1e4, "teacher_softcap": 1e4}
     torch.testing.assert_close(fused(plain, divergence, **wide), fused(plain, divergence))

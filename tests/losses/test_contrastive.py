@@ -109,9 +109,9 @@ def test_dtypes_are_named_as_the_caller_knows_them():
             call(float32, bfloat16, logit_scale=1.0)
         with torch.autocast("cpu", torch.bfloat16):
             assert call(float32, bfloat16, logit_scale=1.0).isfinite()
-    with pytest.raises(TypeError, match="text must be a torch.Tensor, got list"):
+    with pytest.raises(TypeError, match=r"text must be a torch\.Tensor, got list"):
         contrastive(float32, [1.0], logit_scale=1.0)
-    with pytest.raises(ValueError, match="text must be on image's device .cpu., got meta"):
+    with pytest.raises(ValueError, match=r"text must be on image's device \(cpu\), got meta"):
         contrastive(float32, float32.to("meta"), logit_scale=1.0)
 
 
