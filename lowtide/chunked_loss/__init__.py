@@ -1,0 +1,3 @@
+from lowtide.chunked_loss.api import chunked_loss
+
+__all__ = ["chunked_loss"]

@@ -1,0 +1,231 @@
+"""The loop: the loss of each chunk and its gradients, and nothing else of it.
+
+Half precision: sums over chunks are float32 (sums.py). Gradients of rows are written once, in the rows'
+dtype.
+
+float16: a gradient formed before the loss is scaled loses what is below 6e-8. So a chunk's backward starts
+not from 1 but from a power of two that brings the largest gradient of the head's output near 2^3, which is
+what a loss scale does for a mean; it is measured for each chunk by a backward pass through loss_fn alone.
+What is kept is divided by it when the upstream gradient is known.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lowtide.chunked_loss.check import ArgumentError
+from lowtide.chunked_loss.job import Job, Tensors
+from lowtide.chunked_loss.replay import ours
+from lowtide.chunked_loss.rows import cut
+from lowtide.chunked_loss.sums import HALVES, Products, Sum
+
+Found = dict[int, Tensor | None]  # gradients by place among the tensors
+Result = TypeVar("Result")
+
+PROBE = 2.0**8
+EXPONENT = 3
+
+
+class Kept(NamedTuple):
+    """A gradient; `factor` times it, where there is one: 0-d, or one a chunk of rows."""
+
+    gradient: Tensor
+    factor: Tensor | None = None
+
+
+def loss_alone(job: Job, tensors: Tensors, *, graph: bool) -> Tensor:
+    """The loss, or the losses of rows; with `graph`, each chunk has its own for as long as it is checked."""
+    total, losses = Sum(), None
+    learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
+    with torch.set_grad_enabled(graph):
+        for place, (start, stop) in enumerate(job.chunks):
+            value = _checked(job, place, job.piece(tensors[: job.cut], start, stop), learned, graph)
+            losses = _placed(job, losses, total, value, start, stop)
+    return total.total if losses is None else losses
+
+
+def form(job: Job, tensors: Tensors) -> tuple[Tensor, list[Kept | None]]:
+    """The loss, and the gradients of its sum that are wanted, from one pass."""
+    loop = _Loop(job, tensors, job.wanted)
+    total = Sum()
+    for place, (start, stop) in enumerate(job.chunks):
+        total.add(loop.first(place, start, stop))
+    return total.total, loop.kept()
+
+
+def form_again(
+    job: Job, tensors: Tensors, wanted: Sequence[bool], upstream: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted, given that of the loss."""
+    loop = _Loop(job, tensors, wanted)
+    with job.replay.autocast():
+        for place, (start, stop) in enumerate(job.chunks):
+            loop.again(place, start, stop, upstream)
+    return tuple(None if each is None else each.gradient for each in loop.kept())
+
+
+class _Loop:
+    def __init__(self, job: Job, tensors: Tensors, wanted: Sequence[bool]) -> None:
+        self.job, self.tensors, self.wanted = job, tensors, wanted
+        self.rows: list[Tensor | None] = [None] * job.cut
+        self.learned = _leaves(tensors[job.cut :], wanted[job.cut :])
+        self.sums = [Sum() if each else None for each in wanted[job.cut :]]
+        self.products = Products(self.learned, self.sums)
+        self.reached = False
+        self.lifts: list[Tensor] = []
+        dtypes = {tensor.dtype for tensor in tensors} | job.replay.autocast_dtypes
+        self.lifted = torch.float16 in dtypes
+
+    def first(self, place: int, start: int, stop: int) -> Tensor:
+        leaves = self._pieces(start, stop)
+
+        def run() -> tuple[Tensor, Found]:
+            with torch.enable_grad(), ours():
+                out, value = self.job.loss(place, leaves, self.learned)
+            seed = self._lift(out, value) if self.lifted else None
+            del out
+            return value.detach(), self._pulled_back(value, leaves, seed)
+
+        value, found = self._within(place, run)
+        self._take(start, stop, found)
+        return value
+
+    def again(self, place: int, start: int, stop: int, upstream: Tensor) -> None:
+        leaves = self._pieces(start, stop)
+        if upstream.dim():
+            upstream = cut(upstream, upstream.dim(), start, stop)
+
+        def run() -> Found:
+            with torch.enable_grad(), ours():
+                value = self.job.loss_again(place, leaves, self.learned)
+            return self._pulled_back(value, leaves, upstream.to(value.dtype))
+
+        self._take(start, stop, self._within(place, run))
+
+    def _within(self, place: int, run: Callable[[], Result]) -> Result:
+        with self.job.meter(place), self.products:
+            return self.job.call.within(self.learned, run)
+
+    def kept(self) -> list[Kept | None]:
+        job, kept = self.job, list[Kept | None]()
+        lifts = torch.stack(self.lifts) if self.lifts else None
+        for tensor, gradient, wanted in zip(self.tensors, self.rows, self.wanted):
+            if not wanted or (gradient is None and self.reached):
+                kept.append(None)
+            elif gradient is None:
+                kept.append(Kept(torch.zeros_like(tensor)))
+            else:
+                factor = None if lifts is None else 1 / lifts
+                kept.append(Kept(gradient.view(tensor.shape), factor))
+        for place, total in enumerate(self.sums):
+            tensor = self.tensors[job.cut + place]
+            if total is None or (total.total is None and self.reached):
+                kept.append(None)
+            elif total.total is None:
+                kept.append(Kept(torch.zeros_like(tensor)))
+            else:
+                kept.append(_rounded(total.total, tensor.dtype, lifts))
+                total.total = None  # before the next is rounded
+        return kept
+
+    def _pieces(self, start: int, stop: int) -> Tensors:
+        return _leaves(self.job.piece(self.tensors[: self.job.cut], start, stop), self.wanted)
+
+    def _pulled_back(self, value: Tensor, leaves: Tensors, upstream: Tensor | None) -> Found:
+        if not value.requires_grad:
+            return {}
+        self.reached = True
+        asked = {place: leaf for place, leaf in enumerate((*leaves, *self.learned)) if self.wanted[place]}
+        with self.job.replay.no_autocast():
+            found = torch.autograd.grad(value, list(asked.values()), upstream, allow_unused=True)
+        return dict(zip(asked, found))
+
+    def _take(self, start: int, stop: int, found: Found) -> None:
+        for place, term in enumerate([found.pop(place, None) for place in range(self.job.cut)]):
+            if term is not None and self.rows[place] is None:
+                self.rows[place] = self._buffer(place, start)
+            gradient = self.rows[place]
+            if gradient is not None:
+                gradient[start:stop] = 0 if term is None else term
+        while found:
+            place, term = found.popitem()
+            total = self.sums[place - self.job.cut]
+            if term is not None and total is not None:
+                total.add(term)
+            del term
+
+    def _buffer(self, place: int, start: int) -> Tensor:
+        """For the gradients of all rows; those before `start` had none."""
+        like = self.tensors[place]
+        buffer = like.new_empty((self.job.rows, *like.shape[len(self.job.leading) :]))
+        buffer[:start].zero_()
+        return buffer
+
+    def _lift(self, out: Any, value: Tensor) -> Tensor:
+        """What the chunk's backward starts from, a power of two; what is summed already is brought to it."""
+        one = torch.ones((), device=self.tensors[0].device)
+        previous = self.lifts[-1] if self.lifts else one
+        ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
+        lift = previous
+        if value.requires_grad and ends:
+            with self.job.replay.no_autocast():
+                probe = torch.full_like(value, PROBE)
+                found = torch.autograd.grad(value, ends, probe, retain_graph=True, allow_unused=True)
+            sizes = [
+                each.detach().abs().amax().float() for each in found if each is not None and each.numel()
+            ]
+            if sizes:
+                largest = torch.stack(sizes).amax() / PROBE
+                _, exponent = torch.frexp(largest)
+                limit = 14 if value.dtype == torch.float16 else 60
+                measured = torch.ldexp(one, (EXPONENT - exponent).clamp(-limit, limit))
+                lift = torch.where(largest.isfinite() & (largest > 0), measured, previous)
+        for total in self.sums if self.lifts else ():
+            if total is not None and total.total is not None:
+                total.total.mul_(lift / previous)
+        self.lifts.append(lift)
+        return lift.to(value.dtype)
+
+
+def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
+    leaves = _leaves(pieces, [graph] * len(pieces))
+    with ours(), job.meter(place):
+        return job.call.within(learned, lambda: job.loss(place, leaves, learned)[1].detach())
+
+
+def _placed(
+    job: Job, losses: Tensor | None, total: Sum, value: Tensor, start: int, stop: int
+) -> Tensor | None:
+    if (losses if value.dim() == 0 else total.total) is not None:
+        raise ArgumentError(
+            "loss_fn must return a sum for every chunk, or a value for each row for every chunk, got both; "
+            "for a chunk in which nothing counts return zeros of the same kind"
+        )
+    if value.dim() == 0:
+        total.add(value)
+        return None
+    if losses is None:
+        losses = value.new_empty(job.leading)
+    losses.view(-1)[start:stop] = value
+    return losses
+
+
+def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Tensors:
+    return tuple(
+        tensor.detach().requires_grad_(grad and tensor.is_floating_point())
+        for tensor, grad in zip(tensors, wanted)
+    )
+
+
+def _rounded(total: Tensor, dtype: torch.dtype, lifts: Tensor | None) -> Kept:
+    if lifts is None:
+        return Kept(total if total.dtype == dtype else total.to(dtype))
+    if dtype not in HALVES:
+        return Kept(total, 1 / lifts[-1])
+    # Anywhere in float16's range: its largest element near 1.
+    _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
+    center = torch.ldexp(torch.ones_like(lifts[-1]), -exponent.clamp(-100, 100))
+    return Kept((total.mul_(center)).to(dtype), 1 / (lifts[-1] * center))

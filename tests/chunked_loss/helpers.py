@@ -1,0 +1,136 @@
+"""What is trained in these tests, and the dense computation that it is compared with.
+
+Shapes: B sequences, T tokens, D features, V classes.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lowtide.chunked_loss import chunked_loss
+
+B, T, D, V = 2, 9, 8, 21
+MODES = ["gradient_in_forward", "recompute"]
+CHUNKS = [1, 5, 6, 1000]  # one row, uneven, even, more than there are
+
+
+def cross_entropy(logits, labels, reduction="sum"):
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.to(wide), labels, reduction=reduction)
+
+
+per_row = partial(cross_entropy, reduction="none")
+
+
+class Norm(nn.Module):
+    """RMS norm, linear, scale, soft cap: what heads are made of."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(D) + 0.5)
+        self.linear = nn.Linear(D, V, bias=bias)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, hidden):
+        normed = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * self.gain
+        return 5 * torch.tanh(self.linear(normed) * self.scale / 5)
+
+
+class Adapted(nn.Module):
+    """A frozen base and a trained adapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(D, V).requires_grad_(False)
+        self.down, self.up = nn.Linear(D, 3, bias=False), nn.Linear(3, V, bias=False)
+
+    def forward(self, hidden):
+        return self.base(hidden) + 2 * self.up(self.down(hidden))
+
+
+class Quantised(Adapted):
+    """Likewise, the base in eight bits."""
+
+    def __init__(self):
+        super().__init__()
+        weight = self.base.weight.detach()
+        self.base = nn.Module()
+        self.base.register_buffer("scale", weight.abs().amax(1, keepdim=True) / 127)
+        self.base.register_buffer("codes", (weight / self.base.scale).round().to(torch.int8))
+        self.base.forward = self.dequantised
+
+    def dequantised(self, hidden):
+        return F.linear(hidden, self.base.codes.to(hidden.dtype) * self.base.scale.to(hidden.dtype))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.linear.weight = self.embedding.weight
+
+
+HEADS = {
+    "linear": lambda: nn.Linear(D, V),
+    "norm": Norm,
+    "adapted": Adapted,
+    "quantised": Quantised,
+    "two layers": lambda: nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, V)),
+}
+
+
+def make(kind="norm", *, device="cpu", dtype=torch.float64, ignored=0.3):
+    """(head, hidden states, labels)"""
+    head = HEADS[kind]().to(device, dtype)
+    hidden = torch.randn(B, T, D, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.randint(V, (B, T))
+    labels[torch.rand(B, T) < ignored] = -100
+    return head, hidden, labels.to(device)
+
+
+def dense(loss_fn, head, hidden, *token_tensors, **_):
+    """All rows at once, cut by nobody."""
+    parts = hidden if isinstance(hidden, tuple) else (hidden,)
+    leading = parts[0].shape[:-1]
+
+    def flat(tensor):
+        cut = isinstance(tensor, torch.Tensor) and tensor.dim()
+        return tensor.reshape(-1, *tensor.shape[len(leading) :]) if cut else tensor
+
+    value = loss_fn(head(*map(flat, parts)), *map(flat, token_tensors))
+    if isinstance(value, tuple):
+        return value
+    return value.view(leading) if value.dim() else value
+
+
+def leaves(head, hidden):
+    parts = hidden if isinstance(hidden, tuple) else (hidden,)
+    parameters = head.parameters() if isinstance(head, nn.Module) else ()
+    return [each for each in (*parts, *parameters) if each.requires_grad]
+
+
+def close(found, expected, dtype=torch.float64):
+    """To rounding, or as near as dense computation in this dtype comes to the truth."""
+    assert len(found) == len(expected)
+    for ours, want in zip(found, expected):
+        assert ours.shape == want.shape
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.to(want.dtype), want, rtol=50 * eps, atol=50 * eps)
+
+
+def check(head, hidden, labels, use=lambda loss: loss, *, loss_fn=cross_entropy, of=None, **options):
+    """Loss and gradients after `use` of the loss, chunked and dense."""
+    options = {"chunk_size": 5} | options
+    results = []
+    for loss_of in (chunked_loss, dense):
+        loss = loss_of(loss_fn, head, hidden, labels, **options)
+        value = loss.detach().clone()
+        used = use(loss)
+        gradients = torch.autograd.grad(used.sum(), of or leaves(head, hidden))
+        results.append([value, *gradients])
+    close(*results)
+
+
+__all__ = ["CHUNKS", "HEADS", "MODES", "check", "chunked_loss", "close", "dense", "leaves", "make", "per_row"]

@@ -1,0 +1,112 @@
+"""DDP and FSDP2, with two processes that have unequal numbers of chunks: exact, one all-gather and one
+reduce-scatter of the head a step, and nobody waits for ever."""
+
+import json
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lowtide.chunked_loss import chunked_loss
+from tests.chunked_loss.helpers import D, V, cross_entropy, make
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+ROOT = Path(__file__).parents[2]
+DDP = ["ddp", "ddp recompute", "ddp outside"]
+ONCE = [
+    *("fsdp", "fsdp recompute", "fsdp per row", "fsdp wrapped", "fsdp outside", "fsdp recompute outside"),
+    *("fsdp root", "fsdp root outside", "fsdp reshard once"),
+]
+TWICE = ["fsdp reshard", "fsdp recompute reshard"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of all scenarios, by rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.chunked_loss.two_ranks"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), port, *DDP, *ONCE, *TWICE],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
+    assert all(len(each) == len(DDP + ONCE + TWICE) for each in found), outputs[0][1] + outputs[1][1]
+    return [{each["kind"]: each for each in rank} for rank in found]
+
+
+@pytest.mark.parametrize("kind", [*DDP, *ONCE, *TWICE])
+def test_exact_on_every_rank(results, kind):
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+        assert rank[kind]["error"] < 1e-7
+
+
+@pytest.mark.parametrize("kind", [*ONCE, *TWICE])
+def test_collectives_of_the_head_in_a_step(results, kind):
+    """However many chunks; a second all-gather is what reshard_after_forward asks for."""
+    for rank in results:
+        assert rank[kind]["reductions"] == 1
+        assert rank[kind]["gathers"] == (2 if kind in TWICE else 1)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_heads_that_would_communicate_for_each_chunk(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    _, hidden, labels = make("linear", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"must not be a DistributedDataParallel.*pass head.module"):
+        chunked_loss(cross_entropy, DistributedDataParallel(nn.Linear(D, V)), hidden, labels)
+
+    nested = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, V))
+    fully_shard(nested[1])
+    for head in (nested, fully_shard(nested)):
+        with pytest.raises(ValueError, match="must be one FSDP unit, but has others inside: 1"):
+            chunked_loss(cross_entropy, head, hidden, labels)
+    hidden_in_partial = partial(nn.Module.__call__, fully_shard(nn.Linear(D, V)))
+    with pytest.raises(ValueError, match=r"head.0 is an FSDP unit, which only head may be"):
+        chunked_loss(cross_entropy, hidden_in_partial, hidden, labels)
+
+    hooked = fully_shard(nn.Linear(D, V))
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="forward hooks of its own"):
+        chunked_loss(cross_entropy, hooked, hidden, labels)
+
+
+def test_a_unit_is_left_as_it_was(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    _, hidden, labels = make("linear", dtype=torch.float32)
+    head = fully_shard(nn.Linear(D, V))
+    before = set(vars(head))
+    chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5).backward()
+    assert set(vars(head)) == before
+    assert head.weight.grad is not None

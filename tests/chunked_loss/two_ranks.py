@@ -1,0 +1,171 @@
+"""What test_distributed.py runs as two processes: each scenario is trained by two ranks, and densely by each
+alone on all of the data. Prints, as JSON, the largest difference of gradients and the collectives of the
+head in one step."""
+
+import json
+import sys
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.chunked_loss import chunked_loss
+from tests.chunked_loss.helpers import cross_entropy, dense, per_row
+
+D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
+CHUNK = 4
+HEAD_SIZE = V * D + V + D
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain, self.linear = nn.Parameter(torch.rand(D)), nn.Linear(D, V)
+
+    def forward(self, hidden):
+        return self.linear(hidden * self.gain)
+
+
+class Model(nn.Module):
+    """The loss is computed in `forward`, by whatever `loss_of` says."""
+
+    def __init__(self, loss_of, *, per_row=False):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(D, D), Head()
+        self.loss_of, self.loss_fn = loss_of, per_row_loss if per_row else cross_entropy
+
+    def forward(self, x, labels):
+        return self.loss_of(self.loss_fn, self.head, self.trunk(x).tanh(), labels).sum()
+
+
+class Hidden(Model):
+    """The loss is computed outside, from what `forward` returns."""
+
+    def forward(self, x, labels=None):
+        return self.trunk(x).tanh()
+
+
+class LossModule(nn.Module):
+    """A unit of its own around the head."""
+
+    def __init__(self, head, loss_of):
+        super().__init__()
+        self.head, self.loss_of = head, loss_of
+
+    def forward(self, hidden, labels):
+        return self.loss_of(cross_entropy, self.head, hidden, labels)
+
+
+class Wrapped(Model):
+    def __init__(self, loss_of):
+        super().__init__(loss_of)
+        self.loss = LossModule(self.head, loss_of)
+        del self.head
+
+    def forward(self, x, labels):
+        return self.loss(self.trunk(x).tanh(), labels)
+
+
+def per_row_loss(logits, labels):
+    return per_row(logits, labels)
+
+
+class Collectives(TorchDispatchMode):
+    """Those that carry as much as the head has."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"gathers": 0, "reductions": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if "allgather_base" in name:
+            self.counts["gathers"] += args[0].numel() >= HEAD_SIZE
+        if "reduce_scatter_base" in name:
+            self.counts["reductions"] += args[1].numel() >= HEAD_SIZE
+        return function(*args, **(kwargs or {}))
+
+
+def build(kind, loss_of):
+    torch.manual_seed(0)
+    if kind.endswith("wrapped"):
+        return Wrapped(loss_of)
+    return (Hidden if "outside" in kind else Model)(loss_of, per_row="per row" in kind)
+
+
+def parallel(kind, model):
+    if kind.startswith("ddp"):
+        return DistributedDataParallel(model)
+    inner = model.loss if kind.endswith("wrapped") else model.head
+    fully_shard(model.trunk)
+    if "root" not in kind:
+        fully_shard(inner, reshard_after_forward="reshard" in kind)
+    if kind.endswith("once"):
+        inner.set_unshard_in_backward(False)
+    return fully_shard(model)
+
+
+def step(kind, model, x, labels, loss_of):
+    owner = model.module if isinstance(model, DistributedDataParallel) else model
+    outside = "outside" in kind
+    loss = loss_of(owner.loss_fn, owner.head, model(x), labels) if outside else model(x, labels)
+    loss = loss / sum(ROWS) * len(ROWS)  # ranks average their gradients
+    loss *= 0.5
+    loss.backward()
+
+
+def gradients(model):
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        yield (
+            name.removeprefix("module."),
+            gradient.full_tensor() if isinstance(gradient, DTensor) else gradient,
+        )
+
+
+def run(kind, rank):
+    mode = "recompute" if "recompute" in kind or "per row" in kind else "gradient_in_forward"
+    loss_of = partial(chunked_loss, chunk_size=CHUNK, mode=mode)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(ROWS), D, generator=generator)
+    labels = torch.randint(V, (sum(ROWS),), generator=generator)
+    model = parallel(kind, build(kind, loss_of))
+    collectives = Collectives()
+    for _ in range(2):  # gradients accumulate over both, collectives are those of the second
+        collectives.counts = {"gathers": 0, "reductions": 0}
+        with collectives:
+            step(kind, model, x.split(ROWS)[rank], labels.split(ROWS)[rank], loss_of)
+    whole = build(kind, dense)
+    for _ in range(2):
+        step(kind, whole, x, labels, dense)
+    expected = {name: gradient / len(ROWS) for name, gradient in gradients(whole)}
+    found = dict(gradients(model))
+    assert found.keys() == expected.keys()
+    error = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    return {"error": error, **collectives.counts}
+
+
+def main():
+    rank, port, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    for kind in kinds:
+        try:
+            result = run(kind, rank)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            result = {"raised": f"{type(error).__name__}: {error}"}
+        print(json.dumps({"kind": kind, **result}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
