@@ -1,6 +1,7 @@
 """lowtide keeps the high-water mark of training memory low."""
 
 from lowtide import distillation, losses
+from lowtide.chunked_loss import chunked_loss
 from lowtide.linear_cross_entropy import (
     LinearCrossEntropyLoss,
     LogProbs,
@@ -11,6 +12,7 @@ from lowtide.linear_cross_entropy import (
 __all__ = [
     "LinearCrossEntropyLoss",
     "LogProbs",
+    "chunked_loss",
     "distillation",
     "linear_cross_entropy",
     "linear_log_probs",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import ops, transforms
+from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled

@@ -32,9 +32,10 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import scaling
+from lowtide.linear_cross_entropy.gradients import Gradients, Kept
 from lowtide.linear_cross_entropy.operands import product, sum_of_products
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
-from lowtide.linear_cross_entropy.streamed import Gradients, Kept, Stream
+from lowtide.linear_cross_entropy.streamed import Stream
 
 # A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
 LARGEST_SUM = 1e17

@@ -11,7 +11,6 @@ block.
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +18,11 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import scaling
 from lowtide.linear_cross_entropy.check import check_classes
+from lowtide.linear_cross_entropy.gradients import Gradients, Kept, allocate, no_gradients
 from lowtide.linear_cross_entropy.head import Head
 from lowtide.linear_cross_entropy.operands import Operand, product
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A gradient on its way: the sum of the products itself, or that sum rounded; see scaling.py."""
-
-    tensor: Tensor
-    dtype: torch.dtype
-    """Of the gradient; the tensor's own may be wider."""
-    rounding: Tensor | None
-    """The factor that goes in as a float32 sum is rounded into tensor; None where tensor is the sum."""
-    pending: Tensor | None
-    """The factor still to be applied; None where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    inputs: tuple[Kept | None, ...]  # each [N, D_k]
-    weights: tuple[Kept | None, ...]  # each [V, D_k]
-    bias: Kept | None = None  # [V]
-    scale: Kept | None = None  # 0-d
-
-    @property
-    def all(self) -> tuple[Kept | None, ...]:
-        """In the order of Head's tensors."""
-        return (*self.inputs, *self.weights, self.bias, self.scale)
 
 
 class Stream:
@@ -184,7 +158,7 @@ class Stream:
 
     def take_statistics(self) -> Statistics:
         statistics = self.empty_statistics()
-        self._sweep(self.terms(), statistics, self._no_gradients(), take_statistics=True)
+        self._sweep(self.terms(), statistics, no_gradients(self.head), take_statistics=True)
         return statistics
 
     def take_statistics_and_gradients(self, factor: Tensor) -> tuple[Statistics, Gradients]:
@@ -210,7 +184,9 @@ class Stream:
             terms, factor = terms * lift, factor / lift
         if self.plan.wanted.scale:
             statistics = dataclasses.replace(statistics, moment_N=torch.empty_like(terms.pull_N))
-        gradients = self._allocate(factor, final=final)
+        gradients = allocate(
+            self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=self.counted is not None
+        )
         self._sweep(terms, statistics, gradients, take_statistics=take_statistics)
         if gradients.weights[0] is not None and self.plan.weight_gradient == "by_class" and self.M:
             self._sweep_classes(terms, statistics, gradients.weights[0])
@@ -328,41 +304,6 @@ class Stream:
             take_statistics=take_statistics,
             gradient_dtype=self.plan.compute_dtype if gradient else None,
         )
-
-    def _allocate(self, factor: Tensor, *, final: bool) -> Gradients:
-        plan, wanted = self.plan, self.plan.wanted
-        unscaled = factor  # for the gradient of the scale itself
-        if self.scale is not None:
-            factor = factor * self.scale
-
-        def keep(like: Tensor, shape: tuple[int, ...], *, summed: bool, factor: Tensor = factor) -> Kept:
-            summed = summed or like.dtype == plan.sum_dtype
-            tensor = torch.empty(shape, dtype=plan.sum_dtype if summed else like.dtype, device=self.device)
-            if self.M == 0 or len(shape) < 2 or (self.counted is not None and shape[0] == self.N):
-                tensor.zero_()
-            if summed:
-                return Kept(tensor, like.dtype, None, factor)
-            rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype)
-            return Kept(tensor, like.dtype, rounding, pending)
-
-        accumulate = plan.weight_gradient == "accumulate"
-        head = self.head
-        return Gradients(
-            tuple(
-                keep(input, (self.N, input.shape[-1]), summed=False) if grad else None
-                for input, grad in zip(head.inputs, wanted.inputs)
-            ),
-            tuple(
-                keep(weight, (self.V, weight.shape[1]), summed=accumulate or k > 0) if grad else None
-                for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights))
-            ),
-            keep(head.bias, (self.V,), summed=True) if wanted.bias else None,
-            keep(head.scale, (), summed=True, factor=unscaled) if wanted.scale else None,
-        )
-
-    def _no_gradients(self) -> Gradients:
-        nothing = (None,) * len(self.operands)
-        return Gradients(nothing, nothing)
 
     def empty_statistics(self) -> Statistics:
         job, smoothing = self.plan.job, self.plan.options.label_smoothing

@@ -1,0 +1,82 @@
+"""Gradients on their way: where they are put together, and what is still to be done to them (scaling.py).
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import scaling
+from lowtide.linear_cross_entropy.head import Head
+from lowtide.linear_cross_entropy.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A gradient on its way: the sum of the products itself, or that sum rounded; see scaling.py."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+    """Of the gradient; the tensor's own may be wider."""
+    rounding: Tensor | None
+    """The factor that goes in as a float32 sum is rounded into tensor; None where tensor is the sum."""
+    pending: Tensor | None
+    """The factor still to be applied; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    inputs: tuple[Kept | None, ...]  # each [N, D_k]
+    weights: tuple[Kept | None, ...]  # each [V, D_k]
+    bias: Kept | None = None  # [V]
+    scale: Kept | None = None  # 0-d
+
+    @property
+    def all(self) -> tuple[Kept | None, ...]:
+        """In the order of Head's tensors."""
+        return (*self.inputs, *self.weights, self.bias, self.scale)
+
+
+def no_gradients(head: Head) -> Gradients:
+    nothing = (None,) * len(head.inputs)
+    return Gradients(nothing, nothing)
+
+
+def allocate(
+    plan: Plan, head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
+) -> Gradients:
+    """Memory for the gradients that are wanted, of factor times what will be put there. `final`: nothing
+    waits for an upstream gradient. `empty`: nothing will be put there; `some_rows`: not in every row of the
+    inputs'."""
+    wanted = plan.wanted
+    unscaled = factor  # for the gradient of the scale itself
+    if head.scale is not None:
+        factor = factor * head.scale.to(plan.sum_dtype)
+
+    def keep(
+        like: Tensor, shape: tuple[int, ...], *, summed: bool, zero: bool = False, factor: Tensor = factor
+    ) -> Kept:
+        summed = summed or like.dtype == plan.sum_dtype
+        tensor = torch.empty(shape, dtype=plan.sum_dtype if summed else like.dtype, device=like.device)
+        if zero or empty:
+            tensor.zero_()
+        if summed:
+            return Kept(tensor, like.dtype, None, factor)
+        rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype)
+        return Kept(tensor, like.dtype, rounding, pending)
+
+    accumulate = plan.weight_gradient == "accumulate"
+    return Gradients(
+        tuple(
+            keep(input, (head.tokens, input.shape[-1]), summed=False, zero=some_rows) if grad else None
+            for input, grad in zip(head.inputs, wanted.inputs)
+        ),
+        tuple(
+            keep(weight, tuple(weight.shape), summed=accumulate or k > 0) if grad else None
+            for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights))
+        ),
+        keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,
+        keep(head.scale, (), summed=True, zero=True, factor=unscaled) if wanted.scale else None,
+    )

@@ -1,0 +1,127 @@
+"""What a graph knows of the operators without running them: the shapes and dtypes of their outputs, and
+FLOPs.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from lowtide.linear_cross_entropy import ops
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.ops import job_of
+from lowtide.linear_cross_entropy.plan import keeps_sum
+
+
+def _fake_statistics(head: Head, options: Options, target: Tensor) -> list[Tensor]:
+    count = 2 + target.is_floating_point()
+    return [_vector(head, options) for _ in range(count)]
+
+
+def _vector(head: Head, options: Options) -> Tensor:
+    return head.inputs[0].new_empty(head.tokens, dtype=options.sum_dtype)
+
+
+@ops.linear_cross_entropy.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    head, job = job_of(*arguments[:7], log_probs=False)
+    options = Options(*arguments[7:])
+    if options.reduction == "none":
+        return [_vector(head, options), *_fake_statistics(head, options, arguments[4])]
+    number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
+    waiting = []
+    terms = len(head.inputs)
+    for place, (like, wanted) in enumerate(zip(head.tensors, arguments[6])):
+        if like is None or not wanted:
+            continue
+        rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
+        shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
+        waiting += [
+            like.new_empty(shape, dtype=like.dtype if rounded else options.sum_dtype),
+            torch.empty_like(number),
+        ]
+    return [number, *waiting]
+
+
+@ops.linear_cross_entropy_backward.register_fake
+def _(upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[:4], arguments[6])
+
+
+@ops.linear_log_probs.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    inputs, weights, bias, scale, target, wanted, *rest = arguments
+    head, _ = job_of(inputs, weights, bias, scale, target, None, wanted, log_probs=True)
+    options = Options(*rest)
+    argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
+    return [*(_vector(head, options) for _ in range(3)), argmax_N, *_fake_statistics(head, options, argmax_N)]
+
+
+@ops.linear_log_probs_backward.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    return _fake_gradients(arguments[6:10], arguments[11])
+
+
+def _fake_gradients(head: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
+    inputs, weights, bias, scale = head
+    tensors = (*inputs, *weights, bias, scale)
+    return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
+
+
+def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool], logits: int) -> int:
+    """FLOPs of the logits, that many times, and of what the wanted gradients of inputs and weights take."""
+    terms, total = len(inputs), 0
+    for k, (input, weight) in enumerate(zip(inputs, weights)):
+        tokens = 1
+        for size in input[:-1]:
+            tokens *= size
+        total += 2 * tokens * weight[0] * weight[1] * (logits + wanted[k] + wanted[terms + k])
+    return total
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
+def _(
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    class_weight: Any,
+    wanted: Any,
+    reduction: str,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    now = [grad and reduction != "none" for grad in wanted]
+    return _products(inputs, weights, now, 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
+def _(
+    upstream: Any,
+    statistics: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    class_weight: Any,
+    wanted: Any,
+    *rest: Any,
+    **kwargs: Any,
+) -> int:
+    return _products(inputs, weights, wanted, 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs)
+def _(inputs: Any, weights: Any, *rest: Any, **kwargs: Any) -> int:
+    return _products(inputs, weights, [False] * 2 * len(inputs), 1)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
+def _(*arguments: Any, **kwargs: Any) -> int:
+    return _products(arguments[6], arguments[7], arguments[11], 1)
