@@ -68,7 +68,7 @@ class Rowwise(NamedTuple):
             return _split(pull_back((*rows[self.cut :], *sum_gradients)), results)
 
         results = sum(place < self.cut for place in wanted)
-        return Rowwise(function, self.cut + row_gradients, results, self.chunk)
+        return Rowwise(function, self.cut + row_gradients, results, self._half())
 
     def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rowwise":
         """The tangents of the outputs at places `wanted`, given those of the arguments at places `moved`.
@@ -92,7 +92,11 @@ class Rowwise(NamedTuple):
             return _split(moving, results)
 
         results = sum(place < self.results for place in wanted)
-        return Rowwise(function, self.cut + row_tangents, results, self.chunk)
+        return Rowwise(function, self.cut + row_tangents, results, self._half())
+
+    def _half(self) -> int:
+        """Rows at a time of a derivative, which holds about twice as much of each."""
+        return max(1, self.chunk // 2)
 
     def _outputs(self, arguments: Tensors) -> Tensors:
         results, sums = self.function(arguments[: self.cut], arguments[self.cut :])

@@ -5,7 +5,7 @@ from torch import Tensor
 from lowtide.distillation import autograd, transforms
 from lowtide.distillation.check import check_beta, check_heads, check_options
 from lowtide.distillation.heads import Heads, Options, Reduction, Side
-from lowtide.linear_cross_entropy.head import compute_dtype
+from lowtide.linear_cross_entropy.head import capped, compute_dtype
 
 
 def forward_kl(
@@ -223,7 +223,7 @@ def _distillation(
         reduction=reduction,
         student_dtype=compute_dtype(heads.student_input),
         teacher_dtype=compute_dtype(heads.teacher_input),
-        workspace=workspace,
+        workspace=capped(workspace),
         student_softcap=float(student_softcap or 0),
         teacher_softcap=float(teacher_softcap or 0),
     )

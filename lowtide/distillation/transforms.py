@@ -40,7 +40,9 @@ def distillation(heads: Heads, options: Options) -> Tensor:
         given = dict(zip(order, (*rows, *whole)))
         return (_losses(Heads(*(given.get(place) for place in range(len(flat)))), options),), ()
 
-    workspace = options.workspace or DEFAULT_WORKSPACE["cuda" if heads.device.type == "cuda" else "cpu"]
+    workspace = options.workspace
+    if workspace is None:
+        workspace = DEFAULT_WORKSPACE["cuda" if heads.device.type == "cuda" else "cpu"]
     rows = max(1, workspace // (COPIES * heads.classes * options.sum_dtype.itemsize))
     (loss_N,) = Rowwise(chunk, len(cut), 1, rows)(*(flat[place] for place in order))
     return _reduced(loss_N, heads, options)
@@ -50,8 +52,11 @@ def gradients(heads: Heads, options: Options, wanted: list[bool], upstream: Tens
     """Of the student's tensors, differentiable in their turn."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        loss = distillation(heads, options)
-    asked = [each for each, want in zip(heads.student, wanted) if want]
+        # Views of their own: one tensor may be an input and a weight at once.
+        own = [each if each is None else each.view_as(each) for each in heads.student]
+        student = dict(zip(("student_input", "student_weight", "student_bias"), own))
+        loss = distillation(heads._replace(**student), options)
+    asked = [each for each, want in zip(own, wanted) if want]
     found = iter(torch.autograd.grad(loss, asked, upstream, create_graph=again))
     return [next(found) if want else None for want in wanted]
 

@@ -111,7 +111,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(argmax_N)
         if any(wanted):
-            ctx.save_for_backward(target, *tensors, entropy_N, logsumexp_N, *statistics)
+            ctx.save_for_backward(target, *tensors, *statistics)
         return log_prob_N, entropy_N, logsumexp_N, argmax_N
 
     @staticmethod
@@ -121,7 +121,7 @@ class _LogProbs(torch.autograd.Function):
             return (None,) * (4 + len(ctx.wanted))
         options, count = ctx.options, len(ctx.wanted)
         target, *tensors = ctx.saved_tensors
-        tensors, (entropy_N, logsumexp_N, *statistics) = tensors[:count], tensors[count:]
+        tensors, statistics = tensors[:count], tensors[count:]
         head = _head(ctx.terms, tensors)
         if _is_differentiated(*given):
 
@@ -129,9 +129,7 @@ class _LogProbs(torch.autograd.Function):
                 return transforms.linear_log_probs(head, target, options)
 
             return (None,) * 4 + _again(log_probs, head, ctx.wanted, given)
-        found = ops.linear_log_probs_backward(
-            *given, entropy_N, logsumexp_N, statistics, *head, target, ctx.wanted, *options
-        )
+        found = ops.linear_log_probs_backward(*given, statistics, *head, target, ctx.wanted, *options)
         return (None,) * 4 + _placed(found, ctx.wanted)
 
 

@@ -115,7 +115,7 @@ def check_class_target(target: Tensor) -> None:
 
 def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     """On the CPU; elsewhere looking would mean waiting, and such a target makes NaN instead."""
-    if target.device.type != "cpu":
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     target = target.long()
     foreign = ((target < 0) | (target >= V)) & (target != ignore_index)

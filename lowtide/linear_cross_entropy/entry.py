@@ -18,7 +18,7 @@ from lowtide.linear_cross_entropy.check import (
     check_ignore_index,
     check_loss_options,
 )
-from lowtide.linear_cross_entropy.head import Head, Options, compute_dtype
+from lowtide.linear_cross_entropy.head import Head, Options, capped, compute_dtype
 
 
 class LogProbs(NamedTuple):
@@ -62,7 +62,7 @@ def cross_entropy(
         z_loss=float(z_loss),
         softcap=float(softcap or 0),
         compute_dtype=compute_dtype(inputs[0]),
-        workspace=None if workspace is None else min(workspace, 1 << 60),  # what a schema takes
+        workspace=capped(workspace),
         backend=backend,
     )
     return routed(head, target, weight, options)
@@ -104,7 +104,7 @@ def log_probs(
         ignore_index=-100 if ignore_index is None else ignore_index,
         softcap=float(softcap or 0),
         compute_dtype=compute_dtype(inputs[0]),
-        workspace=None if workspace is None else min(workspace, 1 << 60),  # what a schema takes
+        workspace=capped(workspace),
         backend=backend,
     )
     if backend == "reference":
@@ -120,7 +120,8 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
     if logit_scale is None or isinstance(logit_scale, Tensor):
         return logit_scale
     dtype = torch.promote_types(input.dtype, torch.float32)
-    return None if logit_scale == 1 else torch.full((), logit_scale, dtype=dtype, device=input.device)
+    # Not torch.full: torch.compile would make a graph of its own for every value.
+    return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
 
 
 def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:

@@ -229,7 +229,8 @@ class ExponentialStream(Stream):
         return _logsumexp(statistics, self.target_logit_N)
 
     def entropy_N(self, statistics: Statistics) -> Tensor:
-        return self.logsumexp_N(statistics) - statistics.max_N - statistics.mean_N
+        exp_N = (self.target_logit_N - statistics.max_N).exp()
+        return (exp_N + statistics.sum_N).log() - statistics.mean_N
 
     # What the gradient is made of beside E.
 

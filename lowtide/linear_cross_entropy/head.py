@@ -69,6 +69,11 @@ class Options(NamedTuple):
         return torch.promote_types(self.compute_dtype, torch.float32)
 
 
+def capped(workspace: int | None) -> int | None:
+    """What the operators' schema takes: 64 bits."""
+    return None if workspace is None else min(workspace, 1 << 60)
+
+
 def compute_dtype(input: Tensor) -> torch.dtype:
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:

@@ -111,14 +111,12 @@ def linear_log_probs(
 @_operator(
     "linear_log_probs_backward",
     "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, "
-    f"Tensor entropy, Tensor logsumexp, Tensor[] statistics, {HEAD}",
+    f"Tensor[] statistics, {HEAD}",
 )
 def linear_log_probs_backward(
     log_prob_upstream: Tensor | None,
     entropy_upstream: Tensor | None,
     logsumexp_upstream: Tensor | None,
-    entropy: Tensor,
-    logsumexp: Tensor,
     statistics: Sequence[Tensor],
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -132,7 +130,7 @@ def linear_log_probs_backward(
         stream = _stream(plan, head, target, None)
         known = _read_statistics(stream, statistics)
         upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
-        terms = stream.log_prob_terms(known, entropy, logsumexp, *upstream)
+        terms = stream.log_prob_terms(known, *upstream)
         return _final(stream, terms, known)
 
 
@@ -212,12 +210,15 @@ def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:
     """What backward needs of each row. An ignored one has an infinite maximum: whatever its logits are, their
     exponentials are 0."""
     kept = [stream.of_all(statistics.max_N, ignored=torch.inf), stream.of_all(statistics.sum_N, ignored=1)]
-    return kept if statistics.mass_N is None else [*kept, statistics.mass_N]
+    third = statistics.mean_N if stream.plan.job.log_probs else statistics.mass_N
+    return kept if third is None else [*kept, stream.of_all(third)]
 
 
 def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics:
-    max_N, sum_N, *mass_N = (stream.of_counted(each) for each in statistics)
-    return Statistics(max_N, sum_N, mass_N=mass_N[0] if mass_N else None)
+    max_N, sum_N, *third = (stream.of_counted(each) for each in statistics)
+    if stream.plan.job.log_probs:
+        return Statistics(max_N, sum_N, mean_N=third[0])
+    return Statistics(max_N, sum_N, mass_N=third[0] if third else None)
 
 
 def _waiting(gradients: Gradients) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lowtide.linear_cross_entropy.check import (
     check_loss_options,
     check_tensors,
 )
-from lowtide.linear_cross_entropy.head import Head, Options, compute_dtype
+from lowtide.linear_cross_entropy.head import Head, Options, capped, compute_dtype
 
 
 def cross_entropy(
@@ -60,7 +60,7 @@ def cross_entropy(
         z_loss=float(z_loss),
         softcap=float(softcap or 0),
         compute_dtype=compute_dtype(input),
-        workspace=workspace,
+        workspace=capped(workspace),
         backend=backend,
     )
     wide_ND = input.to(options.sum_dtype)

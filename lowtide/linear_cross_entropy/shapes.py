@@ -17,26 +17,23 @@ from lowtide.linear_cross_entropy.ops import job_of
 from lowtide.linear_cross_entropy.plan import keeps_sum
 
 
-def _fake_statistics(head: Head, options: Options, target: Tensor) -> list[Tensor]:
-    count = 2 + target.is_floating_point()
-    return [_vector(head, options) for _ in range(count)]
-
-
 def _vector(head: Head, options: Options) -> Tensor:
     return head.inputs[0].new_empty(head.tokens, dtype=options.sum_dtype)
 
 
 @ops.linear_cross_entropy.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    head, job = job_of(*arguments[:7], log_probs=False)
-    options = Options(*arguments[7:])
+    inputs, weights, bias, scale, target, class_weight, wanted, *rest = arguments
+    head, job = job_of(inputs, weights, bias, scale, target, class_weight, wanted, log_probs=False)
+    options = Options(*rest)
     if options.reduction == "none":
-        return [_vector(head, options), *_fake_statistics(head, options, arguments[4])]
+        # The loss, and of each row the maximum, the sum, and with probabilities their mass.
+        return [_vector(head, options) for _ in range(3 + job.probabilities)]
     number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
     waiting = []
     terms = len(head.inputs)
-    for place, (like, wanted) in enumerate(zip(head.tensors, arguments[6])):
-        if like is None or not wanted:
+    for place, (like, grad) in enumerate(zip(head.tensors, wanted)):
+        if like is None or not grad:
             continue
         rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
         shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
@@ -48,8 +45,19 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @ops.linear_cross_entropy_backward.register_fake
-def _(upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    return _fake_gradients(arguments[:4], arguments[6])
+def _(
+    upstream: Any,
+    statistics: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    class_weight: Any,
+    wanted: Any,
+    *options: Any,
+) -> list[Tensor]:
+    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
 
 
 @ops.linear_log_probs.register_fake
@@ -58,17 +66,32 @@ def _(*arguments: Any) -> list[Tensor]:
     head, _ = job_of(inputs, weights, bias, scale, target, None, wanted, log_probs=True)
     options = Options(*rest)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
-    return [*(_vector(head, options) for _ in range(3)), argmax_N, *_fake_statistics(head, options, argmax_N)]
+    # log_prob, entropy, logsumexp; argmax; of each row the maximum, the sum and the mean.
+    return [
+        *(_vector(head, options) for _ in range(3)),
+        argmax_N,
+        *(_vector(head, options) for _ in range(3)),
+    ]
 
 
 @ops.linear_log_probs_backward.register_fake
-def _(*arguments: Any) -> list[Tensor]:
-    return _fake_gradients(arguments[6:10], arguments[11])
+def _(
+    log_prob: Any,
+    entropy: Any,
+    logsumexp: Any,
+    statistics: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    wanted: Any,
+    *options: Any,
+) -> list[Tensor]:
+    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
 
 
-def _fake_gradients(head: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
-    inputs, weights, bias, scale = head
-    tensors = (*inputs, *weights, bias, scale)
+def _fake_gradients(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
     return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
 
 
@@ -123,5 +146,18 @@ def _(inputs: Any, weights: Any, *rest: Any, **kwargs: Any) -> int:
 
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
-def _(*arguments: Any, **kwargs: Any) -> int:
-    return _products(arguments[6], arguments[7], arguments[11], 1)
+def _(
+    log_prob: Any,
+    entropy: Any,
+    logsumexp: Any,
+    statistics: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    scale: Any,
+    target: Any,
+    wanted: Any,
+    *options: Any,
+    **kwargs: Any,
+) -> int:
+    return _products(inputs, weights, wanted, 1)

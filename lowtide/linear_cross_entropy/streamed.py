@@ -120,8 +120,6 @@ class Stream:
     def log_prob_terms(
         self,
         statistics: Statistics,
-        entropy_N: Tensor,
-        logsumexp_N: Tensor,
         grad_log_prob_N: Tensor | None,
         grad_entropy_N: Tensor | None,
         grad_logsumexp_N: Tensor | None,
@@ -136,8 +134,7 @@ class Stream:
             pull_N = pull_N + self._counting(grad_logsumexp_N)
         if grad_entropy_N is not None:
             tilt_N = self._counting(grad_entropy_N).neg()
-            mean_N = self.of_counted(logsumexp_N - entropy_N) - statistics.max_N  # of z - max
-            pull_N = pull_N - tilt_N * mean_N.masked_fill_(self.ignored_N, 0)
+            pull_N = pull_N - tilt_N * statistics.mean_N
         return Terms(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
 
     def total_weight(self) -> Tensor | int:

@@ -98,4 +98,4 @@ def sequence_log_probs(
 
 
 def _counted(target: Tensor, ignore_index: int | None) -> Tensor:
-    return target != (-100 if ignore_index is None else ignore_index)
+    return target.long() != (-100 if ignore_index is None else ignore_index)

@@ -386,3 +386,14 @@ def test_the_reference_is_the_same(device, divergence):
     torch.testing.assert_close(loss, dense(inputs, divergence, temperature=1.3, **caps))
     torch.testing.assert_close(transforms.distillation(Heads(**tensors), options), loss)
     assert autograd.distillation(Heads(**tensors), options).isfinite()
+
+
+def test_a_tied_student_gets_its_gradient_once(device):
+    """One tensor is both input and weight, also where the gradient is differentiated."""
+    from lowtide.distillation import forward_kl
+
+    student = torch.randn(5, 5, dtype=torch.float64, device=device, requires_grad=True)
+    teacher = torch.randn(5, 5, dtype=torch.float64, device=device)
+    (plain,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student)
+    (again,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student, create_graph=True)
+    torch.testing.assert_close(again.detach(), plain, rtol=1e-12, atol=1e-12)

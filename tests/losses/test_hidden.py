@@ -152,3 +152,12 @@ def test_errors():
         sequence_log_probs(leaves["input"][None], leaves["linear_weight"], constants["target"][None])
     with pytest.raises(ValueError, match=r"target must have shape \[6, 9\].*got \[6, 8\]"):
         sequence_log_probs(*arguments, constants["target"][:, 1:])
+
+
+def test_bytes_count_as_they_are():
+    """ignore_index = -100 is no byte: class 156 counts."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(200, 4)
+    target = torch.tensor([[156, 3, 4], [156, 156, 2]])
+    for loss in (z_loss, lambda *of: sequence_log_probs(*of, reduction="mean")):
+        torch.testing.assert_close(loss(hidden, weight, target.byte()), loss(hidden, weight, target))
