@@ -11,7 +11,7 @@ demo: $(READY)  ## train a small language model twice, with and without lowtide,
 	$(BIN)/lowtide train --loss both
 
 test: $(READY)  ## the whole suite; the kernels run through Triton's interpreter where there is no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu
