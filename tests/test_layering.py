@@ -28,15 +28,26 @@ ALLOWED = {
     "plan": {"check", "head", "workspace"},
     "workspace": {"check"},
     "streamed": {"check", "gradients", "head", "kernels", "operands", "plan", "rows", "scaling"},
-    "exponentials": {"exponential_kernels", "gradients", "operands", "rows", "scaling", "streamed"},
+    "exponentials": {
+        "exponential_kernels",
+        "gradients",
+        "operands",
+        "row_kernels",
+        "rows",
+        "streamed",
+        "weight_sums",
+    },
+    "weight_sums": {"operands", "row_kernels", "scaling", "sum_kernels"},
     "gradients": {"head", "plan", "scaling"},
     "operands": set(),
     "rows": set(),
     "scaling": {"kernels"},
     "kernels": {"rows"},
     "exponential_kernels": {"kernels"},
+    "sum_kernels": {"exponential_kernels"},
+    "row_kernels": {"sum_kernels"},
 }
-KERNELS = {"kernels", "exponential_kernels"}
+KERNELS = {"kernels", "exponential_kernels", "sum_kernels", "row_kernels"}
 
 
 def imported(path):

@@ -31,11 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import scaling
+from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept
 from lowtide.linear_cross_entropy.operands import product, sum_of_products
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
+from lowtide.linear_cross_entropy.weight_sums import FloatSum, SplitSum
 
 # A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
 LARGEST_SUM = 1e17
@@ -49,7 +50,7 @@ class ExponentialStream(Stream):
     ) -> None:
         plan, operand, smoothing = self.plan, self.operands[0], terms.spread_N is not None
         dx, db = gradients.inputs[0], gradients.bias
-        dw = gradients.weights[0] if plan.weight_gradient == "accumulate" else None  # else not in this sweep
+        dw = gradients.weights[0] if plan.weight_gradient != "by_class" else None  # else not in this sweep
         wanted = any(each is not None for each in (dx, dw, db, gradients.scale))
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
@@ -60,11 +61,14 @@ class ExponentialStream(Stream):
         product_CD = self._buffer(plan.rows if dx is not None else 0, operand.D)
         scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
         one = torch.ones((), dtype=plan.sum_dtype, device=self.device)
+        weight_sum: Any = None
+        if dw is not None:
+            weight_sum = (SplitSum if plan.weight_gradient == "split" else FloatSum)(dw.tensor)
         for start in range(0, self.M, plan.rows):
             rows = slice(start, min(start + plan.rows, self.M))
             C = rows.stop - rows.start
             x_CD, row, stat, target_C = operand.rows(rows), terms[rows], statistics[rows], self.target_N[rows]
-            raw_C = kernels.target_logits(x_CD, operand.weight_VD, target_C)
+            raw_C = row_kernels.target_logits(x_CD, operand.weight_VD, target_C)
             logit_C, slope_C = self._bend_(raw_C, target_C)
             self.target_logit_N[rows] = logit_C
             if take_statistics:
@@ -81,7 +85,7 @@ class ExponentialStream(Stream):
                 smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
                 lse_C = _logsumexp(stat, logit_C)
                 torch.sub(lse_C * self.total_weight(), smooth_C, out=stat.smooth_N)
-            if not wanted and plan.weight_gradient == "accumulate":
+            if not wanted and plan.weight_gradient != "by_class":
                 continue
             self._coefficients(row, stat, logit_C, slope_C, rows)
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
@@ -94,7 +98,7 @@ class ExponentialStream(Stream):
                 self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
             if dx is not None:
                 product(product_CD[:C], e_CV, operand.weight_VD)
-                kernels.input_gradient(
+                row_kernels.input_gradient(
                     product_CD[:C],
                     operand.weight_VD,
                     target_C,
@@ -109,14 +113,18 @@ class ExponentialStream(Stream):
             if db is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], e_CV)[0])
             if dw is not None:
-                kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
-                product(dw.tensor, e_CV.t(), scaled_CD[:C], add=start > 0)
+                row_kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
+                weight_sum.add_product(e_CV, scaled_CD[:C], first=start == 0)
             del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
         del exp_CV, product_CD, scaled_CD
         if self.M == 0:
             return
         if dw is not None:
-            self._add_rank_ones(dw.tensor, *self._sorted_targets(), classes=slice(0, self.V))
+            weight_sum.add_target_rows(operand.input, self.hit_N, *self._sorted_targets())
+            if smoothing:
+                weight_sum.subtract_spread(self.class_weight_V, self.spread_x_D)
+            if plan.weight_gradient == "split":
+                weight_sum.round_in_place(dw.rounding)
         if db is not None:
             self._add_bias_terms(db.tensor, terms)
 
@@ -125,9 +133,10 @@ class ExponentialStream(Stream):
         sum_BD = self._buffer(plan.block_classes, operand.D)
         exponentials = self._exponentials_buffer(plan.block_rows, plan.block_classes)
         scaled_CD = self._operand_buffer(plan.block_rows)
-        class_N, order_N = self._sorted_targets()
+        sorted_targets = self._sorted_targets()
         for classes in self._blocks(plan.block_classes):
             weight_BD, B = operand.weight(classes), classes.stop - classes.start
+            weight_sum = FloatSum(sum_BD[:B])
             for start in range(0, self.M, plan.block_rows):
                 rows = slice(start, min(start + plan.block_rows, self.M))
                 x_CD, C = operand.rows(rows), rows.stop - rows.start
@@ -136,10 +145,14 @@ class ExponentialStream(Stream):
                     x_CD, weight_BD, terms[rows], statistics[rows], out_CB=e_CB, classes=classes
                 )
                 tiles.run(sums=tiles.partials())
-                kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
-                product(sum_BD[:B], e_CB.t(), scaled_CD[:C], add=start > 0)
-            self._add_rank_ones(sum_BD[:B], class_N, order_N, classes=classes)
-            scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
+                row_kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
+                weight_sum.add_product(e_CB, scaled_CD[:C], first=start == 0)
+            weight_sum.add_target_rows(operand.input, self.hit_N, *sorted_targets, first_class=classes.start)
+            if self.spread_x_D is not None:
+                class_weight_V = self.class_weight_V
+                class_weight_B = None if class_weight_V is None else class_weight_V[classes]
+                weight_sum.subtract_spread(class_weight_B, self.spread_x_D)
+            weight_sum.round_into(dw.tensor[classes], dw.rounding)
 
     # Statistics.
 
@@ -190,18 +203,17 @@ class ExponentialStream(Stream):
         places: Any = None
         if self.plan.job.log_probs:
             means, maxima, places = tiles.partials(), tiles.partials(), tiles.partials(torch.int32)
-        tiles.run(sums=sums, means=means, moments=moments, maxima=maxima, places=places)
-        if maxima is not None:
-            best = maxima.argmax(0, keepdim=True)
-            stat.argmax_N.copy_(places.gather(0, best)[0])
-            del maxima, places
+        tiles.run(sums=sums, means=means, moments=moments, maxima=maxima, places=places, guarded=False)
         torch.sum(sums, 0, out=stat.sum_N)
         far_C = ~(stat.sum_N <= LARGEST_SUM)  # or NaN
         height = kernels.BLOCK_C
         marked_C = F.pad(far_C, (0, -far_C.shape[0] % height)).view(-1, height).any(1)
         repair = marked_C.int()
-        tiles.run(maxima=sums, repair=repair)  # nothing is computed where no row is marked
-        stat.max_N.copy_(torch.where(far_C, sums.amax(0), stat.max_N))
+        tiles.run(maxima=sums, places=places, repair=repair)  # nothing is computed where no row is marked
+        if maxima is not None:
+            stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
+            del maxima, places
+        stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, sums.amax(0), stat.max_N))
         tiles.run(sums=sums, means=means, moments=moments, repair=repair)
         marked_C = marked_C[:, None].expand(-1, height).flatten()[: far_C.shape[0]]
         stat.sum_N.copy_(torch.where(marked_C, sums.sum(0), stat.sum_N))
@@ -274,19 +286,10 @@ class ExponentialStream(Stream):
         """The targets in order, ignored rows last under a class of their own, and the rows they belong to."""
         return self.target_N.masked_fill(self.ignored_N, self.V).sort(stable=True)
 
-    def _add_rank_ones(self, sum_BD: Tensor, class_N: Tensor, order_N: Tensor, *, classes: slice) -> None:
-        """To a block of dW: the targets' rows, and minus w (spread X)."""
-        input = self.operands[0].input
-        kernels.add_target_rows(sum_BD, input, self.hit_N, class_N, order_N, first_class=classes.start)
-        if self.spread_x_D is not None:
-            if self.class_weight_V is None:
-                sum_BD.sub_(self.spread_x_D)
-            else:
-                sum_BD.addr_(self.class_weight_V[classes], self.spread_x_D, alpha=-1)
-
     def _add_bias_terms(self, sum_V: Tensor, terms: Terms) -> None:
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        kernels.add_target_rows(sum_V[:, None], one_N1, self.hit_N, *self._sorted_targets(), first_class=0)
+        bias_sum = FloatSum(sum_V[:, None])
+        bias_sum.add_target_rows(one_N1, self.hit_N, *self._sorted_targets())
         if terms.spread_N is not None:
             spread = terms.spread_N.sum()
             sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)

@@ -5,14 +5,20 @@ Shapes: N tokens, D features (of the first linear term; D_k of term k), V classe
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE, Needs, accumulates, spend
+from lowtide.linear_cross_entropy.workspace import (
+    DEFAULT_WORKSPACE,
+    Needs,
+    WeightGradient,
+    spend,
+    weight_gradient,
+)
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
@@ -57,7 +63,7 @@ class Plan:
     """Tokens per chunk."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
-    weight_gradient: Literal["accumulate", "by_class"]
+    weight_gradient: WeightGradient
     """Of the first term; the others' are accumulated."""
     block_rows: int
     """Tokens per tile of a class block ("by_class")."""
@@ -87,7 +93,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         copies_rows=route.copies_rows,
         rows=sizes.rows,
         operand_classes=sizes.operand_classes,
-        weight_gradient="accumulate" if sizes.accumulate else "by_class",
+        weight_gradient=sizes.weight_gradient,
         block_rows=sizes.block_rows,
         block_classes=sizes.block_classes,
     )
@@ -96,7 +102,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
     """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
     the outputs depend on, and as little as possible of N, which may be symbolic."""
-    return accumulates(*_needs(head, options, job, _route(head, options, job)))
+    return weight_gradient(*_needs(head, options, job, _route(head, options, job))) == "accumulate"
 
 
 class _Route(NamedTuple):
@@ -174,6 +180,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
             weight_sum = size
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
+    splits = route.exponentials and weight_sum > 0 and head.weights[0].dtype == torch.bfloat16
     workspace = options.workspace
     if workspace is None:
         workspace = DEFAULT_WORKSPACE[device] + (weight_sum if device == "cuda" else 0)
@@ -185,6 +192,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         fixed=fixed,
         row=row,
         weight_sum=weight_sum,
+        split_sum=V * D if splits else 0,
         weight_copy=D * operand_size if copies_weight else 0,
         class_sum=D * sum_size,
         block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),

@@ -1,17 +1,19 @@
 """How a workspace of so many bytes is spent on chunks of tokens and blocks of classes.
 
     fixed       vectors of N and V elements
-    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it
+    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; or what it
+                takes in 24 bits, a byte for each weight (sum_kernels.py), where there is room for that
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
-Whatever the others leave is spent on rows. Where the sum leaves too few of them, the weight's gradient is
+Whatever the others leave is spent on rows. Where either sum leaves too few of them, the weight's gradient is
 formed class block by class block instead: exact as well, for one more product.
 
 Shapes: N tokens, D features, V classes.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lowtide.linear_cross_entropy.check import ArgumentError
 
@@ -20,6 +22,11 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
 # With fewer rows a chunk, reading the weight and its sum costs more than the one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
+
+# A sum in 24 bits takes more time to add to than one in float32, but leaves room for more rows at a time.
+FEWEST_ROWS_OF_SUM = 2048
+
+WeightGradient = Literal["accumulate", "split", "by_class"]
 
 # Tensor-core tiles are 128 rows high; the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
@@ -37,6 +44,8 @@ class Needs:
     row: int
     weight_sum: int
     """The float32 sum of a weight gradient that is rounded in the end; 0 where none is."""
+    split_sum: int
+    """What the same takes in 24 bits beside the gradient; 0 where the path has no such sum."""
     weight_copy: int
     """Of one class, in the operands' dtype; 0 where no copy is needed."""
     class_sum: int
@@ -51,17 +60,20 @@ class Needs:
 class Sizes:
     rows: int
     operand_classes: int
-    accumulate: bool
+    weight_gradient: WeightGradient
     block_rows: int
     block_classes: int
 
 
-def accumulates(workspace: int, needs: Needs) -> bool:
-    """Whether the sum of the weight's gradient fits, and leaves room for chunks that are worth it."""
+def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
+    """The first whose memory fits, and leaves room for chunks that are worth it."""
     if needs.weight_sum == 0:
-        return True
-    fewest = FEWEST_ROWS[needs.device] * needs.row + _least_copy(needs)
-    return workspace - needs.fixed - needs.weight_sum >= fewest
+        return "accumulate"
+    fewest = FEWEST_ROWS[needs.device]
+    room = workspace - needs.fixed - _least_copy(needs)
+    if room >= needs.weight_sum + (FEWEST_ROWS_OF_SUM if needs.split_sum else fewest) * needs.row:
+        return "accumulate"
+    return "split" if needs.split_sum and room >= needs.split_sum + fewest * needs.row else "by_class"
 
 
 def _least_copy(needs: Needs) -> int:
@@ -80,8 +92,8 @@ def spend(workspace: int, needs: Needs) -> Sizes:
         )
 
     free = workspace - needs.fixed
-    accumulate = accumulates(workspace, needs)
-    room = free - needs.weight_sum if accumulate else free
+    kind = weight_gradient(workspace, needs)
+    room = free - {"accumulate": needs.weight_sum, "split": needs.split_sum, "by_class": 0}[kind]
     operand_classes = V
     if needs.weight_copy:
         # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
@@ -95,7 +107,7 @@ def spend(workspace: int, needs: Needs) -> Sizes:
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
     block_rows = _rows(free - block_classes * of_a_class, of_a_row, N, tile)
-    return Sizes(rows, operand_classes, accumulate, block_rows, block_classes)
+    return Sizes(rows, operand_classes, kind, block_rows, block_classes)
 
 
 def _classes(room: int, size: int, V: int) -> int:

@@ -71,6 +71,8 @@ def _exponentials(**changes: Any) -> Build:
         "sum_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
+        "GUARDED": False,
+        "MASKED": False,
         "REPAIR": False,
         "SOFTCAP": 0.0,
         "PROGRAMS": 132,
@@ -86,12 +88,28 @@ def _exponentials(**changes: Any) -> Build:
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _HALVES = {"PARTS": 2, "exp_CB": "tensordesc<bf16[128, 128]>"}
-_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32}
-_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2}
+_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True, "MASKED": True}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2, "MASKED": True}
 
 
 def _rows(kernel: str, **arguments: Any) -> Build:
-    return Build("exponential_kernels", kernel, arguments, warps=4)
+    return Build("row_kernels", kernel, arguments, warps=4)
+
+
+def _add_product(**changes: Any) -> Build:
+    arguments = {
+        "exp_CV": "tensordesc<bf16[64, 128]>",
+        "x_CD": "tensordesc<bf16[64, 256]>",
+        "high_VD_ptr": "*i16",
+        "low_VD_ptr": "*u8",
+        **dict.fromkeys(("C", "D", "V"), I32),
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_V": 128,
+        "BLOCK_D": 256,
+        "BLOCK_C": 64,
+    }
+    return Build("sum_kernels", "_add_product_kernel", arguments | changes, 8, 4, (90,))
 
 
 BF16, I64 = "*bf16", "*i64"
@@ -107,24 +125,31 @@ BUILDS = {
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
         "kernels", "_scale_kernel",
-        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": False,
+         "BLOCK": 4096}, warps=8,
+    ),
+    "scale, in place": Build(
+        "kernels", "_scale_kernel",
+        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
+         "BLOCK": 4096}, warps=8,
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
     "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR,
         REPAIR=True),
-    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, REPAIR=True),
+    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, MASKED=True, REPAIR=True),
+    "exponentials, known statistics": _exponentials(GUARDED=True, MASKED=True),
     "exponentials, bias": _exponentials(bias_B_ptr=F32, spills=16),
     "exponentials, scale": _exponentials(scale_ptr=F32),
-    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, spills=128),
-    "exponentials, soft cap": _exponentials(SOFTCAP=30.0, spills=64),
-    "exponentials, all": _exponentials(**_BENT, **_HALVES, moment_ptr=F32, spills=512),
-    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, MASKED=True, spills=8),
+    "exponentials, soft cap": _exponentials(SOFTCAP=30.0, MASKED=True, spills=64),
+    "exponentials, all": _exponentials(**_BENT, **_HALVES, MASKED=True, moment_ptr=F32, spills=320),
+    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND, spills=16),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
-        spills=128),
-    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=128),
+        spills=112),
+    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=96),
     "exponentials, gradient of entropy, all": _exponentials(
-        **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=1024
+        **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=544
     ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
@@ -141,8 +166,20 @@ BUILDS = {
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, B=I32,
-        BLOCK_N=16, BLOCK=512,
+        sum_BD_ptr=F32, low_BD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32,
+        first_class=I32, B=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "target rows, 24 bits": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_BD_ptr="*i16", low_BD_ptr="*u8", outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32,
+        first_class=I32, B=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "24 bits, first product": _add_product(ADD=False),
+    "24 bits, another product": _add_product(ADD=True),
+    "24 bits, rounded": Build(
+        "sum_kernels", "_round_kernel",
+        {"high_VD_ptr": "*i16", "low_VD_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
+         "spread_D_ptr": F32, "D": I32, "BLOCK": 1024}, warps=4,
     ),
 }  # fmt: skip
 

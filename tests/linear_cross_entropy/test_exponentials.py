@@ -25,7 +25,8 @@ from tests.helpers import (
 pytest.importorskip("triton")
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import operands, plan
+from lowtide.linear_cross_entropy import operands, plan, sum_kernels
+from lowtide.linear_cross_entropy.weight_sums import SplitSum
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -41,6 +42,8 @@ def everywhere(device, monkeypatch):
     monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
+    for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
+        monkeypatch.setattr(sum_kernels, name, size)
     prepare = operands.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):
@@ -64,8 +67,8 @@ def dtype_on(device: str) -> torch.dtype:
 @pytest.mark.parametrize("class_weight", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_every_reduction(device, reduction, class_weight):
-    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), class_weight=class_weight)
-    upstream = torch.randn(37, device=device) if reduction == "none" else -0.5
+    inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), class_weight=class_weight)
+    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
     run(inputs, reduction=reduction, upstream=upstream)
 
 
@@ -86,9 +89,43 @@ def test_class_blocks(device):
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
+def test_a_sum_in_24_bits(device, options):
+    """Four bytes a weight do not fit, one does, in several chunks. The interpreter truncates, as above."""
+    N = 1100 if device == "cuda" else 150
+    inputs = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
+    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **options)
+    assert planned(inputs, bytes, backend="triton", **options).rows <= N // 2
+    upstream = torch.randn(N, device=device) if options else -0.5
+    factor = 2.0 if device == "cuda" else 4.0
+    run(inputs, upstream=upstream, workspace=bytes, factor=factor, **options)
+
+
+def test_what_24_bits_hold(device):
+    """Each product that is added rounds the sum by at most 2^-16 of itself; what is not finite stays so."""
+    chunks, C, V, D = 6, 40, 72, 48
+    dtype = dtype_on(device)
+    e_CV = torch.rand(chunks, C, V, device=device).to(dtype)
+    x_CD = torch.randn(chunks, C, D, device=device).to(dtype)
+    x_CD[2, :, 0], x_CD[3, :, 1] = torch.nan, torch.inf
+    total = SplitSum(torch.empty(V, D, device=device, dtype=torch.bfloat16))
+    exact_VD = torch.zeros(V, D, device=device, dtype=torch.float64)
+    rounding_VD = torch.zeros_like(exact_VD)
+    for chunk in range(chunks):
+        total.add_product(e_CV[chunk], x_CD[chunk], first=chunk == 0)
+        exact_VD += e_CV[chunk].double().t() @ x_CD[chunk].double()
+        magnitude_VD = e_CV[chunk].double().t() @ x_CD[chunk].double().abs()
+        rounding_VD += 2.0**-16 * exact_VD.abs() + 2.0**-22 * magnitude_VD  # the products are float32's
+    bits_VD = (total.high_VD.int() << 16) | (total.low_VD.int() << 8)
+    found_VD = bits_VD.view(torch.float32).double()
+    assert found_VD[:, 0].isnan().all()
+    assert found_VD[:, 1].isposinf().all()
+    assert ((found_VD - exact_VD).abs() <= rounding_VD)[:, 2:].all()
+
+
 def test_logits_far_from_the_targets(device):
     """exp(z - z_target) overflows in some rows: those are found and their tiles computed again."""
-    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), scale=60.0)
+    inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), scale=60.0)
     logits_NV = inputs.input.double() @ inputs.linear_weight.double().t()
     target_N = inputs.target.clamp(min=0)[:, None]
     distance_N = logits_NV.amax(1) - logits_NV.gather(1, target_N)[:, 0]
@@ -123,7 +160,7 @@ def test_a_frequent_class_and_a_shifted_slice(device):
 
 
 def test_nan_in_an_ignored_row_stays_there(device):
-    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), ignored=0)
+    inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), ignored=0)
     with torch.no_grad():
         inputs.target[3], inputs.input[3] = -100, torch.nan
     actual = differentiate(fused, inputs, backend="triton")
@@ -139,7 +176,7 @@ def test_nan_reaches_the_loss(device):
 
 
 def test_frozen_operands_and_repeatability(device):
-    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device))
+    inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device))
     both = differentiate(fused, inputs, backend="triton")
     again = differentiate(fused, inputs, backend="triton")
     assert all(torch.equal(both[name], again[name]) for name in both)
@@ -180,9 +217,8 @@ OPTIONS = [
 @pytest.mark.parametrize("learned", [False, True])
 def test_options(device, options, reduction, learned):
     inputs = make_inputs(
-        37,
-        24,
-        101,
+        D=24,
+        V=101,
         device=device,
         dtype=dtype_on(device),
         bias=learned,
@@ -191,7 +227,7 @@ def test_options(device, options, reduction, learned):
     )
     if learned:
         options = {name: value for name, value in options.items() if name != "logit_scale"}
-    upstream = torch.randn(37, device=device) if reduction == "none" else -0.5
+    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
     run(inputs, reduction=reduction, upstream=upstream, **options)
 
 
@@ -209,7 +245,7 @@ def test_options_by_class(device, options):
 @pytest.mark.parametrize("given", [(1,), (0, 1, 2)])
 @pytest.mark.parametrize("scale", [2.0, 60.0])
 def test_log_probs(device, options, given, scale):
-    inputs = make_inputs(37, 24, 101, device=device, dtype=dtype_on(device), bias=bool(options), scale=scale)
-    upstream = [torch.randn(37, device=device) if place in given else None for place in range(3)]
+    inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), bias=bool(options), scale=scale)
+    upstream = [torch.randn(inputs.leading, device=device) if place in given else None for place in range(3)]
     actual = differentiate_log_probs(fused_log_probs, inputs, upstream, backend="triton", **options)
     check_log_probs(actual, inputs, upstream, **options)

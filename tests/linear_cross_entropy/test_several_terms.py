@@ -90,7 +90,7 @@ def test_all_options(device, reduction, probabilities):
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_log_probs(device, widths, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True, logit_scale=True)
-    upstream = [torch.randn(37, device=device) for _ in range(3)]
+    upstream = [torch.randn(inputs.leading, device=device) for _ in range(3)]
     result = differentiate_log_probs(in_terms(log_probs, widths), inputs, upstream, softcap=1.5)
     check_log_probs(result, inputs, upstream, softcap=1.5)
 

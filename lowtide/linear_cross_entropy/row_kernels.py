@@ -1,0 +1,224 @@
+"""Small Triton kernels of the path without a pass over the logits, a row to the program, and their launchers:
+what surrounds its products (exponentials.py has the mathematics).
+
+Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block; lower case = one tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.linear_cross_entropy.sum_kernels import load_24, store_24
+
+
+@triton.jit
+def _target_logits_kernel(
+    x_CD_ptr, weight_VD_ptr, target_C_ptr, logit_C_ptr, x_stride, weight_stride, D, BLOCK: tl.constexpr
+):
+    """logit[c] = x[c] . weight[target[c]]. Grid: one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_C_ptr + row)
+    dot_d = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0)
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        dot_d += x_d.to(tl.float32) * weight_d.to(tl.float32)
+    tl.store(logit_C_ptr + row, tl.sum(dot_d, 0))
+
+
+@triton.jit
+def _scale_rows_kernel(x_CD_ptr, scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
+    """out[c] = scale[c] x[c], 0 where scale is 0. Grid: one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_C_ptr + row)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+        x_d = tl.where(scale == 0.0, 0.0, x_d * scale)
+        tl.store(
+            out_CD_ptr + row * out_stride + columns, x_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
+        )
+
+
+@triton.jit
+def _input_gradient_kernel(
+    product_CD_ptr,
+    weight_VD_ptr,
+    target_C_ptr,
+    ignored_C_ptr,
+    scale_C_ptr,
+    hit_C_ptr,
+    spread_C_ptr,
+    total_weight_D_ptr,
+    factor_ptr,
+    out_CD_ptr,
+    weight_stride,
+    out_stride,
+    D,
+    BLOCK: tl.constexpr,
+):
+    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one
+    program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
+    target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        grad_d = sum_d + hit * weight_d.to(tl.float32)
+        if spread_C_ptr is not None:
+            total_d = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
+            grad_d -= tl.load(spread_C_ptr + row) * total_d
+        grad_d = tl.where(ignored, 0.0, grad_d * factor)
+        tl.store(
+            out_CD_ptr + row * out_stride + columns, grad_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
+        )
+
+
+@triton.jit
+def _add_target_rows_kernel(
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    sum_BD_ptr,
+    low_BD_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    first_class,
+    B,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 24 bits where it has a low part. The
+    classes come sorted, with their rows in `order`; the program at the first row of a class adds them all up,
+    in order: the same bits every time. Grid: (N, D / BLOCK)."""
+    first = tl.program_id(0)
+    target = tl.load(class_N_ptr + first)
+    before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
+    head = (first == 0) | (before != target)
+    if head & (target >= first_class) & (target < first_class + B):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = (target - first_class).to(tl.int64) * D + columns
+        if low_BD_ptr is None:
+            sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
+        else:
+            sum_d = load_24(sum_BD_ptr + place, low_BD_ptr + place, columns < D)
+        row = tl.load(order_N_ptr + first).to(tl.int64)
+        x_d = tl.load(
+            x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
+            mask=columns < D,
+            other=0.0,
+        )
+        sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
+        # Most classes have that one row; a frequent one may have thousands, taken BLOCK_N at a time.
+        start = first + 1
+        after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
+        same = ((start < N) & (after == target)).to(tl.int32)
+        while same > 0:
+            place_n = start + tl.arange(0, BLOCK_N)
+            same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
+            row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
+            hit_n = tl.load(hit_N_ptr + row_n, mask=same_n, other=0.0)
+            x_nd = tl.load(
+                x_ptr
+                + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
+                + columns[None, :],
+                mask=same_n[:, None] & (columns[None, :] < D),
+                other=0.0,
+            )
+            sum_d += tl.sum(hit_n[:, None] * x_nd.to(tl.float32), 0)
+            start += BLOCK_N
+            same = tl.min(same_n.to(tl.int32), 0)
+        if low_BD_ptr is None:
+            tl.store(sum_BD_ptr + place, sum_d, mask=columns < D)
+        else:
+            store_24(sum_BD_ptr + place, low_BD_ptr + place, sum_d, columns < D)
+
+
+def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor:  # [C]
+    C, D = x_CD.shape
+    logit_C = torch.empty(C, dtype=torch.float32, device=x_CD.device)
+    _target_logits_kernel[(C,)](
+        x_CD, weight_VD, target_C, logit_C, x_CD.stride(0), weight_VD.stride(0), D, BLOCK=_width(D)
+    )
+    return logit_C
+
+
+def scale_rows(x_CD: Tensor, scale_C: Tensor, out_CD: Tensor) -> None:
+    C, D = x_CD.shape
+    _scale_rows_kernel[(C,)](x_CD, scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
+
+
+def input_gradient(
+    product_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor,
+    ignored_C: Tensor,
+    scale_C: Tensor,
+    hit_C: Tensor,
+    spread_C: Tensor | None,
+    total_weight_D: Tensor | None,
+    factor: Tensor,
+    out_CD: Tensor,
+) -> None:
+    C, D = product_CD.shape
+    _input_gradient_kernel[(C,)](
+        product_CD,
+        weight_VD,
+        target_C,
+        ignored_C,
+        scale_C,
+        hit_C,
+        spread_C,
+        total_weight_D,
+        factor,
+        out_CD,
+        weight_VD.stride(0),
+        out_CD.stride(0),
+        D,
+        BLOCK=_width(D),
+    )
+
+
+def add_target_rows(
+    sum_BD: Tensor,
+    low_BD: Tensor | None,
+    x: Tensor,
+    hit_N: Tensor,
+    class_N: Tensor,
+    order_N: Tensor,
+    *,
+    first_class: int,
+) -> None:
+    """x is [N, D], or [outer, inner, D] where that is no view of [N, D]."""
+    N, D = class_N.shape[0], x.shape[-1]
+    inner = x.shape[-2]
+    block = min(512, _width(D))
+    _add_target_rows_kernel[(N, triton.cdiv(D, block))](
+        x,
+        hit_N,
+        class_N,
+        order_N,
+        sum_BD,
+        low_BD,
+        x.stride(0) if x.dim() == 3 else 0,
+        x.stride(-2),
+        inner,
+        N,
+        D,
+        first_class,
+        sum_BD.shape[0],
+        BLOCK_N=16,
+        BLOCK=block,
+    )
+
+
+def _width(D: int) -> int:
+    return min(1024, triton.next_power_of_2(D))
