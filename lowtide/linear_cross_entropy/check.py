@@ -1,12 +1,17 @@
 """What a call must look like, said once: the argument, what was expected, what came, and what to do."""
 
+import math
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "torch", "reference")
+DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
 
@@ -48,8 +53,8 @@ def check_arguments(
         _check_term(names, input, linear_weight)
     _check_shapes(inputs, linear_weights, target, linear_bias, weight)
     device = inputs[0].device
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"input must be on the CPU or a CUDA device, got {device}; move it")
+    if device.type not in DEVICES:
+        raise ArgumentError(f"input must be on the CPU, a CUDA device or meta, got {device}; move it")
     _check_dtypes(named)
     for name, tensor in named.items():
         if tensor.device != device:
@@ -75,11 +80,9 @@ def check_loss_options(
 ) -> None:
     _check_choice("reduction", reduction, REDUCTIONS)
     check_ignore_index(ignore_index)
-    _check_number("label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:  # type: ignore[operator]
-        raise ArgumentError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    _check_smoothing(label_smoothing)
     _check_number("z_loss", z_loss)
-    if not 0 <= z_loss < float("inf"):  # type: ignore[operator]
+    if not 0 <= z_loss < math.inf:  # type: ignore[operator]
         raise ArgumentError(f"z_loss must be a finite number of at least 0, got {z_loss}")
     if target.is_floating_point():
         if ignore_index is not None:
@@ -94,9 +97,11 @@ def check_loss_options(
 
 
 def check_ignore_index(ignore_index: object) -> None:
-    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+    if ignore_index is None:
+        return
+    if not _has_index(ignore_index):
         raise ArgumentTypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
-    if ignore_index is not None and not -(1 << 63) <= ignore_index < 1 << 63:
+    if not -(1 << 63) <= operator.index(ignore_index) < 1 << 63:  # type: ignore[arg-type]
         raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
 
 
@@ -105,6 +110,10 @@ def check_head(linear_weight: Tensor) -> None:
         raise ArgumentError(
             f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
             "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
+        )
+    if linear_weight.dim() == 2 and linear_weight.shape[0] == 0:
+        raise ArgumentError(
+            f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}"
         )
 
 
@@ -120,19 +129,19 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     target = target.long()
     foreign = ((target < 0) | (target >= V)) & (target != ignore_index)
     if bool(foreign.any()):
+        classes = f"classes from 0 to {V - 1}" if V else "no class, as linear_weight has none,"
         raise IndexError(
-            f"target must hold classes from 0 to {V - 1} or ignore_index ({ignore_index}), "
-            f"got {target[foreign][0].item()}"
+            f"target must hold {classes} or ignore_index ({ignore_index}), got {target[foreign][0].item()}"
         )
 
 
 def _check_head_options(logit_scale: object, softcap: object, workspace: object, backend: str) -> None:
     _check_choice("backend", backend, BACKENDS)
-    if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool)):
+    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
         raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
     if softcap is not None:
         _check_number("softcap", softcap)
-        if not 0 < softcap < float("inf"):  # type: ignore[operator]
+        if not 0 < softcap < math.inf:  # type: ignore[operator]
             raise ArgumentError(f"softcap must be a finite number above 0, or None for none, got {softcap}")
     if isinstance(logit_scale, Tensor):
         if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
@@ -151,8 +160,32 @@ def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+
+
+def _check_smoothing(value: Any) -> None:
+    """A bool, a NumPy scalar, a 0-d tensor that needs no gradient: all that torch takes for a float."""
+    number = value
+    if not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
+        number = None if getattr(value, "requires_grad", False) else value.item()
+    if not isinstance(number, (int, float)):
+        raise ArgumentTypeError(f"label_smoothing must be a float, got {value!r}")
+    if number > 1:
+        raise ArgumentError(f"label_smoothing must be in [0, 1], got {value}")
+
+
+def _has_index(value: Any) -> bool:
+    """Whether torch takes it for an int: a NumPy integer and a tensor of one are, a bool is not."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> None:
@@ -174,10 +207,6 @@ def _check_shapes(
     weight: Tensor | None,
 ) -> None:
     V, leading = linear_weights[0].shape[0], inputs[0].shape[:-1]
-    if V == 0:
-        raise ArgumentError(
-            f"linear_weight must have at least one class, got shape {list(linear_weights[0].shape)}"
-        )
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         if input.shape[:-1] != leading:
             raise ArgumentError(
@@ -191,7 +220,9 @@ def _check_shapes(
             f"target must have shape {[*leading, V]} where it holds class probabilities, "
             f"got {list(target.shape)}"
         )
-    if not probabilities and target.shape != leading:
+    # One row without a batch may have a target of shape [1], as in torch, but where that is a probability's.
+    one_class = len(leading) == 0 and target.shape == (1,) and V != 1
+    if not (probabilities or one_class or target.shape == leading):
         raise ArgumentError(
             f"target must have shape {list(leading)}, that of input without the last dimension, "
             f"got {list(target.shape)}; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
@@ -204,7 +235,7 @@ def _check_shapes(
 
 def _check_dtypes(named: dict[str, Tensor]) -> None:
     input, target = named["input"], named["target"]
-    probabilities = target.dim() == input.dim()
+    probabilities = target.is_floating_point() and target.dim() == input.dim()
     if target.dtype not in (DTYPES if probabilities else TARGET_DTYPES):
         raise ArgumentTypeError(
             f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
@@ -215,7 +246,7 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
             raise ArgumentTypeError(
                 f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}"
             )
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)
     for name, tensor in named.items():
         if name in ("input", "weight", "logit_scale", "target") or tensor.dtype == input.dtype:
             continue

@@ -18,7 +18,7 @@ from lowtide.linear_cross_entropy.check import (
     check_ignore_index,
     check_loss_options,
 )
-from lowtide.linear_cross_entropy.head import Head, Options, capped, compute_dtype
+from lowtide.linear_cross_entropy.head import Head, Options
 
 
 class LogProbs(NamedTuple):
@@ -55,14 +55,14 @@ def cross_entropy(
     )
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
-    options = Options(
+    options = Options.of(
+        inputs[0],
         reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        softcap=float(softcap or 0),
-        compute_dtype=compute_dtype(inputs[0]),
-        workspace=capped(workspace),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        workspace=workspace,
         backend=backend,
     )
     return routed(head, target, weight, options)
@@ -70,12 +70,15 @@ def cross_entropy(
 
 def routed(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """What is checked already, by the way that can serve it."""
-    if options.backend == "reference":
+    if _by_definition(head, options):
         loss = reference.linear_cross_entropy(head, target, class_weight, options)
     elif _unknown_to_operators(head, target, class_weight):
         loss = transforms.linear_cross_entropy(head, target, class_weight, options)
     else:
         loss = autograd.linear_cross_entropy(head, target, class_weight, options)
+    if target.is_floating_point():  # a product of the two, and as wide
+        loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
+        loss = loss if class_weight is None else loss.to(torch.promote_types(loss.dtype, class_weight.dtype))
     return loss.view(head.leading) if options.reduction == "none" else loss
 
 
@@ -99,15 +102,10 @@ def log_probs(
     check_class_target(target)
     check_ignore_index(ignore_index)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
-    options = Options(
-        reduction="none",
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        softcap=float(softcap or 0),
-        compute_dtype=compute_dtype(inputs[0]),
-        workspace=capped(workspace),
-        backend=backend,
+    options = Options.of(
+        inputs[0], ignore_index=ignore_index, softcap=softcap, workspace=workspace, backend=backend
     )
-    if backend == "reference":
+    if _by_definition(head, options):
         found = reference.linear_log_probs(head, target, options)
     elif _unknown_to_operators(head, target, None):
         found = transforms.linear_log_probs(head, target, options)
@@ -122,6 +120,11 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
     dtype = torch.promote_types(input.dtype, torch.float32)
     # Not torch.full: torch.compile would make a graph of its own for every value.
     return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
+
+
+def _by_definition(head: Head, options: Options) -> bool:
+    """Where it is asked for, and where all logits take no memory: there are no classes, or no data."""
+    return options.backend == "reference" or head.classes == 0 or head.device.type == "meta"
 
 
 def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:

@@ -7,6 +7,7 @@ Shapes: N tokens, D_k features of term k, V classes.
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -63,6 +64,32 @@ class Options(NamedTuple):
     workspace: int | None = None
     backend: str = "auto"
 
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        *,
+        ignore_index: int | None,
+        softcap: float | None,
+        workspace: int | None,
+        backend: str,
+        reduction: str = "none",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> "Options":
+        """Of arguments that are checked: numbers of any type as Python's own, and what None stands for."""
+        smoothing = float(label_smoothing)
+        return cls(
+            reduction=reduction,
+            ignore_index=-100 if ignore_index is None else operator.index(ignore_index),
+            label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0 and NaN are none at all in torch
+            z_loss=float(z_loss),
+            softcap=float(softcap or 0),
+            compute_dtype=compute_dtype(input),
+            workspace=capped(workspace),
+            backend=backend,
+        )
+
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of logits, statistics and accumulators."""
@@ -71,11 +98,11 @@ class Options(NamedTuple):
 
 def capped(workspace: int | None) -> int | None:
     """What the operators' schema takes: 64 bits."""
-    return None if workspace is None else min(workspace, 1 << 60)
+    return None if workspace is None else min(operator.index(workspace), 1 << 60)
 
 
 def compute_dtype(input: Tensor) -> torch.dtype:
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+    if device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return input.dtype

@@ -16,10 +16,11 @@ from lowtide.linear_cross_entropy import entry, reference
 from lowtide.linear_cross_entropy.check import (
     ArgumentError,
     check_arguments,
+    check_classes,
     check_loss_options,
     check_tensors,
 )
-from lowtide.linear_cross_entropy.head import Head, Options, capped, compute_dtype
+from lowtide.linear_cross_entropy.head import Head, Options
 
 
 def cross_entropy(
@@ -45,26 +46,37 @@ def cross_entropy(
     probabilities = target.is_floating_point()
     _check_shapes(input, target, linear_bias, V, dims)
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    N, D = input.shape[0], linear_weight.shape[-1]
+    check_arguments(  # of one position, and there may be none
+        (input,),
+        (_like(linear_weight, V, D),),
+        _like(target, N, V) if probabilities else _like(target, N),
+        None if linear_bias is None else _like(linear_bias, V),
+        *(weight, logit_scale, softcap, workspace, backend),
+    )
+    options = Options.of(
+        input,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        workspace=workspace,
+        backend=backend,
+    )
+    scale = entry.scale_of(logit_scale, input)
+    if V == 0 or 0 in dims:
+        bias = None if linear_bias is None else linear_bias.flatten()
+        whole = Head((input,), (linear_weight.flatten(0, -2),), bias, scale)
+        if not probabilities:
+            check_classes(target, V, options.ignore_index)
+        logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
+        return reference.without_logits(logits, target, weight, options._replace(reduction=reduction))
     first = 2 if probabilities else 1
     # One unbind a tensor: its gradient is put together once, not position by position.
     targets = target.flatten(first).unbind(first)
     weights = linear_weight.flatten(1, -2).unbind(1)
     biases: Any = (None,) * len(weights) if linear_bias is None else linear_bias.flatten(1).unbind(1)
-    for weight_VD, bias_V, part in zip(weights[:1], biases, targets):
-        terms = (input,), (weight_VD,)
-        check_arguments(*terms, part, bias_V, weight, logit_scale, softcap, workspace, backend)
-    options = Options(
-        reduction="none",
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=float(label_smoothing),
-        z_loss=float(z_loss),
-        softcap=float(softcap or 0),
-        compute_dtype=compute_dtype(input),
-        workspace=capped(workspace),
-        backend=backend,
-    )
     wide_ND = input.to(options.sum_dtype)
-    scale = entry.scale_of(logit_scale, input)
     losses = [
         entry.routed(Head((wide_ND,), (weight_VD,), bias_V, scale), part, weight, options)
         for weight_VD, bias_V, part in zip(weights, biases, targets)
@@ -88,3 +100,10 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
         raise ArgumentError(f"target must have shape {wanted}, got {list(target.shape)}")
     if linear_bias is not None and list(linear_bias.shape) != [V, *dims]:
         raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
+    if V == 0 and target.numel() and not target.is_floating_point() and len(dims) != 2:  # as torch has it
+        raise ArgumentError("linear_weight must have at least one class where target holds class indices")
+
+
+def _like(tensor: Tensor, *shape: int) -> Tensor:
+    """Of the same dtype on the same device, without its data."""
+    return tensor.new_empty(()).expand(shape)

@@ -3,11 +3,14 @@
 Shapes: N tokens, V classes; D_k features of term k.
 """
 
+import contextlib
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.check import check_classes
+from lowtide.linear_cross_entropy.check import ArgumentError, check_classes
 from lowtide.linear_cross_entropy.head import Head, Options
 
 
@@ -17,8 +20,33 @@ def linear_cross_entropy(
     if not target.is_floating_point():
         check_classes(target, head.classes, options.ignore_index)
     head, target = flat(head, options), flat_target(target)
-    loss_N = losses(logits(head, options), target, class_weight_V, options)
+    logits_NV = logits(head, options)
+    if head.classes == 0:
+        return without_logits(logits_NV, target, class_weight_V, options)
+    loss_N = losses(logits_NV, target, class_weight_V, options)
     return reduce(loss_N, target, class_weight_V, options)
+
+
+def without_logits(
+    logits: Tensor,  # [N, V, d1, ..., dK], of which V or another is 0
+    target: Tensor,
+    class_weight_V: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """What torch makes of no logits: rows of 0, NaN where it divides by what is not there."""
+    V, probabilities = logits.shape[1], target.is_floating_point()
+    if V == 0 and options.z_loss:
+        raise ArgumentError("linear_weight must have at least one class where z_loss is not 0, got none")
+    terms = logits.movedim(1, -1)
+    if probabilities:
+        terms = terms * target.movedim(1, -1)
+        terms = terms if class_weight_V is None else terms * class_weight_V
+    loss = terms.sum(-1)
+    if not probabilities:
+        loss = loss.masked_fill(target != options.ignore_index, torch.nan)
+    nothing = options.reduction == "mean" or (V == 0 and not probabilities and options.label_smoothing > 0)
+    loss = loss if options.reduction == "none" else loss.sum()
+    return loss + torch.nan if nothing else loss
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -45,11 +73,14 @@ def flat(head: Head, options: Options) -> Head:
 def flat_target(target: Tensor) -> Tensor:
     """[N] class indices, or [N, V] class probabilities."""
     # In a narrower dtype a comparison would wrap ignore_index.
-    return target.reshape(-1, target.shape[-1]) if target.is_floating_point() else target.flatten().long()
+    if not target.is_floating_point():
+        return target.flatten().long()
+    return target.reshape(math.prod(target.shape[:-1]), target.shape[-1])
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
-    with torch.autocast(head.device.type, enabled=False):
+    meta = head.device.type == "meta"  # which knows no autocast
+    with contextlib.nullcontext() if meta else torch.autocast(head.device.type, enabled=False):
         logits_NV = F.linear(head.inputs[0], head.weights[0], head.bias)
         for input, weight in zip(head.inputs[1:], head.weights[1:]):
             logits_NV = logits_NV + F.linear(input, weight)
@@ -93,21 +124,22 @@ def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Te
 def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
     if options.reduction == "none":
         return loss_N
-    total = loss_N.sum()
     if options.reduction == "sum":
-        return total
+        return loss_N.sum()
+    total_1 = loss_N.sum(0, keepdim=True)  # not 0-d, which vmap over a batch of none cannot divide
     if target.is_floating_point():
-        return total / target.shape[0] if target.shape[0] else total + torch.nan
-    V = target.shape[0] if class_weight_V is None else class_weight_V.shape[0]
+        return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
     if class_weight_V is None:
         ignored_N = target == options.ignore_index
-        counted = (~ignored_N).sum().to(loss_N.dtype)
+        counted_1 = (~ignored_N).sum(0, keepdim=True).to(loss_N.dtype)
     else:
-        ignored_N, _, class_N = classes(target, V, options.ignore_index)
-        counted = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0).sum()
+        ignored_N, _, class_N = classes(target, class_weight_V.shape[0], options.ignore_index)
+        weight_N = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0)
+        counted_1 = weight_N.sum(0, keepdim=True)
     # With every row ignored the loss is NaN and the gradients are zero, as in torch.
-    nothing = ignored_N.all()
-    return total / counted.masked_fill(nothing, 1) + torch.where(nothing, torch.nan, 0.0)
+    nothing_1 = ignored_N.all(0, keepdim=True)
+    mean_1 = total_1 / counted_1.masked_fill(nothing_1, 1)
+    return (mean_1 + torch.where(nothing_1, torch.nan, 0.0)).squeeze(0)
 
 
 def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:

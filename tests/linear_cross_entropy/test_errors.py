@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -35,8 +36,10 @@ BAD = [
      "linear_weight must have shape [V, 3] to match input [4, 3], got [3, 7]"),
     ("weight 1-d", {"linear_weight": w[0]}, ValueError,
      "linear_weight must have shape [V, 3] to match input"),
-    ("no classes", {"linear_weight": w[:0]}, ValueError,
-     "linear_weight must have at least one class, got shape [0, 3]"),
+    ("no classes", {"linear_weight": w[:0]}, IndexError,
+     "target must hold no class, as linear_weight has none, or ignore_index (-100), got 0"),
+    ("no classes to square", {"linear_weight": w[:0], "target": p[:, :0], "z_loss": 0.1}, ValueError,
+     "linear_weight must have at least one class where z_loss is not 0"),
     ("target too short", {"target": t[:3]}, ValueError,
      "target must have shape [4], that of input", "got [3]"),
     ("target too long", {"target": t[:, None]}, ValueError, "target must have shape [4]", "got [4, 1]"),
@@ -79,17 +82,22 @@ BAD = [
     ("reduction", {"reduction": "avg"}, ValueError,
      "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
     ("backend", {"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'triton'", "got 'cuda'"),
-    ("smoothing below 0", {"label_smoothing": -0.1}, ValueError,
-     "label_smoothing must be in [0, 1], got -0.1"),
     ("smoothing above 1", {"label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1], got 1.5"),
-    ("smoothing NaN", {"label_smoothing": float("nan")}, ValueError,
-     "label_smoothing must be in [0, 1], got nan"),
+    ("smoothing infinite", {"label_smoothing": float("inf")}, ValueError,
+     "label_smoothing must be in [0, 1], got inf"),
     ("smoothing a string", {"label_smoothing": "0.1"}, TypeError,
      "label_smoothing must be a float, got '0.1'"),
-    ("smoothing a bool", {"label_smoothing": True}, TypeError, "label_smoothing must be a float, got True"),
+    ("smoothing a vector", {"label_smoothing": V[:1]}, TypeError,
+     "label_smoothing must be a float, got tensor"),
+    ("smoothing that would be learned", {"label_smoothing": torch.tensor(0.1, requires_grad=True)}, TypeError,
+     "label_smoothing must be a float, got tensor"),
     ("ignore_index beyond 64 bits", {"ignore_index": 2**63}, ValueError, "ignore_index must", str(2**63)),
     ("ignore_index a bool", {"ignore_index": True}, TypeError,
      "ignore_index must be an int or None, got True"),
+    ("ignore_index a bool tensor", {"ignore_index": torch.tensor(True)}, TypeError,
+     "ignore_index must be an int or None, got tensor(True)"),
+    ("ignore_index a NumPy bool", {"ignore_index": np.True_}, TypeError,
+     "ignore_index must be an int or None, got "),
     ("ignore_index a float", {"ignore_index": -100.0}, TypeError,
      "ignore_index must be an int or None, got -100.0"),
     ("softcap zero", {"softcap": 0.0}, ValueError,
@@ -97,6 +105,7 @@ BAD = [
     ("softcap negative", {"softcap": -30}, ValueError, "softcap must be a finite number above 0", "got -30"),
     ("softcap infinite", {"softcap": float("inf")}, ValueError, "softcap must be a finite number", "got inf"),
     ("softcap NaN", {"softcap": float("nan")}, ValueError, "softcap must be a finite number", "got nan"),
+    ("softcap a NumPy bool", {"softcap": np.True_}, TypeError, "softcap must be a float, got "),
     ("softcap a string", {"softcap": "30"}, TypeError, "softcap must be a float, got '30'"),
     ("softcap a bool", {"softcap": True}, TypeError, "softcap must be a float, got True"),
     ("softcap a tensor", {"softcap": V[0]}, TypeError, "softcap must be a float, got tensor"),
@@ -122,6 +131,12 @@ BAD = [
      "target must have shape [4, 7, 2], got [4, 7]"),
     ("K: bias flat", {"linear_weight": w_K, "target": t_K, "linear_bias": V}, ValueError,
      "linear_bias must have shape [7, 2], got [7]"),
+    ("K: no classes", {"linear_weight": w_K[:0], "target": t_K}, ValueError,
+     "linear_weight must have at least one class where target holds class indices"),
+    ("K: other features without positions", {"linear_weight": w_K[:, :0, :2], "target": t_K[:, :0]},
+     ValueError, "linear_weight must have shape [V, 3]", "got [7, 2]"),
+    ("K: float64 weight without positions", {"linear_weight": w_K[:, :0].double(), "target": t_K[:, :0]},
+     TypeError, "linear_weight must have the dtype of input (torch.float32), got torch.float64"),
     ("K: target too large", {"linear_weight": w_K, "target": t_K + 7}, IndexError,
      "target must hold classes from 0 to 6"),
     ("K: input is a list", {"input": [1.0], "linear_weight": w_K}, TypeError, "input must be a torch.Tensor"),
@@ -164,6 +179,8 @@ BAD_LOG_PROBS = [
     ("probabilities", {"target": p}, TypeError, "target must hold class indices here, got torch.float32"),
     ("target too short", {"target": t[:3]}, ValueError, "target must have shape [4]"),
     ("target too large", {"target": t + 7}, IndexError, "target must hold classes from 0 to 6"),
+    ("no classes", {"linear_weight": w[:0]}, ValueError,
+     "linear_weight must have at least one class, got shape [0, 3]"),
     ("K-dimensional", {"linear_weight": w_K, "target": t_K}, ValueError,
      "linear_weight must have shape [V, D] here, got [7, 2, 3]"),
     ("softcap zero", {"softcap": 0}, ValueError, "softcap must be a finite number above 0"),
@@ -242,7 +259,8 @@ def test_triton_refuses_the_cpu(plain_environment):
 # Any arguments at all: a result that is right, or an error that says what is wrong.
 
 nan, inf = float("nan"), float("inf")
-NUMBERS = [0, 0.0, 1, 0.5, 1.0, -0.1, 1.5, nan, inf, None, "0.1", True, 1j, torch.tensor(0.5), [0.5]]
+NUMBERS = [0, 0.0, 1, 0.5, 1.0, -0.1, 1.5, nan, inf, -inf, None, "0.1", True, 1j, torch.tensor(0.5), [0.5],
+           np.float32(0.5), np.int64(1), np.True_]  # fmt: skip
 TENSORS = {
     "input": [x.double(), x.bfloat16(), x[0], x[None], x[:0], x[:, :0], x[0, 0], x.long(), x + 0j,
               x.to("meta")],
@@ -256,7 +274,22 @@ TENSORS = {
 }  # fmt: skip
 POOL = {name: [*tensors, None, [1.0], 3, "x"] for name, tensors in TENSORS.items()} | {
     "reduction": ["sum", "none", "avg", None, 1, ["mean"]],
-    "ignore_index": [None, -100, 3, 2**63 - 1, -(2**63), 2**63, -(2**64), 1.0, True, "3", torch.tensor(3)],
+    "ignore_index": [
+        None,
+        -100,
+        3,
+        2**63 - 1,
+        -(2**63),
+        2**63,
+        -(2**64),
+        1.0,
+        True,
+        "3",
+        torch.tensor(3),
+        np.int32(3),
+        torch.tensor(3.0),
+        torch.tensor(True),
+    ],
     "label_smoothing": NUMBERS,
     "softcap": [*NUMBERS, 1e-30, 1e30],
     "logit_scale": [*NUMBERS, torch.ones(1), torch.tensor(2), torch.tensor(0.5).double(), V[0].to("meta")],
@@ -284,6 +317,15 @@ def _dense_arguments(arguments):
     return Inputs(**tensors), options
 
 
+def _dtype(input, target, weight=None, **others):
+    """Of the loss: as torch promotes a product, but float32 at least."""
+    factors = [tensor for tensor in (target, weight) if target.is_floating_point() and tensor is not None]
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    for factor in factors:
+        dtype = torch.promote_types(dtype, factor.dtype)
+    return dtype
+
+
 @FUZZ
 @given(changes=CHANGES)
 def test_any_arguments(changes):
@@ -295,11 +337,11 @@ def test_any_arguments(changes):
         if isinstance(error, (RuntimeError, IndexError)):
             return
         raise
-    assert found.dtype == torch.promote_types(arguments["input"].dtype, torch.float32)
+    assert found.dtype == _dtype(**arguments)
     if arguments["linear_weight"].dim() == 2:
         inputs, options = _dense_arguments(arguments)
         expected = dense(inputs, **options)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 @FUZZ
