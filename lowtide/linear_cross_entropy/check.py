@@ -242,6 +242,8 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
             f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
         )
     for name, tensor in named.items():
+        if name == "weight" and probabilities and not tensor.is_complex():
+            continue  # a factor like any other
         if name in ("input", "weight", "logit_scale") and tensor.dtype not in DTYPES:
             raise ArgumentTypeError(
                 f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}"

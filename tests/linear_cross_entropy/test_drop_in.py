@@ -94,6 +94,15 @@ def test_probabilities_and_weights_of_other_dtypes(device, positions, target, cl
         check_same(arguments, ("input", "linear_weight", "target"), reduction=reduction)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.bool])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_class_weights_of_integers_beside_probabilities(device, reduction, dtype):
+    for positions in ((), (2,)):
+        arguments = make_call(positions, device=device, probabilities=True)
+        arguments["weight"] = torch.arange(7, device=device).to(dtype)
+        check_same(arguments, reduction=reduction, label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_targets_of_bytes(device, reduction):
     arguments = make_call(device=device, integer=torch.uint8, ignored=3)

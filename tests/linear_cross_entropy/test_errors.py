@@ -66,6 +66,8 @@ BAD = [
      "input must be a floating-point tensor", "torch.float64", "got torch.complex64"),
     ("integer class weights", {"weight": V.long()}, TypeError,
      "weight must be a floating-point", "torch.int64"),
+    ("complex class weights", {"weight": V + 0j, "target": p}, TypeError,
+     "weight must be a floating-point", "torch.complex64"),
     ("weight in float64", {"linear_weight": w.double()}, TypeError,
      "linear_weight must have the dtype of input (torch.float32), got torch.float64", "torch.autocast"),
     ("bias in bfloat16", {"linear_bias": V.bfloat16()}, TypeError,
