@@ -151,6 +151,8 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, rowwise: Rowwise, *tensors: Tensor) -> tuple[Tensors, tuple[int, ...]]:
         """One element of the batch after the other: a chunk's memory must not grow with the batch."""
+        if info.batch_size == 0:  # there is no element to ask what comes out
+            return _no_elements(rowwise, tensors, in_dims[1:])
         calls = [
             rowwise(
                 *(
@@ -161,6 +163,19 @@ class _Apply(torch.autograd.Function):
             for element in range(info.batch_size)
         ]
         return tuple(torch.stack(outputs) for outputs in zip(*calls)), (0,) * len(calls[0])
+
+
+def _no_elements(rowwise: Rowwise, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
+    """A batch of none, in the shapes that one element would have, found without data."""
+    one = (
+        tensor if dim is None else tensor.new_empty((*tensor.shape[:dim], *tensor.shape[dim + 1 :]))
+        for tensor, dim in zip(tensors, dims)
+    )
+    outputs = rowwise(*(tensor.to("meta") for tensor in one))
+    device = tensors[0].device
+    return tuple(torch.empty(0, *out.shape, dtype=out.dtype, device=device) for out in outputs), (0,) * len(
+        outputs
+    )
 
 
 def _split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:

@@ -20,6 +20,7 @@ from tests.helpers import (
     fused_log_probs,
     make_inputs,
 )
+from tests.linear_cross_entropy.kinds import KINDS, REDUCTIONS
 
 pytestmark = [
     # Of an intermediate, read by Dynamo itself; of torch.jit and others, imported by the compiler.
@@ -28,21 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 
-REDUCTIONS = ("mean", "sum", "none")
 LENGTHS = (32, 40, 17, 33)
-
-# What make_inputs is asked for, and what the call is asked for.
-KINDS = {
-    "plain": ({}, {}),
-    "all, classes": (
-        {"logit_scale": True, "bias": True, "class_weight": True},
-        {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1},
-    ),
-    "all, probabilities": (
-        {"logit_scale": True, "bias": True, "class_weight": True, "probabilities": True},
-        {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1},
-    ),
-}
 
 
 @pytest.fixture(autouse=True)
