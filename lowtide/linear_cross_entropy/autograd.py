@@ -1,4 +1,4 @@
-"""The derivatives of the operators. What backward needs depends on the reduction:
+"""The derivatives of the operators, registered with them. What backward needs depends on the reduction:
 
 mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
             chunk of logits (three products in all). Backward multiplies them by the upstream gradient: in
@@ -28,13 +28,16 @@ Gradients = tuple[Tensor | None, ...]
 
 def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
-    terms = len(head.inputs)
-    return _LinearCrossEntropy.apply(options, _wanted(head), terms, target, class_weight, *head.tensors)
+    loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, _wanted(head), *options)
+    return loss
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Four times [N]."""
-    return _LogProbs.apply(options, _wanted(head), len(head.inputs), target, *head.tensors)
+    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(
+        *head, target, _wanted(head), *options
+    )
+    return log_prob_N, entropy_N, logsumexp_N, argmax_N
 
 
 def _wanted(head: Head) -> tuple[bool, ...]:
@@ -42,95 +45,105 @@ def _wanted(head: Head) -> tuple[bool, ...]:
     return tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
 
 
-def _head(terms: int, tensors: Sequence[Any]) -> Head:
-    return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
+def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    *head, target, class_weight, wanted = inputs[:7]
+    _save(ctx, head, wanted, inputs[7:], (target, class_weight), output[1:])
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        options: Options,
-        wanted: tuple[bool, ...],
-        terms: int,
-        target: Tensor,
-        class_weight: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> Tensor:
-        head = _head(terms, tensors)
-        loss, *rest = ops.linear_cross_entropy(*head, target, class_weight, wanted, *options)
-        ctx.options, ctx.wanted, ctx.terms = options, wanted, terms
-        ctx.set_materialize_grads(False)
-        if any(wanted):
-            ctx.save_for_backward(target, class_weight, *tensors, *rest)
-        return loss
+def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    upstream, options, wanted = gradients[0], ctx.options, ctx.wanted
+    if upstream is None:
+        return _arguments(ctx, (None,) * len(wanted))
+    _refuse_others(ctx)
+    head, (target, class_weight), rest = _saved(ctx)
+    if _is_differentiated(upstream):
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> Gradients:  # type: ignore[override]
-        options, wanted = ctx.options, ctx.wanted
-        if upstream is None:
-            return (None,) * (5 + len(wanted))
-        target, class_weight, *tensors = ctx.saved_tensors
-        tensors, rest = tensors[: len(wanted)], tensors[len(wanted) :]
-        head = _head(ctx.terms, tensors)
-        if _is_differentiated(upstream):
+        def losses(head: Head) -> tuple[Tensor, ...]:
+            return (transforms.linear_cross_entropy(head, target, class_weight, options),)
 
-            def losses(head: Head) -> tuple[Tensor, ...]:
-                return (transforms.linear_cross_entropy(head, target, class_weight, options),)
-
-            gradients = _again(losses, head, wanted, (upstream,))
-        elif options.reduction == "none":
-            found = ops.linear_cross_entropy_backward(
-                upstream, rest, *head, target, class_weight, wanted, *options
-            )
-            gradients = _placed(found, wanted)
-        else:
-            waiting = iter(rest)
-            gradients = tuple(
-                _finished(next(waiting), next(waiting) * upstream, like, options) if grad else None
-                for like, grad in zip(tensors, wanted)
-            )
-        return (None,) * 5 + gradients
-
-
-class _LogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        options: Options,
-        wanted: tuple[bool, ...],
-        terms: int,
-        target: Tensor,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        head = _head(terms, tensors)
-        log_prob_N, entropy_N, logsumexp_N, argmax_N, *statistics = ops.linear_log_probs(
-            *head, target, wanted, *options
+        return _arguments(ctx, _again(losses, head, wanted, (upstream,)))
+    if options.reduction == "none":
+        found = ops.linear_cross_entropy_backward(
+            upstream, rest, *head, target, class_weight, wanted, *options
         )
-        ctx.options, ctx.wanted, ctx.terms = options, wanted, terms
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(argmax_N)
-        if any(wanted):
-            ctx.save_for_backward(target, *tensors, *statistics)
-        return log_prob_N, entropy_N, logsumexp_N, argmax_N
+        return _arguments(ctx, _placed(found, wanted))
+    waiting = iter(rest)
+    return _arguments(
+        ctx,
+        tuple(
+            _finished(next(waiting), next(waiting) * upstream, like, options) if grad else None
+            for like, grad in zip(head.tensors, wanted)
+        ),
+    )
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> Gradients:
-        given = upstream[:3]
-        if all(each is None for each in given):
-            return (None,) * (4 + len(ctx.wanted))
-        options, count = ctx.options, len(ctx.wanted)
-        target, *tensors = ctx.saved_tensors
-        tensors, statistics = tensors[:count], tensors[count:]
-        head = _head(ctx.terms, tensors)
-        if _is_differentiated(*given):
 
-            def log_probs(head: Head) -> tuple[Tensor, ...]:
-                return transforms.linear_log_probs(head, target, options)
+def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    *head, target, wanted = inputs[:6]
+    _save(ctx, head, wanted, inputs[6:], (target,), output[4:])
 
-            return (None,) * 4 + _again(log_probs, head, ctx.wanted, given)
-        found = ops.linear_log_probs_backward(*given, statistics, *head, target, ctx.wanted, *options)
-        return (None,) * 4 + _placed(found, ctx.wanted)
+
+def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    upstream, options, wanted = gradients[:3], ctx.options, ctx.wanted
+    if all(each is None for each in upstream):
+        return _arguments(ctx, (None,) * len(wanted))
+    _refuse_others(ctx)
+    head, (target,), statistics = _saved(ctx)
+    if _is_differentiated(*upstream):
+
+        def log_probs(head: Head) -> tuple[Tensor, ...]:
+            return transforms.linear_log_probs(head, target, options)
+
+        return _arguments(ctx, _again(log_probs, head, wanted, upstream))
+    found = ops.linear_log_probs_backward(*upstream, statistics, *head, target, wanted, *options)
+    return _arguments(ctx, _placed(found, wanted))
+
+
+ops.linear_cross_entropy.register_autograd(_loss_gradients, setup_context=_save_loss)
+ops.linear_log_probs.register_autograd(_log_probs_gradients, setup_context=_save_log_probs)
+
+
+# Between the schema's arguments and Head, Options, and a gradient for each of Head's tensors.
+
+
+def _save(
+    ctx: Any,
+    head: Sequence[Any],
+    wanted: Sequence[bool],
+    options: Sequence[Any],
+    targets: Sequence[Tensor | None],
+    rest: Sequence[Tensor],
+) -> None:
+    ctx.wanted, ctx.options = tuple(wanted), Options(*options)
+    ctx.terms, ctx.targets = len(head[0]), len(targets)
+    ctx.set_materialize_grads(False)
+    if any(wanted):
+        ctx.save_for_backward(*head[0], *head[1], *head[2:], *targets, *rest)
+
+
+def _saved(ctx: Any) -> tuple[Head, tuple[Any, ...], list[Tensor]]:
+    """The head, its target and class weights, and what forward kept."""
+    terms, count, saved = ctx.terms, len(ctx.wanted), ctx.saved_tensors  # to be read once
+    tensors, rest = saved[:count], saved[count:]
+    head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
+    # As outputs, the kept ones would lead back here.
+    return head, rest[: ctx.targets], [each.detach() for each in rest[ctx.targets :]]
+
+
+def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+    """Gradients of all arguments, as the schema has them."""
+    terms, others = ctx.terms, ctx.targets + 1 + len(ctx.options)
+    weights = gradients[terms : 2 * terms]
+    return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
+
+
+def _refuse_others(ctx: Any) -> None:
+    inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.targets]
+    needed = (*inputs, *weights, *others)
+    if any(need and not grad for need, grad in zip(needed, (*ctx.wanted, *(False,) * ctx.targets))):
+        raise RuntimeError(
+            "this graph was exported where a tensor that needs a gradient now needed none; "
+            "export it with gradients enabled, where all that will be trained requires one"
+        )
 
 
 def _is_differentiated(*upstream: Tensor | None) -> bool:
@@ -167,7 +180,7 @@ def _placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
 
 def _finished(kept: Tensor, factor: Tensor, like: Tensor, options: Options) -> Tensor:
     """The gradient itself: kept * factor, rounded once."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(kept) is not Tensor:  # traced
         return (kept.to(factor.dtype) * factor).to(like.dtype).view(like.shape)
     # A freed graph's tensors are ours to change; a retained one's will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,5 +1,5 @@
 """The registered operators: what a graph sees of lowtide. shapes.py says what comes out of them, without
-running them; they know no autograd, autograd.py differentiates them.
+running them; autograd.py registers their derivatives.
 
     linear_cross_entropy            the loss of a mean or sum, and the gradients that wait for its upstream
                                     gradient; of none, the loss and the statistics of each row
@@ -13,7 +13,8 @@ to be applied. Gradients come in the order of Head's tensors, only those that ar
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -169,26 +170,11 @@ def job_of(
     return Head(tuple(inputs), tuple(weights), bias, scale), job
 
 
-def _on_device_of(head: Head) -> Any:
-    return _Quiet(head)
-
-
-class _Quiet:
+@contextlib.contextmanager
+def _on_device_of(head: Head) -> Iterator[None]:
     """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
-
-    def __init__(self, head: Head) -> None:
-        self.contexts = (
-            torch.cuda.device_of(head.inputs[0]),
-            torch.autocast(head.device.type, enabled=False),
-        )
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
+    with torch.cuda.device_of(head.inputs[0]), torch.autocast(head.device.type, enabled=False):
+        yield
 
 
 def _stream(plan: Plan, *operands: Any) -> Stream:

@@ -4,6 +4,7 @@ FLOPs.
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from lowtide.linear_cross_entropy import ops
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.ops import job_of
 from lowtide.linear_cross_entropy.plan import keeps_sum
+
+# In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
 
 
 def _vector(head: Head, options: Options) -> Tensor:
@@ -45,18 +48,8 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @ops.linear_cross_entropy_backward.register_fake
-def _(
-    upstream: Any,
-    statistics: Any,
-    inputs: Any,
-    weights: Any,
-    bias: Any,
-    scale: Any,
-    target: Any,
-    class_weight: Any,
-    wanted: Any,
-    *options: Any,
-) -> list[Tensor]:
+def _(*arguments: Any) -> list[Tensor]:
+    _upstream, _statistics, inputs, weights, bias, scale, _target, _class_weight, wanted, *_ = arguments
     return _fake_gradients((*inputs, *weights, bias, scale), wanted)
 
 
@@ -75,19 +68,8 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @ops.linear_log_probs_backward.register_fake
-def _(
-    log_prob: Any,
-    entropy: Any,
-    logsumexp: Any,
-    statistics: Any,
-    inputs: Any,
-    weights: Any,
-    bias: Any,
-    scale: Any,
-    target: Any,
-    wanted: Any,
-    *options: Any,
-) -> list[Tensor]:
+def _(*arguments: Any) -> list[Tensor]:
+    *_upstream, _statistics, inputs, weights, bias, scale, _target, wanted = arguments[:10]
     return _fake_gradients((*inputs, *weights, bias, scale), wanted)
 
 
@@ -95,69 +77,34 @@ def _fake_gradients(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Tens
     return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
 
 
-def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool], logits: int) -> int:
-    """FLOPs of the logits, that many times, and of what the wanted gradients of inputs and weights take."""
+def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool]) -> int:
+    """FLOPs of the logits, and of what the wanted gradients of inputs and weights take."""
     terms, total = len(inputs), 0
     for k, (input, weight) in enumerate(zip(inputs, weights)):
-        tokens = 1
-        for size in input[:-1]:
-            tokens *= size
-        total += 2 * tokens * weight[0] * weight[1] * (logits + wanted[k] + wanted[terms + k])
+        tokens = math.prod(input[:-1])
+        total += 2 * tokens * weight[0] * weight[1] * (1 + wanted[k] + wanted[terms + k])
     return total
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
-def _(
-    inputs: Any,
-    weights: Any,
-    bias: Any,
-    scale: Any,
-    target: Any,
-    class_weight: Any,
-    wanted: Any,
-    reduction: str,
-    *rest: Any,
-    **kwargs: Any,
-) -> int:
-    now = [grad and reduction != "none" for grad in wanted]
-    return _products(inputs, weights, now, 1)
+def _(*arguments: Any, **_out: Any) -> int:
+    inputs, weights, _bias, _scale, _target, _class_weight, wanted, reduction, *_ = arguments
+    return _products(inputs, weights, [grad and reduction != "none" for grad in wanted])
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
-def _(
-    upstream: Any,
-    statistics: Any,
-    inputs: Any,
-    weights: Any,
-    bias: Any,
-    scale: Any,
-    target: Any,
-    class_weight: Any,
-    wanted: Any,
-    *rest: Any,
-    **kwargs: Any,
-) -> int:
-    return _products(inputs, weights, wanted, 1)
+def _(*arguments: Any, **_out: Any) -> int:
+    _upstream, _statistics, inputs, weights, _bias, _scale, _target, _class_weight, wanted, *_ = arguments
+    return _products(inputs, weights, wanted)
 
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs)
-def _(inputs: Any, weights: Any, *rest: Any, **kwargs: Any) -> int:
-    return _products(inputs, weights, [False] * 2 * len(inputs), 1)
+def _(*arguments: Any, **_out: Any) -> int:
+    inputs, weights, *_ = arguments
+    return _products(inputs, weights, [False] * 2 * len(inputs))
 
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
-def _(
-    log_prob: Any,
-    entropy: Any,
-    logsumexp: Any,
-    statistics: Any,
-    inputs: Any,
-    weights: Any,
-    bias: Any,
-    scale: Any,
-    target: Any,
-    wanted: Any,
-    *options: Any,
-    **kwargs: Any,
-) -> int:
-    return _products(inputs, weights, wanted, 1)
+def _(*arguments: Any, **_out: Any) -> int:
+    *_upstream, _statistics, inputs, weights, _bias, _scale, _target, wanted = arguments[:10]
+    return _products(inputs, weights, wanted)
