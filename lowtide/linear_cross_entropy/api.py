@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.linear_cross_entropy import entry, positions
-from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_loss_options
+from lowtide.linear_cross_entropy.check import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_loss_options,
+    check_tensors,
+)
 from lowtide.linear_cross_entropy.entry import LogProbs
 from lowtide.linear_cross_entropy.head import Reduction
 
@@ -43,23 +48,26 @@ def linear_cross_entropy(
     :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up; `"mean"`
     divides that by the :math:`w_{t_i}` of the rows that count (for probabilities: by the number of rows), as
     :func:`torch.nn.functional.cross_entropy` does. With all rows ignored the mean is NaN and its gradients
-    are zero, as there.
+    are zero, as there. What torch's own ``linear_cross_entropy`` (2.13, without `options`) takes gives the
+    same here, also without rows, features, classes or positions; what is more is said below.
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
-        logit_scale []; the result is 0-d, or [...] for ``reduction="none"``. Any strides; a shifted slice
-        such as ``hidden[:, :-1]`` is not copied as a whole. K-dimensional loss as in torch: input [N, D],
-        linear_weight [V, d1, ..., dK, D], linear_bias [V, d1, ..., dK], target [N, d1, ..., dK] or
-        [N, V, d1, ..., dK], result [N, d1, ..., dK].
+        logit_scale []; the result is 0-d, or [...] for ``reduction="none"``. An input [D] takes a class as
+        [1], too. Any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole.
+        K-dimensional loss as in torch: input [N, D], linear_weight [V, d1, ..., dK, D], linear_bias
+        [V, d1, ..., dK], target [N, d1, ..., dK] or [N, V, d1, ..., dK], result [N, d1, ..., dK].
+        Tensors on the meta device give a loss and gradients of the right shapes and dtypes.
 
     Args:
         target: class indices, int64, int32 or uint8, or class probabilities in any floating-point dtype. An
             index outside [0, V) that is not `ignore_index` is an IndexError on the CPU; on CUDA, where
             looking would mean waiting, it makes the loss and the gradients that it reaches NaN.
             Probabilities need not add up to 1; a gradient for them takes the way described under `Memory`.
-        weight: class weights. They take no gradient beside class indices, as in torch.
+        weight: class weights of any floating-point dtype; beside probabilities of integers, too. They take no
+            gradient beside class indices, as in torch.
         ignore_index: rows with this target count for nothing; None means -100. Not for probabilities.
-        label_smoothing: :math:`\epsilon`, in [0, 1].
+        label_smoothing: :math:`\epsilon`, in [0, 1]; below 0, or NaN, it is 0, as in torch.
         softcap: c, above 0; None for none. (Gemma 2: 30.)
         logit_scale: s; a 0-d tensor may require a gradient. It comes before the soft cap: to divide capped
             logits by a temperature T, pass ``logit_scale=1 / T, softcap=c / T``.
@@ -77,7 +85,7 @@ def linear_cross_entropy(
         precision on the CPU) and are summed in float32, as are the logits, the statistics and the gradient
         of the weight; float64 stays float64. Each gradient is rounded once, for mean and sum twice if the
         upstream gradient is no power of two. The loss is float32 for half-precision input: a bfloat16 loss
-        has three digits.
+        has three digits. Beside probabilities it is float64 where they, or the class weights, are.
 
     Memory:
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in
@@ -99,9 +107,11 @@ def linear_cross_entropy(
         IndexError: see `target`. (Under vmap such a target makes NaN.)
 
     Transforms: torch.compile(fullgraph=True), torch.export, CUDA graphs, torch.func, vmap, forward mode,
-    derivatives of any order, checkpointing. Not within one another: code that torch.compile compiles as one
-    graph refuses a transform of torch.func or forward mode around this call, and what it compiled cannot be
-    differentiated twice.
+    derivatives of any order, checkpointing. Compiled code serves every length, but only one value of each of
+    softcap, z_loss and label_smoothing: it is compiled again for another. An exported program can be trained,
+    with the gradients that were required when it was exported; for others its backward raises. Not within
+    one another: code that torch.compile compiles as one graph refuses a transform of torch.func or forward
+    mode around this call, and what it compiled cannot be differentiated twice.
 
     Source: pytorch issue 124480; the chunk loop is that of github.com/mgmalek/efficient_cross_entropy.
 
@@ -240,6 +250,7 @@ class LinearCrossEntropyLoss(nn.Module):
                 "logit_scale must be a float here, got a tensor, which this module would neither train nor "
                 "save; keep it in a module of your own and call lowtide.linear_cross_entropy"
             )
+        check_tensors({} if weight is None else {"weight": weight})
         if weight is not None and weight.shape != (num_classes,):
             raise ArgumentError(f"weight must have shape [{num_classes}], got {list(weight.shape)}")
         no_target = torch.zeros(0) if ignore_index is None else torch.zeros(0, dtype=torch.long)

@@ -104,6 +104,20 @@ def test_every_length_with_one_graph(device, counter, kind, reduction):
     assert counter.frame_count == first <= 2, "compiled again for another length"
 
 
+@pytest.mark.parametrize("option", ["z_loss", "softcap", "label_smoothing", "logit_scale"])
+def test_a_number_is_a_constant_of_the_graph_but_not_the_scale(device, counter, option):
+    """Another value is another graph, and right; a length beside it is not."""
+    loss_of = compiled_with(counter, dynamic=True)
+    counts = []
+    for value in (0.25, 0.5, 0.75):
+        for length in LENGTHS[:2]:
+            train(loss_of, make_inputs(length, device=device), **{option: value})
+            counts.append(counter.frame_count)
+    assert counts[2] == counts[3], "compiled again for another length"
+    assert counts[4] == counts[5], "compiled again for another length"
+    assert (counts[3] == counts[5]) == (option == "logit_scale")
+
+
 def test_a_length_marked_dynamic(device, counter):
     """Others than it stay fixed."""
     loss_of = compiled_with(counter)

@@ -202,6 +202,11 @@ def test_bad_arguments_of_log_probs(arguments, error, part):
         lowtide.linear_log_probs(**{"input": x, "linear_weight": w, "target": t} | arguments)
 
 
+def test_class_weights_of_the_module_are_a_tensor():
+    with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor, got list"):
+        lowtide.LinearCrossEntropyLoss(3, 4, weight=[1.0] * 4)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_out_of_range_targets_raise_without_gradients_too(reduction):
     with torch.no_grad(), pytest.raises(IndexError, match="got 9"):
