@@ -3,7 +3,7 @@ of any shapes, dtypes and options, good or bad. Both raise, and alike, or both g
 
 What differs is said: half precision has a float32 loss, and is summed in float32 as torch's own call on
 widened tensors; class weights beside indices may have any dtype; bytes are classes wherever int64 is; and a
-target [1] of an input [D] can be differentiated.
+target [1] of an input [D] is a class, with a smoothing and with gradients as well.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
@@ -104,7 +104,9 @@ def extended(arguments):
     input, target, weight = (arguments[name] for name in ("input", "target", "weight"))
     leading = input.dim() > 2
     weights = weight is not None and weight.dtype != input.dtype and not target.is_floating_point()
-    return leading or weights or target.dtype == torch.uint8
+    # With a smoothing torch does not take it.
+    one = input.dim() == 1 and target.shape == (1,) and arguments["linear_weight"].shape[0] > 1
+    return leading or weights or one or target.dtype == torch.uint8
 
 
 def widened(arguments):
