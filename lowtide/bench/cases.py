@@ -49,8 +49,11 @@ CASES = (
     Case("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),
     Case("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
     Case("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
+    Case("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),
+    Case("B-2048", 2048, 4096, 128256, torch.bfloat16, "cuda"),
     Case("smoke-cuda", 512, 256, 2048, torch.bfloat16, "cuda", smoke=True),
     Case("cpu", 2048, 512, 32768, torch.float32, "cpu"),
+    Case("cpu-bf16", 2048, 512, 32768, torch.bfloat16, "cpu"),
     Case("cpu-small", 512, 256, 8192, torch.float32, "cpu"),
     Case("smoke-cpu", 256, 64, 1024, torch.float32, "cpu", smoke=True),
 )

@@ -70,13 +70,30 @@ class Provider:
         return Call(lambda: (loss(*inputs),), inputs[:2])
 
 
-def _lowtide(name: str, workspace: int | None) -> Provider:
+class Autocast(Provider):
+    """The weight in float32 under autocast: what sums its gradient is the gradient itself."""
+
+    def call(self, case: Case, inputs: Inputs) -> Call:
+        input_ND, weight_VD, target_N = inputs
+        if case.dtype not in (torch.bfloat16, torch.float16):
+            raise Unavailable("autocast is for half precision")
+        loss = self.load(case)
+        wide_VD = weight_VD.detach().float().requires_grad_(weight_VD.requires_grad)
+
+        def run() -> tuple[Tensor, ...]:
+            with torch.autocast(case.device, case.dtype):
+                return (loss(input_ND, wide_VD, target_N),)
+
+        return Call(run, (input_ND, wide_VD))
+
+
+def _lowtide(name: str, workspace: int | None, kind: type[Provider] = Provider) -> Provider:
     def load(case: Case) -> Loss:
         from lowtide import linear_cross_entropy
 
         return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
 
-    return Provider(name, "lowtide", load, workspace=workspace)
+    return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
 
 
 def eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, reduction: str = "mean") -> Tensor:
@@ -132,6 +149,7 @@ PROVIDERS = (
     _lowtide("lowtide", None),
     _lowtide("lowtide-3.5GiB", 7 * GIB // 2),
     _lowtide("lowtide-1GiB", GIB),
+    _lowtide("lowtide-1GiB-autocast", GIB, Autocast),
     _lowtide("lowtide-256MiB", 256 * MIB),
     _lowtide("lowtide-64MiB", 64 * MIB),
     Provider("eager", "torch", _eager),

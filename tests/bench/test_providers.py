@@ -58,3 +58,19 @@ def test_chunked_loss_of_an_older_torch(monkeypatch):
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     with pytest.raises(Unavailable, match=r"2\.13"):
         BY_NAME["torch-chunked"].load(SMOKE["cpu"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_has_a_float32_weight(dtype):
+    case = dataclasses.replace(SMOKE["cpu"], dtype=dtype)
+    if dtype == torch.float32:
+        with pytest.raises(Unavailable, match="half precision"):
+            BY_NAME["lowtide-1GiB-autocast"].call(case, case.inputs(requires_grad=True))
+        return
+    inputs = case.inputs(requires_grad=True)
+    call = BY_NAME["lowtide-1GiB-autocast"].call(case, inputs)
+    grad_input_ND, grad_weight_VD = torch.autograd.grad(call.run(), call.leaves)
+    assert (grad_input_ND.dtype, grad_weight_VD.dtype) == (torch.bfloat16, torch.float32)
+    plain = BY_NAME["lowtide-1GiB"].call(case, inputs)
+    (loss,), (plain_loss,) = call.run(), plain.run()
+    assert loss.item() == pytest.approx(plain_loss.item(), rel=1e-6)

@@ -43,7 +43,10 @@ def test_a_smoke_run_measures_every_provider(tmp_path):
         errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
         assert max(errors) < 1e-6
     ours = {name: row for name, row in rows.items() if name.startswith("lowtide") or name == "eager"}
-    assert ours.keys() == {"eager", *(one.name for one in PROVIDERS if one.distribution == "lowtide")}
+    assert ours.keys() == {
+        "eager",
+        *(one.name for one in PROVIDERS if one.distribution == "lowtide" and one.smoke is None),
+    }
     assert {row["status"] for row in ours.values()} == {"ok"}
     eager_peak = int(ours["eager"]["peak_bytes"])
     assert eager_peak >= 2 * 4 * case.tokens * case.classes
