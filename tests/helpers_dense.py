@@ -261,9 +261,12 @@ def log_prob_magnitudes(
     y_NV = _target_NV(inputs, ignore_index, z_NV.shape[1])
     logsumexp_N = z_NV.amax(1).abs() + (z_NV - z_NV.amax(1, keepdim=True)).exp().sum(1).log()
     gap_NV = (logsumexp_N[:, None] + z_NV.abs()).nan_to_num(0, 0)
-    entropy_N = (p_NV * gap_NV).sum(1)
+    # The terms of an entropy are differences from the largest logit: none need cancel another.
+    entropy_gap_NV = (z_NV.amax(1, keepdim=True) - z_NV).nan_to_num(0, 0)
+    entropy_gap_NV += (z_NV - z_NV.amax(1, keepdim=True)).exp().sum(1, keepdim=True).log()
+    entropy_N = (p_NV * entropy_gap_NV).sum(1)
     counted_N = ~inputs.ignored_N(ignore_index)
-    own = (p_NV + y_NV, p_NV * (gap_NV + entropy_N[:, None]), p_NV)  # of log_prob, entropy, logsumexp
+    own = (p_NV + y_NV, p_NV * (entropy_gap_NV + entropy_N[:, None]), p_NV)  # of log_prob, entropy, logsumexp
     grad_NV = torch.zeros_like(z_NV)
     for derivative_NV, seed in zip(own, upstream):
         if seed is not None:

@@ -18,8 +18,7 @@ class Kept:
     """A gradient on its way: the sum of the products itself, or that sum rounded; see scaling.py."""
 
     tensor: Tensor
-    dtype: torch.dtype
-    """Of the gradient; the tensor's own may be wider."""
+    """In the gradient's dtype, or a wider one."""
     rounding: Tensor | None
     """The factor that goes in as a float32 sum is rounded into tensor; None where tensor is the sum."""
     pending: Tensor | None
@@ -63,9 +62,9 @@ def allocate(
         if zero or empty:
             tensor.zero_()
         if summed:
-            return Kept(tensor, like.dtype, None, factor)
+            return Kept(tensor, None, factor)
         rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype)
-        return Kept(tensor, like.dtype, rounding, pending)
+        return Kept(tensor, rounding, pending)
 
     accumulate = plan.weight_gradient == "accumulate"
     return Gradients(
