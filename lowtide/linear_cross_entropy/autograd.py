@@ -12,7 +12,7 @@ inputs.
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
+from lowtide.linear_cross_entropy.transforms import placed
+from lowtide.linear_cross_entropy.transforms import placed
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -56,22 +58,22 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
     head, (target, class_weight), rest = _saved(ctx)
-    if _is_differentiated(upstream):
+    if transforms.is_differentiated(upstream):
 
-        def losses(head: Head) -> tuple[Tensor, ...]:
-            return (transforms.linear_cross_entropy(head, target, class_weight, options),)
+        def losses(own: list[Any]) -> tuple[Tensor, ...]:
+            return (transforms.linear_cross_entropy(head.of(own), target, class_weight, options),)
 
-        return _arguments(ctx, _again(losses, head, wanted, (upstream,)))
+        return _arguments(ctx, transforms.gradients(losses, head.tensors, wanted, (upstream,)))
     if options.reduction == "none":
         found = ops.linear_cross_entropy_backward(
             upstream, rest, *head, target, class_weight, wanted, *options
         )
-        return _arguments(ctx, _placed(found, wanted))
+        return _arguments(ctx, placed(found, wanted))
     waiting = iter(rest)
     return _arguments(
         ctx,
         tuple(
-            _finished(next(waiting), next(waiting) * upstream, like, options) if grad else None
+            finished(next(waiting), next(waiting) * upstream, like, options.backend) if grad else None
             for like, grad in zip(head.tensors, wanted)
         ),
     )
@@ -88,14 +90,14 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
     head, (target,), statistics = _saved(ctx)
-    if _is_differentiated(*upstream):
+    if transforms.is_differentiated(*upstream):
 
-        def log_probs(head: Head) -> tuple[Tensor, ...]:
-            return transforms.linear_log_probs(head, target, options)
+        def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
+            return transforms.linear_log_probs(head.of(own), target, options)
 
-        return _arguments(ctx, _again(log_probs, head, wanted, upstream))
+        return _arguments(ctx, transforms.gradients(log_probs, head.tensors, wanted, upstream))
     found = ops.linear_log_probs_backward(*upstream, statistics, *head, target, wanted, *options)
-    return _arguments(ctx, _placed(found, wanted))
+    return _arguments(ctx, placed(found, wanted))
 
 
 ops.linear_cross_entropy.register_autograd(_loss_gradients, setup_context=_save_loss)
@@ -146,43 +148,11 @@ def _refuse_others(ctx: Any) -> None:
         )
 
 
-def _is_differentiated(*upstream: Tensor | None) -> bool:
-    """Whether backward is to be differentiated (create_graph), or its upstream gradients are batched."""
-    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or transforms.active(*upstream))
-
-
-def _again(
-    function: Callable[[Head], tuple[Tensor, ...]],
-    head: Head,
-    wanted: Sequence[bool],
-    upstream: Sequence[Tensor | None],
-) -> Gradients:
-    """The gradients of function(head), so that they can be differentiated."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views of their own: one tensor may be an input and a weight at once.
-        own = [each if each is None else each.view_as(each) for each in head.tensors]
-        outputs = function(head.of(own))
-        used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
-        found = torch.autograd.grad(
-            [out for out, _ in used],
-            [each for each, grad in zip(own, wanted) if grad],
-            [gradient for _, gradient in used],
-            create_graph=create_graph,
-        )
-    return _placed(found, wanted)
-
-
-def _placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
-    each = iter(found)
-    return tuple(next(each) if grad else None for grad in wanted)
-
-
-def _finished(kept: Tensor, factor: Tensor, like: Tensor, options: Options) -> Tensor:
-    """The gradient itself: kept * factor, rounded once."""
+def finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str = "auto") -> Tensor:
+    """The gradient of `like` itself: kept * factor, rounded once."""
     if torch.compiler.is_compiling() or type(kept) is not Tensor:  # traced
         return (kept.to(factor.dtype) * factor).to(like.dtype).view(like.shape)
     # A freed graph's tensors are ours to change; a retained one's will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-    backend = choose_backend(options.backend, like.device, options.sum_dtype)
+    backend = choose_backend(backend, like.device, factor.dtype)
     return scaled(kept, factor, like.dtype, backend, in_place=in_place).view(like.shape)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "torch", "reference")
-DEVICES = ("cpu", "cuda", "meta")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
 
@@ -50,17 +49,10 @@ def check_arguments(
     _check_head_options(logit_scale, softcap, workspace, backend)
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
-        _check_term(names, input, linear_weight)
+        check_term(names, input, linear_weight)
     _check_shapes(inputs, linear_weights, target, linear_bias, weight)
-    device = inputs[0].device
-    if device.type not in DEVICES:
-        raise ArgumentError(f"input must be on the CPU, a CUDA device or meta, got {device}; move it")
+    check_devices(named, meta=True)
     _check_dtypes(named)
-    for name, tensor in named.items():
-        if tensor.device != device:
-            raise ArgumentError(
-                f"{name} must be on input's device ({device}), got {tensor.device}; move one of them"
-            )
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -68,6 +60,20 @@ def check_tensors(named: Mapping[str, object]) -> None:
         if not isinstance(tensor, Tensor):
             hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
+
+
+def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
+    """All on that of the first, which the engine knows; on meta only where that is said."""
+    first = next(iter(named))
+    device = named[first].device
+    known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
+    if device.type not in (("cpu", "cuda", "meta") if meta else ("cpu", "cuda")):
+        raise ArgumentError(f"{first} must be on {known}, got {device}; move it")
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name} must be on {first}'s device ({device}), got {tensor.device}; move one of them"
+            )
 
 
 def check_loss_options(
@@ -78,10 +84,10 @@ def check_loss_options(
     label_smoothing: object,
     z_loss: object,
 ) -> None:
-    _check_choice("reduction", reduction, REDUCTIONS)
+    check_choice("reduction", reduction, REDUCTIONS)
     check_ignore_index(ignore_index)
     _check_smoothing(label_smoothing)
-    _check_number("z_loss", z_loss)
+    check_number("z_loss", z_loss)
     if not 0 <= z_loss < math.inf:  # type: ignore[operator]
         raise ArgumentError(f"z_loss must be a finite number of at least 0, got {z_loss}")
     if target.is_floating_point():
@@ -136,13 +142,9 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
 
 
 def _check_head_options(logit_scale: object, softcap: object, workspace: object, backend: str) -> None:
-    _check_choice("backend", backend, BACKENDS)
-    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
-        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
-    if softcap is not None:
-        _check_number("softcap", softcap)
-        if not 0 < softcap < math.inf:  # type: ignore[operator]
-            raise ArgumentError(f"softcap must be a finite number above 0, or None for none, got {softcap}")
+    check_choice("backend", backend, BACKENDS)
+    check_workspace(workspace)
+    check_softcap("softcap", softcap)
     if isinstance(logit_scale, Tensor):
         if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
             raise ArgumentError(
@@ -151,17 +153,33 @@ def _check_head_options(logit_scale: object, softcap: object, workspace: object,
                 "one number for all tokens, as logit_scale.float().reshape(())"
             )
     elif logit_scale is not None:
-        _check_number("logit_scale", logit_scale)
+        check_number("logit_scale", logit_scale)
 
 
-def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ArgumentError(f"{name} must be one of {_listed(choices)}, got {value!r}")
+def check_workspace(workspace: object) -> None:
+    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
+        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
 
 
-def _check_number(name: str, value: object) -> None:
+def check_softcap(name: str, softcap: object) -> None:
+    if softcap is not None:
+        check_number(name, softcap)
+        if not 0 < softcap < math.inf:  # type: ignore[operator]
+            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} must be one of {_listed(choices)}, got {value!r}{hint}")
+
+
+def check_number(name: str, value: object) -> None:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ArgumentError(
+            f"{name} must be a number that a float can hold, got one of {value.bit_length()} bits"
+        )
 
 
 def _check_smoothing(value: Any) -> None:
@@ -188,7 +206,7 @@ def _has_index(value: Any) -> bool:
     return True
 
 
-def _check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> None:
+def check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> None:
     if input.dim() < 1:
         raise ArgumentError(f"{names[0]} must have shape [..., D], got a 0-d tensor")
     D = input.shape[-1]

@@ -34,7 +34,7 @@ def tanh(x):
 
 
 @triton.jit
-def _load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
+def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
     """z, the product u it came from, and the slope dz/du / scale; z is -inf beyond column B."""
     raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
     if bias_ptr is not None:
@@ -49,12 +49,12 @@ def _load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr)
 
 
 @triton.jit
-def _max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """max z and sum exp(z - max), online: each lane keeps its own, and takes one exponential a logit."""
     max_b = tl.full([BLOCK], LOWEST, tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
     for start in range(0, B, BLOCK):
-        z_b, _, _ = _load_logits(logits_ptr, bias_ptr, scale, start + tl.arange(0, BLOCK), B, SOFTCAP)
+        z_b, _, _ = load_logits(logits_ptr, bias_ptr, scale, start + tl.arange(0, BLOCK), B, SOFTCAP)
         ratio_b = tl.exp(-tl.abs(z_b - max_b))
         sum_b = tl.where(z_b > max_b, sum_b * ratio_b + 1.0, sum_b + ratio_b)
         max_b = tl.maximum(max_b, z_b)
@@ -126,7 +126,7 @@ def _softmax_gradient_kernel(
         scale = tl.load(scale_ptr)
 
     if TAKE_STATISTICS:
-        row_max, row_sum = _max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
+        row_max, row_sum = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
         tl.store(max_C_ptr + row, tl.where(ignored, 0.0, row_max))
         tl.store(sum_C_ptr + row, tl.where(ignored, 1.0, row_sum))
     else:
@@ -134,7 +134,7 @@ def _softmax_gradient_kernel(
     row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
     log_sum = tl.log(row_sum)
     if TAKE_STATISTICS and gap_C_ptr is not None:
-        target_logit, _, _ = _load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
+        target_logit, _, _ = load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
         tl.store(gap_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
 
     if SECOND_READ:
@@ -161,7 +161,7 @@ def _softmax_gradient_kernel(
         tl.debug_barrier()
         for step in range(blocks):
             columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
-            z_b, raw_b, slope_b = _load_logits(logits_ptr, bias_B_ptr, scale, columns, classes, SOFTCAP)
+            z_b, raw_b, slope_b = load_logits(logits_ptr, bias_B_ptr, scale, columns, classes, SOFTCAP)
             shift_b = z_b - row_max
             exp_b = tl.exp(shift_b)
             grad_b = exp_b * slant

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.workspace import (
-    DEFAULT_WORKSPACE,
-    Needs,
-    WeightGradient,
-    spend,
-    weight_gradient,
-)
+from lowtide.linear_cross_entropy.workspace import Needs, WeightGradient, allowed, spend, weight_gradient
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
@@ -181,10 +175,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
     splits = route.exponentials and weight_sum > 0 and head.weights[0].dtype == torch.bfloat16
-    workspace = options.workspace
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE[device] + (weight_sum if device == "cuda" else 0)
-    return workspace, Needs(
+    return allowed(options.workspace, device, weight_sum), Needs(
         N=N,
         D=D,
         V=V,

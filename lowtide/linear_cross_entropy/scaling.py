@@ -26,12 +26,12 @@ def lift(largest: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
 
-def split(factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def split(factor: Tensor, dtype: torch.dtype, lifted: int = FP16_EXPONENT) -> tuple[Tensor, Tensor | None]:
     """`factor` as (what goes in when a gradient is rounded to dtype, the power of two left for later)."""
     if dtype != torch.float16:
         return factor, None
     mantissa, exponent = torch.frexp(factor)
-    return mantissa * 2.0**-FP16_EXPONENT, torch.ldexp(torch.ones_like(factor), exponent + FP16_EXPONENT)
+    return mantissa * 2.0**-lifted, torch.ldexp(torch.ones_like(factor), exponent + lifted)
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> None:

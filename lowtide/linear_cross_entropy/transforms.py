@@ -5,16 +5,15 @@ in bounded memory, not fast.
 Shapes: N tokens, V classes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.linear_cross_entropy import reference
-from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
+from lowtide.linear_cross_entropy.workspace import allowed, too_small
 from lowtide.rowwise import Rowwise, Tensors
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
@@ -35,6 +34,49 @@ def active(*tensors: Tensor | None) -> bool:
         for tensor in tensors
         if tensor is not None
     )
+
+
+def is_differentiated(*upstream: Tensor | None) -> bool:
+    """Whether backward is to be differentiated (create_graph), or its upstream gradients are batched."""
+    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or active(*upstream))
+
+
+def rows_of_copies(
+    V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
+) -> int:
+    """Rows at a time, each of whose logits a derivative holds so many times."""
+    row, bytes = copies * V * dtype.itemsize, allowed(workspace, device.type)
+    if bytes < row:
+        several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
+        raise too_small(bytes, row, f"one row of {V} logits, {several}")
+    return bytes // row
+
+
+def gradients(
+    function: Callable[[list[Tensor | None]], Tensors],
+    tensors: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Of the wanted tensors, so that they can be differentiated in their turn."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of their own: one tensor may be an input and a weight at once.
+        own = [each if each is None else each.view_as(each) for each in tensors]
+        outputs = function(own)
+        used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
+        found = torch.autograd.grad(
+            [out for out, _ in used],
+            [each for each, grad in zip(own, wanted) if grad],
+            [gradient for _, gradient in used],
+            create_graph=create_graph,
+        )
+    return placed(found, wanted)
+
+
+def placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    each = iter(found)
+    return tuple(next(each) if grad else None for grad in wanted)
 
 
 def linear_cross_entropy(
@@ -74,17 +116,7 @@ def _by_rows(
         )
         return function(Head(rows[:-1], whole[:terms], bias, scale), rows[-1], weight), ()
 
-    workspace = options.workspace
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE["cuda" if head.device.type == "cuda" else "cpu"]
-    row = COPIES * head.classes * options.sum_dtype.itemsize
-    if workspace < row:
-        raise ArgumentError(
-            f"workspace must hold one row of {head.classes} logits, {COPIES} times over where derivatives "
-            f"of higher order, forward mode or vmap are at work, which takes {row} bytes, got {workspace} "
-            "bytes"
-        )
-    rows = workspace // row
+    rows = rows_of_copies(head.classes, COPIES, options.sum_dtype, options.workspace, head.device)
     whole = (*head.weights, head.bias, head.scale, class_weight_V)
     return Rowwise(chunk, terms + 1, results, rows)(
         *head.inputs, target, *(each for each in whole if each is not None)

@@ -20,7 +20,7 @@ from lowtide.linear_cross_entropy.check import ArgumentError
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
-# With fewer rows a chunk, reading the weight and its sum costs more than the one recomputed product.
+# With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum in 24 bits takes more time to add to than one in float32, but leaves room for more rows at a time.
@@ -44,8 +44,6 @@ class Needs:
     row: int
     weight_sum: int
     """The float32 sum of a weight gradient that is rounded in the end; 0 where none is."""
-    split_sum: int
-    """What the same takes in 24 bits beside the gradient; 0 where the path has no such sum."""
     weight_copy: int
     """Of one class, in the operands' dtype; 0 where no copy is needed."""
     class_sum: int
@@ -54,6 +52,10 @@ class Needs:
     """Of one logit, and its gradient, in a tile of a class block."""
     block_row: int
     """Of one token beside its logits in such a tile."""
+    split_sum: int = 0
+    """What the sum takes in 24 bits beside the gradient; 0 where the path has no such sum."""
+    recomputed: int = 1
+    """Products, not bytes: what class blocks cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,25 @@ class Sizes:
     block_classes: int
 
 
+def allowed(workspace: int | None, device: str, weight_sum: int = 0) -> int:
+    """Bytes: what was asked for, or the default, which on CUDA leaves the float32 sum out of account."""
+    if workspace is not None:
+        return workspace
+    return DEFAULT_WORKSPACE["cuda"] + weight_sum if device == "cuda" else DEFAULT_WORKSPACE["cpu"]
+
+
+def too_small(workspace: int, least: int, held: str) -> ArgumentError:
+    return ArgumentError(
+        f"workspace must hold {held}: {least} bytes in this call, got {workspace} bytes; "
+        "pass more, or None for the default"
+    )
+
+
 def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
     """The first whose memory fits, and leaves room for chunks that are worth it."""
     if needs.weight_sum == 0:
         return "accumulate"
-    fewest = FEWEST_ROWS[needs.device]
+    fewest = FEWEST_ROWS[needs.device] // needs.recomputed
     room = workspace - needs.fixed - _least_copy(needs)
     if room >= needs.weight_sum + (FEWEST_ROWS_OF_SUM if needs.split_sum else fewest) * needs.row:
         return "accumulate"
@@ -81,15 +97,15 @@ def _least_copy(needs: Needs) -> int:
     return min(needs.V * needs.weight_copy, max(needs.row, needs.weight_copy))
 
 
+def least(needs: Needs) -> int:
+    return needs.fixed + needs.row + _least_copy(needs) + (2 * needs.class_sum if needs.weight_sum else 0)
+
+
 def spend(workspace: int, needs: Needs) -> Sizes:
     N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
-    least_copy = _least_copy(needs)
-    least = needs.fixed + row + least_copy + (2 * needs.class_sum if needs.weight_sum else 0)
-    if workspace < least:
-        raise ArgumentError(
-            f"workspace must hold one row of {V} logits, and vectors of {N} tokens and {V} classes: "
-            f"{least} bytes in this call, got {workspace} bytes; pass more, or None for the default"
-        )
+    if workspace < least(needs):
+        held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
+        raise too_small(workspace, least(needs), held)
 
     free = workspace - needs.fixed
     kind = weight_gradient(workspace, needs)
@@ -97,7 +113,7 @@ def spend(workspace: int, needs: Needs) -> Sizes:
     operand_classes = V
     if needs.weight_copy:
         # A quarter of the room for the copy, the rest for rows, is within a few per cent of the best split.
-        copied = max(least_copy, min(room // 4, room - row))
+        copied = max(_least_copy(needs), min(room // 4, room - row))
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
     rows = _rows(room, row, N, tile)
