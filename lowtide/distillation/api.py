@@ -4,8 +4,8 @@ from torch import Tensor
 
 from lowtide.distillation import autograd, transforms
 from lowtide.distillation.check import check_beta, check_heads, check_options
-from lowtide.distillation.heads import Heads, Options, Reduction, Side
-from lowtide.linear_cross_entropy.head import capped, compute_dtype
+from lowtide.distillation.heads import Heads, Options, Reduction
+from lowtide.linear_cross_entropy.transforms import active
 
 
 def forward_kl(
@@ -92,17 +92,12 @@ def forward_kl(
             hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, ignored=labels == -100
         )
     """
-    return _distillation(
+    student, teacher = (
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
-        student_softcap,
-        teacher_softcap,
-        ignored,
-        0.0,
-        temperature,
-        reduction,
-        workspace,
     )
+    options = Options(0.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    return _divergence(Heads(*student, *teacher, ignored), options)
 
 
 def reverse_kl(
@@ -135,17 +130,12 @@ def reverse_kl(
 
         loss = reverse_kl(hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight)
     """
-    return _distillation(
+    student, teacher = (
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
-        student_softcap,
-        teacher_softcap,
-        ignored,
-        1.0,
-        temperature,
-        reduction,
-        workspace,
     )
+    options = Options(1.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    return _divergence(Heads(*student, *teacher, ignored), options)
 
 
 def jensen_shannon(
@@ -189,44 +179,18 @@ def jensen_shannon(
         )
     """
     check_beta(beta)
-    return _distillation(
+    student, teacher = (
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
-        student_softcap,
-        teacher_softcap,
-        ignored,
-        float(beta),
-        temperature,
-        reduction,
-        workspace,
     )
+    options = Options(beta, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    return _divergence(Heads(*student, *teacher, ignored), options)
 
 
-def _distillation(
-    student: Side,
-    teacher: Side,
-    student_softcap: float | None,
-    teacher_softcap: float | None,
-    ignored: Tensor | None,
-    beta: float,
-    temperature: float,
-    reduction: str,
-    workspace: int | None,
-) -> Tensor:
-    heads = Heads.of(student, teacher, ignored)
+def _divergence(heads: Heads, options: Options) -> Tensor:
     check_heads(heads)
-    check_options(student_softcap, teacher_softcap, temperature, reduction, workspace)
-    heads = heads.detached_teacher()
-    options = Options(
-        beta=beta,
-        temperature=float(temperature),
-        reduction=reduction,
-        student_dtype=compute_dtype(heads.student_input),
-        teacher_dtype=compute_dtype(heads.teacher_input),
-        workspace=capped(workspace),
-        student_softcap=float(student_softcap or 0),
-        teacher_softcap=float(teacher_softcap or 0),
-    )
-    if transforms.active(*heads):
+    check_options(options)
+    heads, options = heads.detached_teacher(), options.of(heads)
+    if active(*heads):
         return transforms.distillation(heads, options)
     return autograd.distillation(heads, options)

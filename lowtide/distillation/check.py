@@ -3,64 +3,50 @@
 import torch
 from torch import Tensor
 
-from lowtide.distillation.heads import Heads
-from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+from lowtide.distillation.heads import Heads, Options
+from lowtide.linear_cross_entropy.check import (
+    DTYPES,
+    REDUCTIONS,
+    ArgumentError,
+    ArgumentTypeError,
+    check_choice,
+    check_devices,
+    check_number,
+    check_softcap,
+    check_tensors,
+    check_term,
+    check_workspace,
+)
 
-REDUCTIONS = ("mean", "sum", "none")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 
 
 def check_heads(heads: Heads) -> None:
-    named = {name: tensor for name, tensor in heads._asdict().items() if tensor is not None}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    for name in ("student_input", "teacher_input"):
-        if named[name].dim() < 1:
-            raise ArgumentError(f"{name} must have shape [..., D], got a 0-d tensor")
+    given = heads._asdict()
+    named = {name: tensor for name, tensor in given.items() if name not in OPTIONAL or tensor is not None}
+    check_tensors(named)
+    for side in ("student", "teacher"):
+        names = (f"{side}_input", f"{side}_weight")
+        check_term(names, *(named[name] for name in names))
     _check_shapes(named)
+    check_devices(named)
     _check_dtypes(named)
-    device = heads.device
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"student_input must be on the CPU or a CUDA device, got {device}; move it")
-    for name, tensor in named.items():
-        if tensor.device != device:
-            raise ArgumentError(
-                f"{name} must be on student_input's device ({device}), got {tensor.device}; move it"
-            )
 
 
-def check_options(
-    student_softcap: object,
-    teacher_softcap: object,
-    temperature: object,
-    reduction: object,
-    workspace: object,
-) -> None:
-    if reduction not in REDUCTIONS:
-        hint = "; for that of torch's kl_div, take 'sum' and divide" if reduction == "batchmean" else ""
-        raise ArgumentError(
-            f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}{hint}"
-        )
-    for name, softcap in (("student_softcap", student_softcap), ("teacher_softcap", teacher_softcap)):
-        if softcap is None:
-            continue
-        if not _is_number(softcap):
-            raise ArgumentTypeError(f"{name} must be a float or None, got {softcap!r}")
-        if not 0 < softcap < float("inf"):  # type: ignore[operator]
-            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
-    if not _is_number(temperature):
-        raise ArgumentTypeError(f"temperature must be a float, got {temperature!r}")
-    if not 0 < temperature < float("inf"):  # type: ignore[operator]
-        raise ArgumentError(f"temperature must be a finite number above 0, got {temperature}")
-    if workspace is not None and (not isinstance(workspace, int) or isinstance(workspace, bool)):
-        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+def check_options(options: Options) -> None:
+    hint = "; for that of torch's kl_div, take 'sum' and divide" if options.reduction == "batchmean" else ""
+    check_choice("reduction", options.reduction, REDUCTIONS, hint)
+    check_softcap("student_softcap", options.student_softcap)
+    check_softcap("teacher_softcap", options.teacher_softcap)
+    check_number("temperature", options.temperature)
+    if not 0 < options.temperature < float("inf"):
+        raise ArgumentError(f"temperature must be a finite number above 0, got {options.temperature}")
+    check_workspace(options.workspace)
 
 
-def check_beta(beta: object) -> None:
-    if not _is_number(beta):
-        raise ArgumentTypeError(f"beta must be a float, got {beta!r}")
-    if not 0 < beta < 1:  # type: ignore[operator]
+def check_beta(beta: float) -> None:
+    check_number("beta", beta)
+    if not 0 < beta < 1:
         raise ArgumentError(
             f"beta must be between 0 and 1, and neither of them, got {beta}; "
             "the divergence vanishes there: call forward_kl (for 0) or reverse_kl (for 1)"
@@ -68,16 +54,7 @@ def check_beta(beta: object) -> None:
 
 
 def _check_shapes(named: dict[str, Tensor]) -> None:
-    leading = named["student_input"].shape[:-1]
-    for side in ("student", "teacher"):
-        input, weight = named[f"{side}_input"], named[f"{side}_weight"]
-        D = input.shape[-1]
-        if weight.dim() != 2 or weight.shape[1] != D:
-            raise ArgumentError(
-                f"{side}_weight must have shape [V, {D}] to match {side}_input {list(input.shape)}, "
-                f"got {list(weight.shape)}; pass the weight of a torch.nn.Linear as it is, without .T"
-            )
-    V = named["student_weight"].shape[0]
+    leading, V = named["student_input"].shape[:-1], named["student_weight"].shape[0]
     if V == 0:
         raise ArgumentError("student_weight must have at least one class, got none")
     if named["teacher_weight"].shape[0] != V:
@@ -126,7 +103,3 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
             "teacher_input must be float64 if student_input is, and only then, "
             f"got {named['teacher_input'].dtype} beside {student.dtype}; cast the teacher's tensors"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,164 +1,223 @@
 """The chunk engine: losses and the student's gradients from products of chunks, in bounded memory.
 
-For a chunk of C rows, the logits of student and teacher in float32, side by side; tile by tile of rows, the
-loss and the gradient G of the student's logits, which is formed in float32, rounded once to the operands'
-dtype, and put where those logits were; then dX_c = G W and dW += G^T X_c, the sum kept in float32 by the
-product itself. Where a soft cap c bends the student's logits, z = c tanh(u / c), G has its slope 1 - (z/c)^2.
+For a chunk of C rows, the logits of student and teacher in float32, side by side; a pass over both takes the
+losses and puts the gradient G of the student's logits, formed in float32 and rounded once to the operands'
+dtype, where those logits were (rows.py, kernels.py); then dX_c = G W and dW += G^T X_c, the sum kept in
+float32 by the product itself. Where that sum has no room, dW is formed block by block of classes over all
+rows, from logits computed again, and rounded once.
 
-What all rows share, 1 / (temperature n), stays out of G, where it would round all small numbers alike. It is
-a mantissa and a power of two: the mantissa goes into dX as that is rounded, and the power of two is left for
-backward, which it costs no rounding, and keeps float16 clear of 0 and infinity whatever n or loss scale.
+What all rows share, 1 / (temperature n), stays out of G, where it would round all small numbers alike.
 
-Shapes: N rows, D features, V classes; C rows of a chunk, c rows of a tile.
+Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from lowtide.distillation.divergences import losses_and_gradients
 from lowtide.distillation.heads import Heads, Options, Side
-from lowtide.distillation.sizes import choose_sizes, operand_dtype, padded
+from lowtide.distillation.rows import Logits, Statistics
+from lowtide.distillation.sizes import make_plan, operand_dtype, padded
+from lowtide.linear_cross_entropy import scaling
+from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.operands import Operand, product
-from lowtide.linear_cross_entropy.scaling import scale_into
 
-# A row of float16 gradients with upstream 1 is held 2^8 larger: p down to 2^-22 at full precision, and room
-# for a reverse KL's p (s - t - L), which may exceed 1.
-FLOAT16_EXPONENT = 8
+# Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
+ROOM = 64
 
 
-class Distilled(NamedTuple):
-    """Times scale, the gradients are what was asked for; empty where nothing was."""
+class Engine:
+    """One call's operands, to be walked in chunks. Gradients are those of the sum of upstream * loss
+    (None: 1 for each)."""
 
-    loss: Tensor  # 0-d or [...]
-    input: Tensor  # [..., D_s], in the input's dtype
-    weight: Tensor  # [V, D_s], in the dtype of the sums
-    bias: Tensor  # [V], in the dtype of the sums
-    scale: Tensor  # [2]: of the input's gradient; of the weight's and the bias's
+    def __init__(
+        self, heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor | None = None
+    ) -> None:
+        self.heads, self.options, self.wanted = heads, options, wanted
+        self.N, self.V, self.final = heads.rows, heads.classes, upstream is not None
+        self.plan = make_plan(heads, options, wanted)
+        self.ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(self.N, 1)
+        self.student = _Head(heads.student, options.student_dtype, options.student_softcap, self)
+        self.teacher = _Head(heads.teacher, options.teacher_dtype, options.teacher_softcap, self)
+        self.pull_N = (
+            self.new(self.N).fill_(1) if upstream is None else upstream.to(self.sum_dtype).reshape(-1)
+        )
+        self.counted = self.new().fill_(self.N)
+        if self.ignored_N1 is not None:
+            self.pull_N = self.pull_N.masked_fill(self.ignored_N1[:, 0], 0)
+            self.counted.sub_(self.ignored_N1.sum())
+        self.factor = self.new().fill_(1).div_(options.temperature)
+        if options.reduction == "mean":
+            self.factor.div_(self.counted.clamp(min=1))
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return self.options.sum_dtype
 
-def distill(heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor | None) -> Distilled:
-    """The loss, and the wanted gradients of the sum of upstream * loss (upstream None: 1 for each)."""
-    N, V, D = heads.rows, heads.classes, heads.student_input.shape[-1]
-    sizes = choose_sizes(heads, options)
-    student = _Head(heads.student, options.student_dtype, options.student_softcap, options)
-    teacher = _Head(heads.teacher, options.teacher_dtype, options.teacher_softcap, options)
-    ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(N, 1)
-    factors = _factors(heads, options, ignored_N1, upstream)
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.sum_dtype, device=self.heads.device)
 
-    def new(*shape: int, dtype: torch.dtype = options.sum_dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=heads.device)
+    def run(self) -> tuple[Tensor, list[Kept]]:
+        """The loss, and the gradients that are wanted."""
+        kept = self._gradients()
+        loss = self.new(*self.heads.leading)
+        vectors = [self.new(self.N) for _ in Statistics._fields[1:]]
+        statistics = Statistics(loss.view(self.N), *vectors)
+        dx, dw, db = kept
+        self._sweep(statistics, dx, dw if self.plan.accumulate else None, db)
+        if dw is not None and not self.plan.accumulate:
+            self._sweep_classes(statistics, dw)
+        return self._reduced(loss), [each for each in kept if each is not None]
 
-    loss = new(*heads.leading)
-    dx = new(*heads.student_input.shape, dtype=heads.student_input.dtype) if wanted[0] else new(0)
-    dw_VD = new(V, D) if wanted[1] else new(0)
-    db_V = new(V).zero_() if wanted[2] else new(0)
-    if N == 0:
-        dw_VD.zero_()
-    loss_N, dx_ND = loss.view(N), dx.view(N, D) if wanted[0] else dx
-    student_CV, teacher_CV = new(sizes.rows, padded(V))[:, :V], new(sizes.rows, padded(V))[:, :V]
-    sum_CD = new(sizes.rows, D) if wanted[0] and dx.dtype != options.sum_dtype else None
+    def _reduced(self, loss: Tensor) -> Tensor:
+        if self.heads.ignored is not None:
+            loss.masked_fill_(self.heads.ignored, 0)
+        if self.options.reduction != "none":
+            loss = loss.sum()
+        # Of nothing: NaN, as in torch.
+        return loss.div_(self.counted) if self.options.reduction == "mean" else loss
 
-    for start in range(0, N, sizes.rows):
-        rows = slice(start, min(start + sizes.rows, N))
-        s_CV, t_CV = student_CV[: rows.stop - start], teacher_CV[: rows.stop - start]
-        teacher.logits(t_CV, teacher.counted_rows(rows, ignored_N1), sizes.classes)
-        x_CD = student.counted_rows(rows, ignored_N1)
-        student.logits(s_CV, x_CD, sizes.classes)
-        loss_C, pull_C1 = loss_N[rows], factors.pull_N1[rows]
-        g_CV = s_CV.view(student.dtype)[:, :V]  # where the logits were, in as many bytes or half of them
-        for tile in _blocks(len(x_CD), sizes.tile_rows):
-            s_cv, t_cv = s_CV[tile].log_softmax(1), t_CV[tile].log_softmax(1)
-            loss_C[tile], gradient_cv = losses_and_gradients(s_cv, t_cv, options.beta)
-            if any(wanted):
-                student.bend(gradient_cv, s_CV[tile])
-                torch.mul(gradient_cv, pull_C1[tile], out=g_CV[tile])
-            del s_cv, t_cv, gradient_cv  # before the next are made
-        if wanted[0]:
-            dx_CD = dx_ND[rows] if sum_CD is None else sum_CD[: len(x_CD)]
-            for classes in _blocks(V, sizes.classes):
-                product(dx_CD, g_CV[:, classes], student.weight(classes), add=classes.start > 0)
-            scale_into(dx_ND[rows], dx_CD, factors.mantissa, "torch")
-        if wanted[1]:
-            product(dw_VD, g_CV.t(), x_CD, add=start > 0)
-        if wanted[2]:
-            db_V.add_(g_CV.sum(0, dtype=db_V.dtype))
-        del x_CD, g_CV  # copies, some of them: gone before the next are made
+    def _gradients(self) -> list[Kept | None]:
+        """Memory for what is wanted, and what is still to be done to it."""
+        dtypes = {
+            self.options.student_dtype,
+            *(each.dtype for each in self.heads.student if each is not None),
+        }
+        if self.N > 0:
+            lift = scaling.lift(self.pull_N.abs().amax() * ROOM, dtypes)
+            if lift is not None:
+                self.pull_N, self.factor = self.pull_N * lift, self.factor / lift
 
-    if heads.ignored is not None:
-        loss.masked_fill_(heads.ignored, 0)
-    if options.reduction != "none":
-        loss = loss.sum()
-    if options.reduction == "mean":
-        loss.div_(factors.counted)  # of nothing: NaN, as in torch
-    return Distilled(loss, dx, dw_VD, db_V, factors.scale)
+        def keep(like: Tensor, *shape: int, summed: bool, zero: bool = self.N == 0) -> Kept:
+            summed = summed or like.dtype == self.sum_dtype
+            tensor = self.new(*shape, dtype=self.sum_dtype if summed else like.dtype)
+            if zero:
+                tensor.zero_()
+            if summed:
+                return Kept(tensor, like.dtype, None, self.factor)
+            # By nothing more than the logits' gradient has been lifted.
+            rounding, pending = (
+                (self.factor, None) if self.final else scaling.split(self.factor, like.dtype, 0)
+            )
+            return Kept(tensor, like.dtype, rounding, pending)
 
+        x, w, b = self.heads.student
+        return [
+            keep(x, self.N, x.shape[-1], summed=False) if self.wanted[0] else None,
+            keep(w, *w.shape, summed=self.plan.accumulate) if self.wanted[1] else None,
+            keep(b, *b.shape, summed=True, zero=True) if self.wanted[2] and b is not None else None,
+        ]
 
-class _Factors(NamedTuple):
-    pull_N1: Tensor
-    """What the gradient of each row's logits is multiplied by; 0 where the row is ignored."""
-    counted: Tensor
-    mantissa: Tensor
-    scale: Tensor  # [2]
+    def _sweep(self, statistics: Statistics, dx: Kept | None, dw: Kept | None, db: Kept | None) -> None:
+        plan = self.plan
+        s_CV, t_CV = (self.new(plan.rows, padded(self.V))[:, : self.V] for _ in range(2))
+        rounds = dx is not None and dx.rounding is not None
+        sum_CD = self.new(plan.rows, self.student.D) if rounds else None
+        for start in range(0, self.N, plan.rows):
+            rows = slice(start, min(start + plan.rows, self.N))
+            C = rows.stop - start
+            x_CD = self.student.masked(rows)
+            for classes in _blocks(self.V, plan.operand_classes):
+                self.student.product(s_CV[:C, classes], x_CD, classes)
+            teacher_x_CD = self.teacher.masked(rows)
+            for classes in _blocks(self.V, plan.operand_classes):
+                self.teacher.product(t_CV[:C, classes], teacher_x_CD, classes)
+            del teacher_x_CD  # copies, some of them: gone before the next are made
+            g_CV = self._divergence_(
+                s_CV[:C], t_CV[:C], statistics, rows, gradient=any((dx, dw, db)), take_statistics=True
+            )
+            if dx is not None:
+                self._input_gradient(g_CV, dx, sum_CD, rows)
+            if dw is not None:
+                product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
+            if db is not None:
+                db.tensor.add_(g_CV.sum(0, dtype=self.sum_dtype))
+            del x_CD, g_CV
 
+    def _sweep_classes(self, statistics: Statistics, dw: Kept) -> None:
+        """dW[v] = G[:, v]^T X over all rows, a block of classes at a time, rounded once; G anew."""
+        plan, size = self.plan, self.plan.block_classes
+        sum_BD = self.new(size, self.student.D)
+        s_CB, t_CB = (self.new(plan.block_rows, padded(size)) for _ in range(2))
+        for classes in _blocks(self.V, size):
+            B = classes.stop - classes.start
+            student_BD, teacher_BD = self.student.weight(classes), self.teacher.weight(classes)
+            for start in range(0, self.N, plan.block_rows):
+                rows = slice(start, min(start + plan.block_rows, self.N))
+                s_cb, t_cb = (each[: rows.stop - start, :B] for each in (s_CB, t_CB))
+                product(t_cb, self.teacher.masked(rows), teacher_BD.t())
+                x_CD = self.student.masked(rows)
+                product(s_cb, x_CD, student_BD.t())
+                g_CB = self._divergence_(
+                    s_cb, t_cb, statistics, rows, classes, gradient=True, take_statistics=False
+                )
+                product(sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
+                del x_CD, g_CB
+            del student_BD, teacher_BD  # before the next are made
+            scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
 
-def _factors(heads: Heads, options: Options, ignored_N1: Tensor | None, upstream: Tensor | None) -> _Factors:
-    N = heads.rows
-    pull_N1 = torch.ones(N, 1, dtype=options.sum_dtype, device=heads.device)
-    counted = torch.full((), N, dtype=options.sum_dtype, device=heads.device)
-    if upstream is not None:
-        pull_N1.mul_(upstream.reshape(N, 1))
-    if ignored_N1 is not None:
-        pull_N1.masked_fill_(ignored_N1, 0)
-        counted.sub_(ignored_N1.sum())
-    factor = torch.full_like(counted, 1 / options.temperature)
-    if options.reduction == "mean":
-        factor.div_(counted.clamp(min=1))
-    if options.student_dtype == torch.float16 and N > 0:
-        # What is smaller than 2^-100 is 0 in float16 however it is scaled.
-        exponent = torch.frexp(pull_N1.abs().amax()).exponent.clamp(min=-100)
-        lift = _power_of_two(FLOAT16_EXPONENT - exponent, factor)
-        pull_N1.mul_(lift), factor.div_(lift)
-    mantissa, exponent = torch.frexp(factor)
-    return _Factors(pull_N1, counted, mantissa, torch.stack((_power_of_two(exponent, factor), factor)))
+    def _input_gradient(self, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice) -> None:
+        dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: len(g_CV)]
+        for classes in _blocks(self.V, self.plan.operand_classes):
+            product(dx_CD, g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
+        if sum_CD is not None:
+            scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend)
 
+    def _divergence_(
+        self,
+        s_CB: Tensor,
+        t_CB: Tensor,
+        statistics: Statistics,
+        rows: slice,
+        classes: slice = slice(None),
+        *,
+        gradient: bool,
+        take_statistics: bool,
+    ) -> Tensor:
+        return self._pass().divergence_(
+            self.student.logits(s_CB, classes),
+            self.teacher.logits(t_CB, classes),
+            statistics.of(rows),
+            self.pull_N[rows],
+            self.options.beta,
+            take_statistics=take_statistics,
+            gradient_dtype=self.student.dtype if gradient else None,
+            at_once=self.plan.at_once,
+        )
 
-def _power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones_like(like), exponent)
+    def _pass(self) -> ModuleType:
+        if self.plan.backend == "triton":
+            from lowtide.distillation import kernels
+
+            return kernels
+        from lowtide.distillation import rows
+
+        return rows
 
 
 class _Head(Operand):
     """Student or teacher: operands of products, and what comes after."""
 
-    def __init__(self, side: Side, dtype: torch.dtype, softcap: float, options: Options) -> None:
+    def __init__(self, side: Side, dtype: torch.dtype, softcap: float | None, engine: Engine) -> None:
         input, weight_VD, bias_V = side
         super().__init__(input, weight_VD, operand_dtype(dtype, input.device.type), True, None)
-        self.bias_V = None if bias_V is None else bias_V.to(options.sum_dtype)
-        self.temperature = options.temperature
-        self.softcap = softcap
-        self.largest = softcap / options.temperature  # what no capped logit exceeds
+        self.bias_V = None if bias_V is None else bias_V.to(engine.sum_dtype).contiguous()
+        self.temperature, self.softcap = engine.options.temperature, softcap
+        self.ignored_N1 = engine.ignored_N1
 
-    def counted_rows(self, rows: slice, ignored_N1: Tensor | None) -> Tensor:
+    def masked(self, rows: slice) -> Tensor:
         """Zeros in place of what is ignored: it may be NaN, which no factor takes to 0."""
         x_CD = self.rows(rows)
-        return x_CD if ignored_N1 is None else x_CD.masked_fill(ignored_N1[rows], 0)
+        return x_CD if self.ignored_N1 is None else x_CD.masked_fill(self.ignored_N1[rows], 0)
 
-    def logits(self, out_CV: Tensor, x_CD: Tensor, classes_at_once: int) -> None:
-        for classes in _blocks(out_CV.shape[1], classes_at_once):
-            product(out_CV[:, classes], x_CD, self.weight(classes).t())
-        if self.bias_V is not None:
-            out_CV.add_(self.bias_V)
-        if self.softcap:
-            out_CV.div_(self.softcap).tanh_().mul_(self.largest)
-        elif self.temperature != 1:
-            out_CV.div_(self.temperature)
+    def product(self, out_CB: Tensor, x_CD: Tensor, classes: slice) -> None:
+        product(out_CB, x_CD, self.weight(classes).t())
 
-    def bend(self, gradient_cv: Tensor, logits_cv: Tensor) -> None:
-        """From the gradient of the logits to that of what the soft cap took, temperature apart."""
-        if self.softcap:
-            gradient_cv.mul_((logits_cv / self.largest).square_().neg_().add_(1))
+    def logits(self, product_CB: Tensor, classes: slice) -> Logits:
+        bias_B = None if self.bias_V is None else self.bias_V[classes]
+        return Logits(product_CB, bias_B, self.temperature, self.softcap)
 
 
 def _blocks(size: int, step: int) -> Iterator[slice]:

@@ -4,13 +4,14 @@ Shapes: N rows, D_s and D_t features of student and teacher, V classes.
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Reduction = Literal["mean", "sum", "none"]
+from lowtide.linear_cross_entropy.head import Reduction, capped, compute_dtype
 
+__all__ = ["Heads", "Options", "Reduction", "Side"]
 
 Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
@@ -65,20 +66,29 @@ class Heads(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Everything about a call that is no tensor, in the order of the operator's schema."""
+    """Everything about a call that is no tensor, in the order of the operators' schema."""
 
     beta: float
     """Which divergence: 0 forward KL, 1 reverse KL, Jensen-Shannon between."""
-    temperature: float
-    reduction: str
-    student_dtype: torch.dtype
+    temperature: float = 1.0
+    reduction: str = "mean"
+    workspace: int | None = None
+    student_softcap: float | None = None
+    teacher_softcap: float | None = None
+    student_dtype: torch.dtype = torch.float32
     """What the operands of its products are rounded to: the input's dtype, or autocast's."""
-    teacher_dtype: torch.dtype
-    workspace: int | None
-    student_softcap: float = 0.0  # 0 for none
-    teacher_softcap: float = 0.0
+    teacher_dtype: torch.dtype = torch.float32
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Of logits, losses and accumulators."""
         return torch.promote_types(self.student_dtype, torch.float32)
+
+    def of(self, heads: Heads) -> "Options":
+        """With what follows from the tensors, and as the operators' schema takes it."""
+        return self._replace(
+            temperature=float(self.temperature),
+            workspace=capped(self.workspace),
+            student_dtype=compute_dtype(heads.student_input),
+            teacher_dtype=compute_dtype(heads.teacher_input),
+        )

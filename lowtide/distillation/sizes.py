@@ -1,66 +1,109 @@
-"""How a workspace is spent: rows of logits, rows of a tile of the pass over them, classes of a copied weight.
+"""What a call's shapes, dtypes and device decide: the pass, and how the workspace is spent on it.
+
+    fixed       vectors of N and V numbers, and the temporaries of one tile of the pass in torch
+    per row     the logits of both heads, copies of its features, and the student's gradient of these
+
+The rest is as in linear_cross_entropy/workspace.py: where the float32 sum of a half-precision weight's
+gradient leaves too few rows, that gradient is formed class block by class block, for two more products.
 
 Shapes: N rows, D features, V classes.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.distillation.heads import Heads, Options
-from lowtide.linear_cross_entropy.check import ArgumentError
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
+from lowtide.linear_cross_entropy.plan import choose_backend
+from lowtide.linear_cross_entropy.workspace import Needs, accumulates, allowed, least, spend
 
-# The pass over the logits takes so many bytes of them at a time: what a CPU's cache keeps, what fills a GPU.
+# The pass in torch takes so many bytes of logits at a time: what a CPU's cache keeps, what fills a GPU; and
+# holds so many tensors of that size at once.
 TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
-# Tensors of a tile's size that the pass holds at once.
 TEMPORARIES = 8
 
-# The tiles of a product are so many rows high.
-ROW_TILE = {"cpu": 8, "cuda": 128}
 # Rows of logits begin at multiples of so many numbers: products of unaligned ones are slow.
 ALIGNMENT = 16
 
 
-class Sizes(NamedTuple):
+class Plan(NamedTuple):
+    backend: str
+    """Of the pass: triton, or torch."""
+    at_once: int
+    """Logits that the pass in torch takes at a time."""
     rows: int
     """Of a chunk."""
-    tile_rows: int
-    classes: int
+    operand_classes: int
     """Whose weight rows are copied at a time; V where no copy is needed."""
+    accumulate: bool
+    """Whether the weight's gradient is summed up chunk by chunk, or formed class block by class block."""
+    block_rows: int
+    block_classes: int
 
 
-def choose_sizes(heads: Heads, options: Options) -> Sizes:
-    """The workspace bounds all but inputs, results, and the float32 sum of the weight's gradient."""
-    device = "cuda" if heads.device.type == "cuda" else "cpu"
-    N, V, number = heads.rows, heads.classes, options.sum_dtype.itemsize
-    workspace = DEFAULT_WORKSPACE[device] if options.workspace is None else options.workspace
-    operands = [
-        (heads.student_input, heads.student_weight, operand_dtype(options.student_dtype, device)),
-        (heads.teacher_input, heads.teacher_weight, operand_dtype(options.teacher_dtype, device)),
-    ]
-    features = sum(input.shape[-1] * dtype.itemsize for input, _, dtype in operands)
-    row = 2 * padded(V) * number + 2 * features + heads.student_input.shape[-1] * number
-    tile_row = TEMPORARIES * V * number
-    copy = max(_copied_bytes(weight_VD, dtype, device) for _, weight_VD, dtype in operands)
-    least_copy = min(V * copy, max(row, copy))  # not many small products
+def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
+    workspace, needs, backend, at_once = _needs(heads, options, wanted)
+    sizes = spend(workspace, needs)
+    return Plan(
+        backend,
+        at_once,
+        sizes.rows,
+        sizes.operand_classes,
+        sizes.accumulate,
+        sizes.block_rows,
+        sizes.block_classes,
+    )
+
+
+def keeps_sum(heads: Heads, options: Options, wanted: Sequence[bool]) -> bool:
+    """Whether the weight's gradient is kept as a sum until backward."""
+    workspace, needs, *_ = _needs(heads, options, wanted)
+    return accumulates(workspace, needs)
+
+
+def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, Needs, str, int]:
+    """The workspace, what takes how much of it, the pass, and how many logits that takes at a time."""
+    device, sum_dtype = heads.device.type, options.sum_dtype
+    N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize
+    backend = choose_backend("auto", heads.device, sum_dtype)
+    student_dtype = operand_dtype(options.student_dtype, device)
+    teacher_dtype = operand_dtype(options.teacher_dtype, device)
+    teacher_features = heads.teacher_input.shape[-1] * teacher_dtype.itemsize
+    features = 4 * (D * student_dtype.itemsize + teacher_features)  # rows of both, cut out and masked
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
-    fixed = 6 * N * number + 3 * biases * V * number + (32768 if device == "cuda" else 4096)
-
-    least = fixed + row + tile_row + least_copy
-    if workspace < least:
-        raise ArgumentError(
-            f"workspace must hold one row of {V} logits of both heads, which takes {least} bytes in this "
-            f"call, got {workspace} bytes; pass a larger workspace, or None for the default"
-        )
-    spare = workspace - least
-    # A quarter of what is to spare to each, the rest for rows.
-    most_tile_rows = max(1, TILE_BYTES[device] // (V * number))
-    tile_rows = min(most_tile_rows, max(N, 1), 1 + spare // 4 // tile_row)
-    classes = min(V, (least_copy + spare // 4) // copy) if copy else V
-    room = workspace - fixed - tile_rows * tile_row - classes * copy
-    return Sizes(_even_rows(N, room // row, ROW_TILE[device]), tile_rows, classes)
+    tile_row = TEMPORARIES * V * number if backend == "torch" else 0
+    weight_sum = V * D * number if wanted[1] and heads.student_weight.dtype != sum_dtype else 0
+    # A block's logits must have room in half of what its sum leaves.
+    class_sum = max(D, 4) * number
+    # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
+    fixed = 12 * N * number + 3 * biases * V * number + tile_row + (32768 if device == "cuda" else 8192)
+    needs = Needs(
+        N=N,
+        D=D,
+        V=V,
+        device=device,
+        # What is enough for forward is enough for backward, which alone knows what is wanted of none.
+        fixed=fixed if weight_sum else fixed + 2 * class_sum,
+        row=2 * padded(V) * number + features + D * number,
+        weight_sum=weight_sum,
+        weight_copy=_copied(heads.student_weight, student_dtype)
+        + _copied(heads.teacher_weight, teacher_dtype),
+        class_sum=class_sum,
+        block_logit=2 * number,
+        block_row=2 * ALIGNMENT * number + features,
+        recomputed=2,
+    )
+    workspace, at_once = allowed(options.workspace, device, weight_sum), V
+    if tile_row and (spare := workspace - least(needs)) > 0:
+        # A quarter of what is to spare, for a larger tile; the rest is for rows.
+        tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)
+        if tile_rows > 1:
+            needs = replace(needs, fixed=needs.fixed + (tile_rows - 1) * tile_row)
+            at_once = tile_rows * V
+    return workspace, needs, backend, at_once
 
 
 def padded(V: int) -> int:
@@ -72,17 +115,8 @@ def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     return dtype if device == "cuda" else torch.promote_types(dtype, torch.float32)
 
 
-def _copied_bytes(weight_VD: Tensor, dtype: torch.dtype, device: str) -> int:
-    """A class, where its dtype or strides do not suit the products. (On CUDA another dtype means autocast,
-    and a copy of the whole weight like its own: not the workspace's.)"""
-    casts = weight_VD.dtype != dtype and device == "cpu"
-    return weight_VD.shape[1] * dtype.itemsize if casts or 1 not in weight_VD.stride() else 0
-
-
-def _even_rows(N: int, most: int, tile: int) -> int:
-    """As few chunks as `most` rows allow, of about the same size, in whole tiles."""
-    if most >= N:
-        return max(N, 1)
-    most -= most % tile if most >= tile else 0
-    even = -(-N // -(-N // most))
-    return min(most, -(-even // tile) * tile)
+def _copied(weight_VD: Tensor, dtype: torch.dtype) -> int:
+    """Bytes of a class, where its dtype or strides do not suit the products. (On CUDA another dtype means
+    autocast, and a copy of the whole weight like its own: not the workspace's.)"""
+    copies = (weight_VD.dtype != dtype and not weight_VD.is_cuda) or 1 not in weight_VD.stride()
+    return weight_VD.shape[1] * dtype.itemsize if copies else 0

@@ -4,6 +4,9 @@ definition itself, chunk by chunk of rows (rowwise.py): exact, in bounded memory
 Shapes: N rows, V classes; C rows of a chunk.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,17 +14,11 @@ from torch import Tensor
 from lowtide.distillation import divergences
 from lowtide.distillation.heads import Heads, Options, Side
 from lowtide.linear_cross_entropy import transforms
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
 from lowtide.rowwise import Rowwise, Tensors
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
 COPIES = 32
 CUT = ("student_input", "teacher_input", "ignored")
-
-
-def active(*tensors: Tensor | None) -> bool:
-    """Whether a transform is at work that the operator does not know. (What a compiler traces, it knows.)"""
-    return not torch.compiler.is_compiling() and transforms.active(*tensors)
 
 
 def reference(heads: Heads, options: Options) -> Tensor:
@@ -40,25 +37,22 @@ def distillation(heads: Heads, options: Options) -> Tensor:
         given = dict(zip(order, (*rows, *whole)))
         return (_losses(Heads(*(given.get(place) for place in range(len(flat)))), options),), ()
 
-    workspace = options.workspace
-    if workspace is None:
-        workspace = DEFAULT_WORKSPACE["cuda" if heads.device.type == "cuda" else "cpu"]
-    rows = max(1, workspace // (COPIES * heads.classes * options.sum_dtype.itemsize))
+    rows = transforms.rows_of_copies(
+        heads.classes, COPIES, options.sum_dtype, options.workspace, heads.device
+    )
     (loss_N,) = Rowwise(chunk, len(cut), 1, rows)(*(flat[place] for place in order))
     return _reduced(loss_N, heads, options)
 
 
-def gradients(heads: Heads, options: Options, wanted: list[bool], upstream: Tensor) -> list[Tensor | None]:
+def gradients(
+    heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor
+) -> tuple[Tensor | None, ...]:
     """Of the student's tensors, differentiable in their turn."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views of their own: one tensor may be an input and a weight at once.
-        own = [each if each is None else each.view_as(each) for each in heads.student]
-        student = dict(zip(("student_input", "student_weight", "student_bias"), own))
-        loss = distillation(heads._replace(**student), options)
-    asked = [each for each, want in zip(own, wanted) if want]
-    found = iter(torch.autograd.grad(loss, asked, upstream, create_graph=again))
-    return [next(found) if want else None for want in wanted]
+
+    def losses(student: list[Any]) -> Tensors:
+        return (distillation(Heads._make((*student, *heads.teacher, heads.ignored)), options),)
+
+    return transforms.gradients(losses, heads.student, wanted, (upstream,))
 
 
 def _flat(heads: Heads, options: Options) -> Heads:
@@ -79,7 +73,7 @@ def _flat(heads: Heads, options: Options) -> Heads:
 
 
 def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
-    def log_probs(side: Side, softcap: float) -> Tensor:
+    def log_probs(side: Side, softcap: float | None) -> Tensor:
         with torch.autocast(heads.device.type, enabled=False):
             logits_CV = F.linear(*side)
         if softcap:

@@ -223,3 +223,28 @@ def magnitudes(
         "student_weight": grad_NV.t() @ x_ND.abs(),
         "student_bias": grad_NV.sum(0),
     }
+
+
+# Of the autograd contract.
+
+
+def gradients(loss: Tensor, inputs: Inputs, **options: Any) -> Result:
+    leaves = inputs.leaves()
+    return dict(zip(leaves, torch.autograd.grad(loss, tuple(leaves.values()), **options)))
+
+
+def small(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Inputs:
+    return make_inputs(5, 4, 7, 3, device=device, dtype=dtype, bias=True)
+
+
+def as_function(
+    inputs: Inputs, divergence: str, **options: Any
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """Of the student's three tensors."""
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return fused(
+            replace(inputs, student_input=x, student_weight=w, student_bias=b), divergence, **options
+        )
+
+    return loss, tuple(inputs.leaves().values())

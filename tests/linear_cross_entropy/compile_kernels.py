@@ -27,6 +27,7 @@ class Build(NamedTuple):
     targets: tuple[int, ...] = TARGETS
     spills: int = 0
     """Bytes a thread may put aside; only where many options meet, and a card showed that it costs little."""
+    package: str = "lowtide.linear_cross_entropy"
 
 
 def _softmax(gradient: str | None, **changes: Any) -> Build:
@@ -191,7 +192,7 @@ def resources(build: Build, capability: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(importlib.import_module(f"lowtide.linear_cross_entropy.{build.module}"), build.kernel)
+    kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
     is_type = {name: isinstance(value, str) for name, value in build.arguments.items()}
     source = ASTSource(
         kernel,
@@ -227,8 +228,8 @@ def _assembled(ptx: str, capability: int) -> dict[str, int]:
     return {name: int(re.search(pattern, report)[1]) for name, pattern in numbers.items()}
 
 
-def main() -> None:
-    for name, build in BUILDS.items():
+def main(builds: dict[str, Build] = BUILDS) -> None:
+    for name, build in builds.items():
         for capability in build.targets:
             try:
                 result: dict[str, Any] = resources(build, capability)

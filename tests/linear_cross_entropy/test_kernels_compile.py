@@ -17,11 +17,15 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def compiled():
+    return compile_all("tests.linear_cross_entropy.compile_kernels")
+
+
+def compile_all(module):
     import os
 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.linear_cross_entropy.compile_kernels"],
+        [sys.executable, "-m", module],
         env=environment,
         cwd=Path(__file__).parents[2],
         capture_output=True,
