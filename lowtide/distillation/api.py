@@ -53,9 +53,10 @@ def forward_kl(
         reduction: `"sum"` adds the rows up, `"mean"` divides that by the number of rows that count. (With
             none that counts: NaN, and gradients of zero, as in torch's cross entropy.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
-            the CPU and 1 GiB on CUDA. Not counted: the float32 sum of a half-precision student weight's
-            gradient (4 V D_s bytes, from forward to backward); and on CUDA under autocast, one copy of each
-            weight of another dtype, like autocast's own.
+            the CPU; on CUDA 1 GiB and, beside it, the float32 sum of a half-precision student weight's
+            gradient (4 V D_s bytes, from forward to backward). Where that sum does not fit an explicit
+            workspace, the gradient is formed class block by class block, for two more products. Not counted:
+            on CUDA under autocast, one copy of each weight of another dtype, like autocast's own.
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
@@ -74,10 +75,11 @@ def forward_kl(
     Memory:
         O(workspace), never N V: a chunk of rows at a time. For mean and sum the gradients are formed in
         forward (four products) and held until backward; for none, backward recomputes the logits (six
-        products). Without gradients only the loss is computed (two). With ``retain_graph=True`` (and under
-        torch.compile) the gradients exist twice in backward. Derivatives of higher order, forward mode and
-        vmap differentiate the definition chunk by chunk: O(workspace) as well, beside copies of the operands
-        in the dtype of the sums; exact, not fast.
+        products). Without gradients only the loss is computed (two). On CUDA the pass over both heads'
+        logits is one Triton kernel for the statistics and one for the gradient; without Triton, and in
+        float64, plain torch. With ``retain_graph=True`` (and under torch.compile) the gradients exist twice
+        in backward. Derivatives of higher order, forward mode and vmap differentiate the definition chunk by
+        chunk: O(workspace) as well, beside copies of the operands in the dtype of the sums; exact, not fast.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
