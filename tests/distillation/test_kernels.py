@@ -34,7 +34,7 @@ def divergence_(backend):
 class Case:
     """Products of C rows and V classes, in the columns of wider buffers, and all that goes with them."""
 
-    def __init__(self, device, C=5, V=45, *, bias=False, temperature=1.0, softcap=None, apart=3.0):
+    def __init__(self, device, C=3, V=45, *, bias=False, temperature=1.0, softcap=None, apart=3.0):
         def head(product):
             wide = torch.full((C, V + 3), 1e9, device=device)[:, :V]
             bias_V = torch.randn(V, device=device) if bias else None
@@ -96,7 +96,7 @@ def check_pass(got, exact, eager, magnitude, dtype=torch.float32, backend="torch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("chain", CHAINS, ids=["plain", "bias", "cap"])
-@pytest.mark.parametrize(("V", "block"), [(1, 8192), (2, 8192), (45, 16), (64, 16), (45, 8192)])
+@pytest.mark.parametrize(("V", "block"), [(1, 8192), (2, 8192), (45, 16), (45, 8192)])
 def test_losses_and_gradients(device, backend, monkeypatch, V, block, chain, beta, dtype):
     if backend == "triton":
         from lowtide.distillation import kernels

@@ -196,3 +196,20 @@ def test_export(device):
     leaves = tuple(leaf.detach() for leaf in inputs.leaves().values())
     exported = torch.export.export(Loss(), leaves).module()
     assert torch.equal(exported(*leaves), fused(inputs, "forward").detach())
+
+
+@COMPILED
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_one_graph_refuses_a_transform_inside(device, transform):
+    """The operator would know nothing of it: a silent 0."""
+    inputs = make_inputs(device=device, ignored=0)
+    w, teacher = inputs.student_weight.detach(), (inputs.teacher_input, inputs.teacher_weight)
+
+    def transformed(x):
+        return transform(lambda x: forward_kl(x, w, *teacher))(x)
+
+    torch.compiler.reset()
+    x = inputs.student_input.detach()[None] if transform is torch.vmap else inputs.student_input.detach()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        torch.compile(transformed, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
