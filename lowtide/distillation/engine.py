@@ -96,12 +96,12 @@ class Engine:
             if zero:
                 tensor.zero_()
             if summed:
-                return Kept(tensor, like.dtype, None, self.factor)
+                return Kept(tensor, None, self.factor)
             # By nothing more than the logits' gradient has been lifted.
             rounding, pending = (
                 (self.factor, None) if self.final else scaling.split(self.factor, like.dtype, 0)
             )
-            return Kept(tensor, like.dtype, rounding, pending)
+            return Kept(tensor, rounding, pending)
 
         x, w, b = self.heads.student
         return [

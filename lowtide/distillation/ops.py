@@ -66,10 +66,10 @@ def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
         engine = Engine(heads, options, wanted, upstream)
         _, gradients = engine.run()
         backend = engine.plan.backend
-        finished = [
-            scaled(kept.tensor, kept.pending, kept.dtype, backend, in_place=True) for kept in gradients
+        return [
+            scaled(kept.tensor, kept.pending, like.dtype, backend, in_place=True).view(like.shape)
+            for kept, like in zip(gradients, _wanted(heads, wanted))
         ]
-        return [each.view(like.shape) for each, like in zip(finished, _wanted(heads, wanted))]
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:

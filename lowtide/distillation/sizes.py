@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.distillation.heads import Heads, Options
 from lowtide.linear_cross_entropy.plan import choose_backend
-from lowtide.linear_cross_entropy.workspace import Needs, accumulates, allowed, least, spend
+from lowtide.linear_cross_entropy.workspace import Needs, allowed, least, spend, weight_gradient
 
 # The pass in torch takes so many bytes of logits at a time: what a CPU's cache keeps, what fills a GPU; and
 # holds so many tensors of that size at once.
@@ -52,7 +52,7 @@ def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
         at_once,
         sizes.rows,
         sizes.operand_classes,
-        sizes.accumulate,
+        sizes.weight_gradient == "accumulate",
         sizes.block_rows,
         sizes.block_classes,
     )
@@ -61,7 +61,7 @@ def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
 def keeps_sum(heads: Heads, options: Options, wanted: Sequence[bool]) -> bool:
     """Whether the weight's gradient is kept as a sum until backward."""
     workspace, needs, *_ = _needs(heads, options, wanted)
-    return accumulates(workspace, needs)
+    return weight_gradient(workspace, needs) == "accumulate"
 
 
 def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, Needs, str, int]:

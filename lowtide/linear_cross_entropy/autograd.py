@@ -23,7 +23,6 @@ from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
 from lowtide.linear_cross_entropy.transforms import placed
-from lowtide.linear_cross_entropy.transforms import placed
 
 Gradients = tuple[Tensor | None, ...]
 
