@@ -9,7 +9,8 @@ chunk like the function itself, and nothing of a chunk outlives its turn.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,19 +18,67 @@ from torch import Tensor
 Tensors = tuple[Tensor, ...]
 
 
-class Rowwise(NamedTuple):
-    function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
-    """(rows, whole) -> (results of rows, sums over rows): pure, of differentiable torch operations."""
+class RowFunction:
+    """What can be differentiated so: how a chunk is computed is for `run` and the two derivatives to say."""
+
     cut: int
     """How many of the arguments are cut; they come first."""
     results: int
     """How many of the outputs are results of rows; they come first."""
-    chunk: int
-    """Rows at a time."""
+    constants: int = 0
+    """How many of the outputs are not differentiated; they come last."""
 
     def __call__(self, *tensors: Tensor) -> Tensors:
         outputs: Tensors = _Apply.apply(self, *tensors)
         return outputs
+
+    def run(self, *tensors: Tensor) -> Tensors:
+        raise NotImplementedError
+
+    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "RowFunction":
+        """The gradients of the arguments at places `wanted`, given those of the outputs at places `upstream`.
+
+        Arguments: what is cut (this one's rows, then the gradients of its results), then what is whole."""
+        raise NotImplementedError
+
+    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "RowFunction":
+        """The tangents of the outputs at places `wanted`, given those of the arguments at places `moved`.
+
+        Arguments: what is cut (this one's rows, then their tangents), then what is whole, likewise."""
+        raise NotImplementedError
+
+    def pull_back(
+        self, tensors: Tensors, upstream: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of `tensors` that are needed, differentiable."""
+        given = {place: gradient for place, gradient in enumerate(upstream) if gradient is not None}
+        wanted = [place for place, need in enumerate(needed) if need]
+        gradients: list[Tensor | None] = [None] * len(tensors)
+        if given and wanted:
+            derivative = self.gradients(wanted, list(given))
+            found = derivative(*self.arranged(tensors, given, self.results))
+            for place, gradient in zip(wanted, found):
+                gradients[place] = gradient
+        return tuple(gradients)
+
+    def arranged(self, own: Tensors, more: dict[int, Tensor], boundary: int) -> Tensors:
+        """`own` arguments and `more`, by place, in the order in which a derivative takes them."""
+        return (
+            *own[: self.cut],
+            *(tensor for place, tensor in more.items() if place < boundary),
+            *own[self.cut :],
+            *(tensor for place, tensor in more.items() if place >= boundary),
+        )
+
+
+@dataclass(frozen=True)
+class Rowwise(RowFunction):
+    function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+    """(rows, whole) -> (results of rows, sums over rows): pure, of differentiable torch operations."""
+    cut: int
+    results: int
+    chunk: int
+    """Rows at a time."""
 
     def run(self, *tensors: Tensor) -> Tensors:
         rows, whole = tensors[: self.cut], tensors[self.cut :]
@@ -51,9 +100,6 @@ class Rowwise(NamedTuple):
         return (*results, *sums)
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rowwise":
-        """The gradients of the arguments at places `wanted`, given those of the outputs at places `upstream`.
-
-        Arguments: what is cut (this one's rows, then the gradients of its results), then what is whole."""
         row_gradients = sum(place < self.results for place in upstream)
 
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
@@ -71,9 +117,6 @@ class Rowwise(NamedTuple):
         return Rowwise(function, self.cut + row_gradients, results, self._half())
 
     def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rowwise":
-        """The tangents of the outputs at places `wanted`, given those of the arguments at places `moved`.
-
-        Arguments: what is cut (this one's rows, then their tangents), then what is whole, likewise."""
         row_tangents = sum(place < self.cut for place in moved)
 
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
@@ -102,43 +145,26 @@ class Rowwise(NamedTuple):
         results, sums = self.function(arguments[: self.cut], arguments[self.cut :])
         return (*results, *sums)
 
-    def arranged(self, own: Tensors, more: dict[int, Tensor], boundary: int) -> Tensors:
-        """`own` arguments and `more`, by place, in the order in which a derivative takes them."""
-        return (
-            *own[: self.cut],
-            *(tensor for place, tensor in more.items() if place < boundary),
-            *own[self.cut :],
-            *(tensor for place, tensor in more.items() if place >= boundary),
-        )
-
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(rowwise: Rowwise, *tensors: Tensor) -> Tensors:
+    def forward(rowwise: RowFunction, *tensors: Tensor) -> Tensors:
         return rowwise.run(*tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensors) -> None:
         ctx.rowwise, *tensors = inputs
         ctx.count = len(output)
-        ctx.outputs = [place for place, out in enumerate(output) if out.is_floating_point()]
-        ctx.mark_non_differentiable(*(out for out in output if not out.is_floating_point()))
+        differentiable = output[: len(output) - ctx.rowwise.constants]
+        ctx.outputs = [place for place, out in enumerate(differentiable) if out.is_floating_point()]
+        ctx.mark_non_differentiable(*(out for k, out in enumerate(output) if k not in ctx.outputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        rowwise, tensors = ctx.rowwise, ctx.saved_tensors
-        given = {place: gradient for place, gradient in enumerate(upstream) if gradient is not None}
-        wanted = [place for place in range(len(tensors)) if ctx.needs_input_grad[1 + place]]
-        gradients: list[Tensor | None] = [None] * len(tensors)
-        if given and wanted:
-            derivative = rowwise.gradients(wanted, list(given))
-            found = derivative(*rowwise.arranged(tensors, given, rowwise.results))
-            for place, gradient in zip(wanted, found):
-                gradients[place] = gradient
-        return (None, *gradients)
+        return (None, *ctx.rowwise.pull_back(ctx.saved_tensors, upstream, ctx.needs_input_grad[1:]))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -149,7 +175,9 @@ class _Apply(torch.autograd.Function):
         return tuple(next(found) if place in ctx.outputs else None for place in range(ctx.count))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, rowwise: Rowwise, *tensors: Tensor) -> tuple[Tensors, tuple[int, ...]]:
+    def vmap(
+        info: Any, in_dims: Any, rowwise: RowFunction, *tensors: Tensor
+    ) -> tuple[Tensors, tuple[int, ...]]:
         """One element of the batch after the other: a chunk's memory must not grow with the batch."""
         if info.batch_size == 0:  # there is no element to ask what comes out
             return _no_elements(rowwise, tensors, in_dims[1:])

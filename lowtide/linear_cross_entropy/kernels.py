@@ -215,9 +215,23 @@ def softmax_gradient_(
     take_statistics: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
 ) -> Tensor | None:  # [C, B]
+    grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
+    softmax_gradient_into(grad_CB, logits_CB, terms, statistics, columns, take_statistics=take_statistics)
+    return grad_CB
+
+
+def softmax_gradient_into(
+    grad_CB: Tensor | None,  # None: statistics alone
+    logits_CB: Tensor,
+    terms: Terms,
+    statistics: Statistics,
+    columns: Columns,
+    *,
+    take_statistics: bool,
+) -> None:
     C, B = logits_CB.shape
-    gradient = gradient_dtype is not None
-    grad_CB = gradient_view(logits_CB, gradient_dtype) if gradient else logits_CB
+    gradient = grad_CB is not None
+    grad_CB = logits_CB if grad_CB is None else grad_CB
     row, stat = terms, statistics
     in_second_read = (row.spread_N, row.soft_N, stat.mean_N, stat.argmax_N)
     plain = columns.bias_B is None and not columns.softcap and all(each is None for each in in_second_read)
@@ -261,7 +275,6 @@ def softmax_gradient_(
             BLOCK=block,
             num_warps=WARPS if block >= 4096 else 4,
         )
-    return grad_CB if gradient else None
 
 
 @triton.jit
