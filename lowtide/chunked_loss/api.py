@@ -1,6 +1,8 @@
 """The public entry point of the generic chunked loss. Its docstring is the contract."""
 
 import functools
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -8,13 +10,11 @@ import torch
 from torch import Tensor
 
 from lowtide.chunked_loss import check
-from lowtide.chunked_loss import workspace as room
 from lowtide.chunked_loss.autograd import GradientInForward, Recompute
-from lowtide.chunked_loss.call import ROW, Call
-from lowtide.chunked_loss.gradients import loss_alone
-from lowtide.chunked_loss.job import Job, Tensors
-from lowtide.chunked_loss.replay import Replay
-from lowtide.chunked_loss.sharded import check_units, gathered
+from lowtide.chunked_loss.call import ROW, Call, check_units, gathered
+from lowtide.chunked_loss.chunks import Replay, most_rows, spans
+from lowtide.chunked_loss.loop import Job, Tensors, loss_alone, peak
+from lowtide.chunked_loss.transforms import loss_within_transforms, transformed
 
 Mode = Literal["gradient_in_forward", "recompute"]
 
@@ -146,34 +146,59 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     rows = (*parts, *(each for each in arguments if check.is_cut(each)))
-    call = Call(loss_fn, head, tuple(ROW if check.is_cut(each) else each for each in arguments))
+    placed = tuple(ROW if check.is_cut(each) else each for each in arguments)
+    within_transforms = transformed()
+    call = Call(loss_fn, head, placed, every=within_transforms)
     check.check_modules(call.modules)
     check_units(call.modules, head)
     check.check_learned(call.names, call.learned, parts[0])
     tensors: Tensors = (*rows, *call.learned)
     wanted = tuple(torch.is_grad_enabled() and each.requires_grad for each in tensors)
-    check.check_wanted(wanted)
-    N, size = check.count(leading), options["chunk_size"] or CHUNK_SIZE
     job = Job(
         call=call,
         hidden=len(parts),
         cut=len(rows),
         leading=leading,
-        chunks=check.chunks(N, size),
+        chunks=spans(math.prod(leading), options["chunk_size"] or CHUNK_SIZE),
         wanted=wanted,
         per_row=options["mode"] == "recompute",
         has_aux=options["has_aux"],
         replay=Replay(tensors),
     )
-    if options["workspace"] is not None:
-        size = room.rows_within(options["workspace"], job, tensors, (head, loss_fn))
-        job.chunks = check.chunks(N, size)
-    if not any(wanted):
-        loss = loss_alone(job, tensors, graph=False)
-    elif job.per_row:
-        loss = Recompute.apply(job, *tensors)
+    if within_transforms:
+        check.check_no_workspace(options["workspace"])
+        loss = loss_within_transforms(job, tensors)
     else:
-        loss = GradientInForward.apply(job, *tensors)
+        check.check_wanted(wanted)
+        if options["workspace"] is not None:
+            job.chunks = spans(job.rows, _rows_within(options["workspace"], job, tensors, (head, loss_fn)))
+        if not any(wanted):
+            loss = loss_alone(job, tensors, graph=False)
+        else:
+            loss = (Recompute if job.per_row else GradientInForward).apply(job, *tensors)
     if not job.has_aux:
         return loss
     return loss, {name: total.total for name, total in job.aux.items()}
+
+
+_known: Any = weakref.WeakKeyDictionary()  # head -> loss_fn -> kinds of tensors -> rows
+
+
+def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
+    """Measured once for these two functions and these kinds of tensors, then kept."""
+    if job.rows < 2:
+        return 1
+    head, loss_fn = functions
+    try:
+        sizes = _known.setdefault(head, weakref.WeakKeyDictionary()).setdefault(loss_fn, {})
+    except TypeError:  # what has no weak references is measured every time
+        sizes = {}
+    dims = len(job.leading)
+    shapes = tuple(tensor.shape[dims:] if k < job.cut else tensor.shape for k, tensor in enumerate(tensors))
+    kinds = tuple((tensor.dtype, str(tensor.device)) for tensor in tensors)
+    key = (workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
+    rows, all_of_them = sizes.get(key, (0, True))
+    if all_of_them and rows < job.rows - 1:
+        rows = most_rows(workspace, job.rows - 1, lambda rows: peak(job, tensors, rows))
+        sizes[key] = rows, rows == job.rows - 1
+    return int(rows)

@@ -1,12 +1,12 @@
 """The two differentiable forms of a call. Their inputs are all tensors that the loss depends on, so that
 autograd, its hooks, DDP and FSDP see one ordinary gradient for each.
 
-gradient_in_forward   One number multiplies every row's gradient: forward forms the gradients while it holds
-                      each chunk. Backward multiplies them by the upstream gradient: in place where the graph
-                      is freed behind it, out of place where the caller retains it.
-recompute             Backward computes each chunk again, with whatever upstream gradient there is.
+GradientInForward   One number multiplies every row's gradient: forward forms the gradients while it holds
+                    each chunk. Backward multiplies them by the upstream gradient: in place where the graph
+                    is freed behind it, out of place where the caller retains it.
+Recompute           Backward computes each chunk again, with whatever upstream gradient there is.
 
-A backward that is itself to be differentiated goes the way of again.py, from the inputs.
+A backward that is itself to be differentiated goes the way of transforms.py, from the inputs.
 """
 
 from importlib.util import find_spec
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.chunked_loss import again
 from lowtide.chunked_loss.check import ArgumentError
-from lowtide.chunked_loss.gradients import Kept, form, form_again, loss_alone
-from lowtide.chunked_loss.job import Job
-from lowtide.chunked_loss.sums import HALVES
+from lowtide.chunked_loss.loop import Job, form, form_again, loss_alone
+from lowtide.chunked_loss.sums import HALVES, Kept
+from lowtide.chunked_loss.transforms import Rows
 from lowtide.linear_cross_entropy.scaling import scaled
 
 Gradients = tuple[Tensor | None, ...]
@@ -44,7 +43,7 @@ class GradientInForward(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, rest = saved[: len(needed)], saved[len(needed) :]
         if torch.is_grad_enabled():
-            return (None, *again.pull_back(again.losses(job, False), tensors, (upstream,), needed))
+            return (None, *Rows.of(job, 0).pull_back(tensors, (upstream,), needed))
         gradients: list[Tensor | None] = [None] * len(needed)
         for place, gradient, factor in zip(ctx.places, rest[::2], rest[1::2]):
             if needed[place]:
@@ -56,7 +55,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
         loss = loss_alone(job, tensors, graph=True)
-        ctx.job, ctx.per_row = job, loss.dim() > 0
+        ctx.job, ctx.results = job, int(loss.dim() > 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         return loss
@@ -68,7 +67,7 @@ class Recompute(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (None, *again.pull_back(again.losses(job, ctx.per_row), tensors, (upstream,), needed))
+            return (None, *Rows.of(job, ctx.results).pull_back(tensors, (upstream,), needed))
         if is_batched(upstream):
             raise ArgumentError(
                 "mode='recompute' takes one upstream gradient at a time: call autograd.grad once for each, "

@@ -9,14 +9,15 @@ and it is an error.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.chunked_loss.check import ArgumentError
-from lowtide.chunked_loss.sharded import forward_of
 
 Function = Callable[..., Any]
 Result = TypeVar("Result")
@@ -25,7 +26,9 @@ Result = TypeVar("Result")
 class Call:
     """loss_fn(head(*hidden), *arguments)."""
 
-    def __init__(self, loss_fn: Function, head: Function, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, loss_fn: Function, head: Function, arguments: tuple[Any, ...], every: bool = False
+    ) -> None:
         self.loss_fn, self.head, self.arguments = loss_fn, forward_of(head), arguments
         brought = [*_brought(head, "head"), *_brought(loss_fn, "loss_fn")]
         for k, argument in enumerate(arguments):
@@ -39,12 +42,13 @@ class Call:
         learned: list[Tensor] = []
         self.names: list[str] = []
         for name, tensor in tensors:
-            if tensor.requires_grad and id(tensor) not in places:
+            taken = tensor.is_floating_point() if every else tensor.requires_grad
+            if taken and id(tensor) not in places:
                 places[id(tensor)] = len(learned)
                 learned.append(tensor)
                 self.names.append(name)
         self.learned = tuple(learned)
-        """What needs a gradient, each once, however often it is tied."""
+        """What needs a gradient (with `every`, what may have one), each once, however often it is tied."""
         self._places = places
         self._stage = _Stage(self.modules.values())
         self._swapped = {
@@ -78,14 +82,29 @@ class Call:
         others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if not others:
             return
-        names = _names(others, (self.loss_fn, self.head))
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        raise ArgumentError(
-            f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
-            "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
-            "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
-            "head=partial(F.linear, weight=weight); detach what needs no gradient"
-        )
+        names = {id(tensor): name for name, tensor in self._reached()}
+        raise closure_error([names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in others])
+
+    def reached(self, wrongly: Callable[[Tensor], bool]) -> list[str]:
+        """What the functions' own code reaches, where that can be found out, and should not."""
+        return list({id(tensor): name for name, tensor in self._reached() if wrongly(tensor)}.values())
+
+    def _reached(self) -> Iterator[tuple[str, Tensor]]:
+        """As the functions' own code would write it."""
+        for function in (self.head, self.loss_fn):
+            function = getattr(function, "func", function)
+            function = inspect.unwrap(getattr(function, "__func__", function))
+            if not inspect.isfunction(function):
+                continue
+            closure = inspect.getclosurevars(function)
+            for name, value in {**closure.globals, **closure.nonlocals}.items():
+                owners = {f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+                for owner, each in (owners | {name: value}).items():
+                    if isinstance(each, Tensor):
+                        yield owner, each
+                    elif isinstance(each, nn.Module):
+                        for key, parameter in each.named_parameters():
+                            yield f"{owner}.{key}", parameter
 
     def buffers(self) -> dict[str, tuple[int, int]]:
         """Something that is different after any buffer was changed."""
@@ -94,6 +113,16 @@ class Call:
             for prefix, module in self.modules.items()
             for name, buffer in module.named_buffers()
         }
+
+
+def closure_error(names: Sequence[str]) -> ArgumentError:
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ArgumentError(
+        f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
+        "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
+        "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
+        "head=partial(F.linear, weight=weight); detach what needs no gradient"
+    )
 
 
 ROW = object()
@@ -120,6 +149,9 @@ def _brought(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tensor
         yield from _brought(function.func, name)
         for key, value in (*enumerate(function.args), *function.keywords.items()):
             yield from _brought(value, f"{name}.{key}")
+    elif type(function) in (dict, list, tuple):
+        for key, value in function.items() if isinstance(function, dict) else enumerate(function):
+            yield from _brought(value, f"{name}.{key}")
     elif inspect.ismethod(function):
         yield from _brought(function.__self__, name)
 
@@ -129,6 +161,10 @@ def _replaced(value: Any, replaced: dict[int, Tensor]) -> Any:
         arguments = (_replaced(each, replaced) for each in value.args)
         keywords = {key: _replaced(each, replaced) for key, each in value.keywords.items()}
         return functools.partial(_replaced(value.func, replaced), *arguments, **keywords)
+    if type(value) is dict:
+        return {key: _replaced(each, replaced) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, replaced) for each in value)
     return replaced.get(id(value), value) if isinstance(value, Tensor) else value
 
 
@@ -147,23 +183,68 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
-def _names(tensors: list[Tensor], functions: Iterable[Any]) -> list[str]:
-    """As the functions' own code would write them, where that can be found out."""
-    found: dict[int, str] = {}
-    for function in functions:
-        function = getattr(function, "func", function)
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        if not inspect.isfunction(function):
-            continue
-        closure = inspect.getclosurevars(function)
-        for name, value in {**closure.globals, **closure.nonlocals}.items():
-            owners = {name: value} | {
-                f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()
-            }
-            for owner, each in owners.items():
-                if isinstance(each, Tensor):
-                    found.setdefault(id(each), owner)
-                elif isinstance(each, nn.Module):
-                    for key, parameter in each.named_parameters():
-                        found.setdefault(id(parameter), f"{owner}.{key}")
-    return [found.get(id(tensor), f"a tensor of shape {list(tensor.shape)}") for tensor in tensors]
+# FSDP2: a module that fully_shard made a unit of gathers its parameters in hooks around its forward. Here the
+# loop over the chunks runs as one forward method of the unit, and inside it the unit's plain `forward` is
+# called, which no hook surrounds.
+
+METHOD = "_lowtide_chunks"
+
+
+def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
+    """run(hidden), with the parameters of `head` gathered around it if they are sharded."""
+    unit = getattr(head, "__self__", head)
+    _check_head(head)
+    if not _is_unit(unit):
+        return run(hidden)
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    # The hooks cast and look at the tensors among the arguments of the method, and at its result.
+    setattr(unit, METHOD, lambda *hidden: run(hidden))
+    try:
+        register_fsdp_forward_method(unit, METHOD)
+        return getattr(unit, METHOD)(*hidden)
+    finally:
+        delattr(unit, METHOD)
+
+
+def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
+    """Units that `gathered` does not know of would be gathered, and reduced, for each chunk."""
+    for name, module in modules.items():
+        if _is_unit(module) and module is not getattr(head, "__self__", head):
+            raise ArgumentError(
+                f"{name} is an FSDP unit, which only head may be, itself or by a bound method; make it part "
+                "of head, or make one unit of the module whose forward calls chunked_loss"
+            )
+
+
+def forward_of(head: Any) -> Any:
+    """`head` as it is called for each chunk."""
+    if not _is_unit(head):
+        return head
+    if len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
+        raise ArgumentError(
+            "head is an FSDP unit with forward hooks of its own; they would be skipped: register them on a "
+            "module inside it, or make a unit of the module whose forward calls chunked_loss"
+        )
+    return head.forward
+
+
+def _check_head(head: Any) -> None:
+    if isinstance(head, DistributedDataParallel):
+        raise ArgumentError(
+            "head must not be a DistributedDataParallel, whose forward is once a step: pass "
+            "head.module, and wrap the model that it belongs to"
+        )
+    if not isinstance(head, nn.Module):
+        return
+    inner = [key for key, module in head.named_modules() if module is not head and _is_unit(module)]
+    if inner:
+        raise ArgumentError(
+            f"head must be one FSDP unit, but has others inside: {', '.join(inner)}. They would be "
+            "gathered for each chunk; fully_shard head as a whole"
+        )
+
+
+def _is_unit(module: Any) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has a unit has imported it
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))

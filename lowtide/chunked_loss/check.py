@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +80,14 @@ def check_wanted(wanted: Sequence[bool]) -> None:
         raise ArgumentError(
             "nothing here needs a gradient: no parameter of head or loss_fn, and no tensor that is cut; to "
             "compute the loss alone, call under torch.no_grad()"
+        )
+
+
+def check_no_workspace(workspace: int | None) -> None:
+    if workspace is not None:
+        raise ArgumentError(
+            "workspace is measured by running a chunk, which torch.func's transforms and forward mode "
+            "are in the way of: give chunk_size"
         )
 
 
@@ -166,12 +173,3 @@ def _reduces_by_mean(loss_fn: Any) -> bool:
         return False
     given = inspect.signature(function).parameters.get("reduction")
     return given is not None and keywords.get("reduction", given.default) == "mean"
-
-
-def chunks(rows: int, size: int) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of each chunk; one, empty, where there are no rows."""
-    return tuple((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
-
-
-def count(leading: torch.Size) -> int:
-    return math.prod(leading)

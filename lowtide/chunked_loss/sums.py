@@ -1,23 +1,22 @@
-"""Sums over chunks: in float32 where the terms are half precision, so that no chunk is rounded into the sum.
+"""Sums over chunks, in float32 where the terms are half precision; and powers of two that keep float16 in its
+range.
 
-The gradient of a half-precision weight is rounded before: autograd gives each chunk's in the weight's
-dtype. Of F.linear, which nearly every head is made of, Products takes it over: the product itself adds to
-the float32 sum, nothing is rounded, and no tensor of the weight's size is made for a chunk. It costs those
-4 bytes an element of the weight until forward ends. On the CPU there is no such product for half
-precision, and sums are all that float32 is used for.
+A gradient formed in float16 before the loss is scaled loses what is below 6e-8. So a chunk's backward starts
+not from 1 but from a power of two that brings the largest gradient of the head's output near 2^3, which is
+what a loss scale does for a mean ("lift"). What is kept is divided by it when the upstream gradient is
+known.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-from lowtide.chunked_loss.replay import is_ours
 
 HALVES = (torch.float16, torch.bfloat16)
+
+PROBE = 2.0**8
+EXPONENT = 3
 
 
 class Sum:
@@ -64,79 +63,32 @@ def add(total: Tensor, term: Tensor) -> None:
         total_rows.add_(term_rows)
 
 
-class Products(TorchFunctionMode):
-    """Within, F.linear adds the gradients of these parameters to these sums, and autograd gives none."""
+class Kept(NamedTuple):
+    """A gradient; `factor` times it, where there is one: 0-d, or one a chunk of rows."""
 
-    def __init__(self, parameters: Sequence[Tensor], sums: Sequence[Sum | None]) -> None:
-        super().__init__()
-        self.sums = {id(parameter): total for parameter, total in zip(parameters, sums) if total is not None}
-        self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Compiled code has its own backward.
-        if function is F.linear and not kwargs and len(args) > 1 and not torch.compiler.is_compiling():
-            found = self._linear(*args)
-            if found is not None:
-                return found
-        return function(*args, **(kwargs or {}))
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        total = self.sums.get(id(weight))
-        # A checkpoint inside the head runs again in backward, where no mode is active: it must look the same.
-        if not is_ours():
-            return None
-        if total is None or weight.dim() != 2 or type(input) is not Tensor or type(weight) is not Tensor:
-            return None
-        kind = input.device.type
-        dtype = input.dtype
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
-            dtype = torch.get_autocast_dtype(kind)
-        elif weight.dtype != dtype:
-            return None  # torch's own error
-        if dtype in HALVES and kind != "cuda":
-            return None
-        own_bias = None if bias is None else self.sums.get(id(bias))
-        if bias is not None and own_bias is None and bias.requires_grad:
-            return None
-        return _Linear.apply(input.to(dtype), weight, bias, self._cast(weight, dtype), total, own_bias)
-
-    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Once for all chunks, as autocast's own cache would."""
-        if weight.dtype == dtype:
-            return weight.detach()
-        if (id(weight), dtype) not in self.casts:
-            self.casts[id(weight), dtype] = weight.detach().to(dtype)
-        return self.casts[id(weight), dtype]
+    gradient: Tensor
+    factor: Tensor | None = None
 
 
-class _Linear(torch.autograd.Function):
-    """F.linear; `weight` and `bias` are inputs for the sake of the graph alone."""
+def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
+    """From the gradients of a chunk's head output at PROBE: the power of two to start from, or the previous
+    chunk's where nothing can be learned from them. 2^limit is the most."""
+    sizes = [each.detach().abs().amax().float() for each in gradients if each.numel()]
+    if not sizes:
+        return previous
+    largest = torch.stack(sizes).amax() / PROBE
+    _, exponent = torch.frexp(largest)
+    measured = torch.ldexp(torch.ones_like(largest), (EXPONENT - exponent).clamp(-limit, limit))
+    return torch.where(largest.isfinite() & (largest > 0), measured, previous)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cast_VD: Tensor,
-        weight_sum: Sum,
-        bias_sum: Sum | None,
-    ) -> Tensor:
-        ctx.save_for_backward(input, cast_VD)
-        ctx.sums = weight_sum, bias_sum
-        ctx.set_materialize_grads(False)
-        return F.linear(input, cast_VD, None if bias is None else bias.to(cast_VD.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if upstream is None:
-            return (None,) * 6
-        input, cast_VD = ctx.saved_tensors
-        weight_sum, bias_sum = ctx.sums
-        g_CV = upstream.reshape(-1, upstream.shape[-1])
-        if ctx.needs_input_grad[1]:
-            weight_sum.add_product(g_CV, input.reshape(-1, input.shape[-1]))
-        if bias_sum is not None and ctx.needs_input_grad[2]:
-            bias_sum.add(g_CV.sum(0, dtype=sum_dtype(g_CV.dtype)))
-        grad_input = upstream @ cast_VD if ctx.needs_input_grad[0] else None
-        return grad_input, None, None, None, None, None
+def rounded(total: Tensor, dtype: torch.dtype, last_lift: Tensor | None) -> Kept:
+    """A finished sum, in the dtype of its parameter."""
+    if last_lift is None:
+        return Kept(total if total.dtype == dtype else total.to(dtype))
+    if dtype not in HALVES:
+        return Kept(total, 1 / last_lift)
+    # Anywhere in float16's range: its largest element near 1.
+    _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
+    center = torch.ldexp(torch.ones_like(last_lift), -exponent.clamp(-100, 100))
+    return Kept((total.mul_(center)).to(dtype), 1 / (last_lift * center))

@@ -1,39 +1,95 @@
 """The loop: the loss of each chunk and its gradients, and nothing else of it.
 
-Half precision: sums over chunks are float32 (sums.py). Gradients of rows are written once, in the rows'
+Sums over chunks are float32 for half precision (sums.py). Gradients of rows are written once, in the rows'
 dtype.
-
-float16: a gradient formed before the loss is scaled loses what is below 6e-8. So a chunk's backward starts
-not from 1 but from a power of two that brings the largest gradient of the head's output near 2^3, which is
-what a loss scale does for a mean; it is measured for each chunk by a backward pass through loss_fn alone.
-What is kept is divided by it when the upstream gradient is known.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowtide.chunked_loss.check import ArgumentError
-from lowtide.chunked_loss.job import Job, Tensors
-from lowtide.chunked_loss.replay import ours
-from lowtide.chunked_loss.rows import cut
-from lowtide.chunked_loss.sums import HALVES, Products, Sum
+from lowtide.chunked_loss import check
+from lowtide.chunked_loss.call import Call
+from lowtide.chunked_loss.chunks import Meter, Replay, cut, ours
+from lowtide.chunked_loss.operators import Operators
+from lowtide.chunked_loss.sums import PROBE, Kept, Sum, lift, rounded
 
+Tensors = tuple[Tensor, ...]
 Found = dict[int, Tensor | None]  # gradients by place among the tensors
 Result = TypeVar("Result")
 
-PROBE = 2.0**8
-EXPONENT = 3
 
+@dataclass
+class Job:
+    """Its tensors are those that are cut (hidden, then arguments), then those that are learned."""
 
-class Kept(NamedTuple):
-    """A gradient; `factor` times it, where there is one: 0-d, or one a chunk of rows."""
+    call: Call
+    hidden: int
+    """How many of those that are cut go into the head."""
+    cut: int
+    """How many are cut."""
+    leading: torch.Size
+    chunks: tuple[tuple[int, int], ...]
+    wanted: tuple[bool, ...]
+    """Which tensors need a gradient."""
+    per_row: bool
+    """Whether loss_fn may return a value a row."""
+    has_aux: bool
+    replay: Replay
+    aux: dict[str, Sum] = field(default_factory=dict)
+    meter: Callable[[int], Any] = contextlib.nullcontext
+    """Of a chunk's place: what surrounds its computation."""
 
-    gradient: Tensor
-    factor: Tensor | None = None
+    @property
+    def rows(self) -> int:
+        return math.prod(self.leading)
+
+    def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
+        return tuple(cut(tensor, len(self.leading), start, stop) for tensor in tensors)
+
+    def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
+        """(what the head gave, the loss) of a chunk, for the first time: everything about it is checked."""
+        before = self.call.buffers()
+        out, value, aux = self._run(place, pieces, learned)
+        check.check_buffers(before, self.call.buffers())
+        check.check_result(value, len(pieces[0]), self.per_row)
+        if value.requires_grad:
+            self.call.unseen(value, (*pieces, *learned))
+        for name, term in aux.items():
+            self._add_aux(name, term.detach() if isinstance(term, Tensor) else term)
+        return out, value
+
+    def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
+        return self._run(place, pieces, learned)[1]
+
+    def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
+        with self.replay.chunk(place):
+            out, value = self.call(pieces[: self.hidden], pieces[self.hidden :], learned)
+        if not self.has_aux:
+            return out, value, {}
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise check.ArgumentTypeError(
+                f"with has_aux, loss_fn must return (sum, dict), got {type(value).__name__}"
+            )
+        value, aux = value
+        check.check_aux(aux)
+        return out, value, aux
+
+    def _add_aux(self, name: str, term: Any) -> None:
+        total = self.aux.setdefault(name, Sum())
+        known = total.total
+        if isinstance(known, Tensor) and isinstance(term, Tensor) and known.shape != term.shape:
+            raise check.ArgumentError(
+                f"aux[{name!r}] must be a sum over rows, of one shape in every chunk, got "
+                f"{list(known.shape)} and then {list(term.shape)}"
+            )
+        total.add(term)
 
 
 def loss_alone(job: Job, tensors: Tensors, *, graph: bool) -> Tensor:
@@ -67,13 +123,31 @@ def form_again(
     return tuple(None if each is None else each.gradient for each in loop.kept())
 
 
+def peak(job: Job, tensors: Tensors, rows: int) -> int:
+    """Bytes that a chunk of so many rows takes, after a first one that makes room for the sums."""
+    meter = Meter()
+    sample = replace(
+        job,
+        chunks=((0, 1), (1, 1 + rows)),
+        aux={},
+        meter=lambda place: meter if place else contextlib.nullcontext(),
+        replay=Replay(tensors),
+    )
+    with torch.random.fork_rng(devices=job.replay.cuda):
+        if any(job.wanted):
+            form(sample, tensors)
+        else:
+            loss_alone(sample, tensors, graph=False)
+    return meter.peak
+
+
 class _Loop:
     def __init__(self, job: Job, tensors: Tensors, wanted: Sequence[bool]) -> None:
         self.job, self.tensors, self.wanted = job, tensors, wanted
         self.rows: list[Tensor | None] = [None] * job.cut
         self.learned = _leaves(tensors[job.cut :], wanted[job.cut :])
         self.sums = [Sum() if each else None for each in wanted[job.cut :]]
-        self.products = Products(self.learned, self.sums)
+        self.operators = Operators(self.learned, self.sums)
         self.reached = False
         self.lifts: list[Tensor] = []
         dtypes = {tensor.dtype for tensor in tensors} | job.replay.autocast_dtypes
@@ -106,7 +180,7 @@ class _Loop:
         self._take(start, stop, self._within(place, run))
 
     def _within(self, place: int, run: Callable[[], Result]) -> Result:
-        with self.job.meter(place), self.products:
+        with self.job.meter(place), self.operators:
             return self.job.call.within(self.learned, run)
 
     def kept(self) -> list[Kept | None]:
@@ -127,7 +201,7 @@ class _Loop:
             elif total.total is None:
                 kept.append(Kept(torch.zeros_like(tensor)))
             else:
-                kept.append(_rounded(total.total, tensor.dtype, lifts))
+                kept.append(rounded(total.total, tensor.dtype, self.lifts[-1] if self.lifts else None))
                 total.total = None  # before the next is rounded
         return kept
 
@@ -139,7 +213,7 @@ class _Loop:
             return {}
         self.reached = True
         asked = {place: leaf for place, leaf in enumerate((*leaves, *self.learned)) if self.wanted[place]}
-        with self.job.replay.no_autocast():
+        with self.job.replay.no_autocast(), self.operators.collect():
             found = torch.autograd.grad(value, list(asked.values()), upstream, allow_unused=True)
         return dict(zip(asked, found))
 
@@ -166,33 +240,25 @@ class _Loop:
 
     def _lift(self, out: Any, value: Tensor) -> Tensor:
         """What the chunk's backward starts from, a power of two; what is summed already is brought to it."""
-        one = torch.ones((), device=self.tensors[0].device)
-        previous = self.lifts[-1] if self.lifts else one
+        previous = self.lifts[-1] if self.lifts else torch.ones((), device=self.tensors[0].device)
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
-        lift = previous
+        new = previous
         if value.requires_grad and ends:
             with self.job.replay.no_autocast():
                 probe = torch.full_like(value, PROBE)
                 found = torch.autograd.grad(value, ends, probe, retain_graph=True, allow_unused=True)
-            sizes = [
-                each.detach().abs().amax().float() for each in found if each is not None and each.numel()
-            ]
-            if sizes:
-                largest = torch.stack(sizes).amax() / PROBE
-                _, exponent = torch.frexp(largest)
-                limit = 14 if value.dtype == torch.float16 else 60
-                measured = torch.ldexp(one, (EXPONENT - exponent).clamp(-limit, limit))
-                lift = torch.where(largest.isfinite() & (largest > 0), measured, previous)
+            limit = 14 if value.dtype == torch.float16 else 60
+            new = lift([each for each in found if each is not None], previous, limit)
         for total in self.sums if self.lifts else ():
             if total is not None and total.total is not None:
-                total.total.mul_(lift / previous)
-        self.lifts.append(lift)
-        return lift.to(value.dtype)
+                total.total.mul_(new / previous)
+        self.lifts.append(new)
+        return new.to(value.dtype)
 
 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
     leaves = _leaves(pieces, [graph] * len(pieces))
-    with ours(), job.meter(place):
+    with ours(), job.meter(place), Operators():
         return job.call.within(learned, lambda: job.loss(place, leaves, learned)[1].detach())
 
 
@@ -200,7 +266,7 @@ def _placed(
     job: Job, losses: Tensor | None, total: Sum, value: Tensor, start: int, stop: int
 ) -> Tensor | None:
     if (losses if value.dim() == 0 else total.total) is not None:
-        raise ArgumentError(
+        raise check.ArgumentError(
             "loss_fn must return a sum for every chunk, or a value for each row for every chunk, got both; "
             "for a chunk in which nothing counts return zeros of the same kind"
         )
@@ -218,14 +284,3 @@ def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Tensors:
         tensor.detach().requires_grad_(grad and tensor.is_floating_point())
         for tensor, grad in zip(tensors, wanted)
     )
-
-
-def _rounded(total: Tensor, dtype: torch.dtype, lifts: Tensor | None) -> Kept:
-    if lifts is None:
-        return Kept(total if total.dtype == dtype else total.to(dtype))
-    if dtype not in HALVES:
-        return Kept(total, 1 / lifts[-1])
-    # Anywhere in float16's range: its largest element near 1.
-    _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
-    center = torch.ldexp(torch.ones_like(lifts[-1]), -exponent.clamp(-100, 100))
-    return Kept((total.mul_(center)).to(dtype), 1 / (lifts[-1] * center))
