@@ -26,6 +26,7 @@ DDP = ["ddp", "ddp recompute", "ddp outside"]
 ONCE = [
     *("fsdp", "fsdp recompute", "fsdp per row", "fsdp wrapped", "fsdp outside", "fsdp recompute outside"),
     *("fsdp root", "fsdp root outside", "fsdp reshard once"),
+    *("fsdp default", "fsdp default outside", "fsdp recompute default", "fsdp recompute default outside"),
 ]
 TWICE = ["fsdp reshard", "fsdp recompute reshard"]
 
@@ -66,7 +67,7 @@ def test_exact_on_every_rank(results, kind):
 
 @pytest.mark.parametrize("kind", [*ONCE, *TWICE])
 def test_collectives_of_the_head_in_a_step(results, kind):
-    """However many chunks; a second all-gather is what reshard_after_forward asks for."""
+    """However many chunks; a second all-gather is what reshard_after_forward=True asks for."""
     for rank in results:
         assert rank[kind]["reductions"] == 1
         assert rank[kind]["gathers"] == (2 if kind in TWICE else 1)

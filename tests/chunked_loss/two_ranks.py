@@ -105,7 +105,8 @@ def parallel(kind, model):
     inner = model.loss if kind.endswith("wrapped") else model.head
     fully_shard(model.trunk)
     if "root" not in kind:
-        fully_shard(inner, reshard_after_forward="reshard" in kind)
+        said = {} if "default" in kind else {"reshard_after_forward": "reshard" in kind}
+        fully_shard(inner, **said)
     if kind.endswith("once"):
         inner.set_unshard_in_backward(False)
     return fully_shard(model)
