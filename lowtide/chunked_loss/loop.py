@@ -18,7 +18,7 @@ from lowtide.chunked_loss import check
 from lowtide.chunked_loss.call import Call
 from lowtide.chunked_loss.chunks import Meter, Replay, cut, ours
 from lowtide.chunked_loss.operators import Operators
-from lowtide.chunked_loss.sums import PROBE, Kept, Sum, lift, rounded
+from lowtide.chunked_loss.sums import Kept, Sum, lift, rounded
 
 Tensors = tuple[Tensor, ...]
 Found = dict[int, Tensor | None]  # gradients by place among the tensors
@@ -245,8 +245,7 @@ class _Loop:
         new = previous
         if value.requires_grad and ends:
             with self.job.replay.no_autocast():
-                probe = torch.full_like(value, PROBE)
-                found = torch.autograd.grad(value, ends, probe, retain_graph=True, allow_unused=True)
+                found = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
             limit = 14 if value.dtype == torch.float16 else 60
             new = lift([each for each in found if each is not None], previous, limit)
         for total in self.sums if self.lifts else ():

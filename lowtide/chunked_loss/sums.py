@@ -15,8 +15,8 @@ from torch import Tensor
 
 HALVES = (torch.float16, torch.bfloat16)
 
-PROBE = 2.0**8
 EXPONENT = 3
+BEYOND = 2.0**20  # what infinity is taken for, the largest of a gradient that float16 can't hold
 
 
 class Sum:
@@ -71,15 +71,15 @@ class Kept(NamedTuple):
 
 
 def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
-    """From the gradients of a chunk's head output at PROBE: the power of two to start from, or the previous
-    chunk's where nothing can be learned from them. 2^limit is the most."""
+    """From the gradients of a chunk's head output: the power of two to start from, at most 2^limit. Where
+    they are all zero, or too small to be told from it, the previous chunk's."""
     sizes = [each.detach().abs().amax().float() for each in gradients if each.numel()]
     if not sizes:
         return previous
-    largest = torch.stack(sizes).amax() / PROBE
-    _, exponent = torch.frexp(largest)
+    largest = torch.stack(sizes).amax()
+    _, exponent = torch.frexp(largest.clamp(max=BEYOND))
     measured = torch.ldexp(torch.ones_like(largest), (EXPONENT - exponent).clamp(-limit, limit))
-    return torch.where(largest.isfinite() & (largest > 0), measured, previous)
+    return torch.where(largest > 0, measured, previous)
 
 
 def rounded(total: Tensor, dtype: torch.dtype, last_lift: Tensor | None) -> Kept:

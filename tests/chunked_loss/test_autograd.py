@@ -16,6 +16,7 @@ from tests.chunked_loss.helpers import (
     T,
     Tied,
     V,
+    cast,
     check,
     chunked_loss,
     close,
@@ -24,6 +25,7 @@ from tests.chunked_loss.helpers import (
     leaves,
     make,
     per_row,
+    roundings_of,
 )
 
 
@@ -217,21 +219,25 @@ def test_gradients_accumulate_over_micro_batches(device, mode):
 @pytest.mark.parametrize("layout", ["shifted", "transposed", "expanded", "four dimensions", "strided"])
 def test_strides(device, layout, mode):
     base = torch.randn(3, 4, T, D, dtype=torch.float64, device=device, requires_grad=True)
-    hidden = {
-        "shifted": lambda: base[0][:, :-1],
-        "transposed": lambda: base[0].transpose(0, 1),
-        "expanded": lambda: base[:1, 0].expand(4, T, D),
-        "four dimensions": lambda: base[:, ::2],
-        "strided": lambda: base.transpose(-1, 0)[..., :2].transpose(-1, -2)[..., :1].expand(D, 4, 2, D),
+    view = {
+        "shifted": lambda base: base[0][:, :-1],
+        "transposed": lambda base: base[0].transpose(0, 1),
+        "expanded": lambda base: base[:1, 0].expand(4, T, D),
+        "four dimensions": lambda base: base[:, ::2],
+        "strided": lambda base: base.transpose(-1, 0)[..., :2].transpose(-1, -2)[..., :1].expand(D, 4, 2, D),
     }[layout]
     head = HEADS["norm"]().to(device, torch.float64)
-    labels = torch.randint(V, hidden().shape[:-1], device=device)
-    shifted = labels if layout != "four dimensions" else labels.transpose(0, 1).contiguous().transpose(0, 1)
-    results = []
-    for loss_of in (chunked_loss, dense):
-        loss = loss_of(cross_entropy, head, hidden(), shifted, chunk_size=5, mode=mode)
-        results.append([loss.detach(), *torch.autograd.grad(loss, [base, *head.parameters()])])
-    close(*results)
+    labels = torch.randint(V, view(base).shape[:-1], device=device)
+    if layout == "four dimensions":
+        labels = labels.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def run(loss_of, head, base):
+        loss = loss_of(cross_entropy, head, view(base), labels, chunk_size=5, mode=mode)
+        return [loss.detach(), *torch.autograd.grad(loss, [base, *head.parameters()])]
+
+    exact = run(dense, head, base)
+    roundings = roundings_of(run(dense, *cast(head, base, torch.float32)), exact)
+    close(run(chunked_loss, head, base), exact, roundings=roundings)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -248,20 +254,19 @@ def test_without_gradients(device, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["norm", "adapted", "two layers"])
 def test_double_backward(device, kind, mode):
-    head, hidden, labels = make(kind, device=device)
-    every = leaves(head, hidden)
+    head, hidden, labels = make(kind, device=device, dtype=torch.float32)
+    exact = cast(head, hidden)
 
-    def penalty(loss_of, order):
+    def penalty(loss_of, head, hidden, order):
         total = loss_of(cross_entropy, head, hidden, labels, chunk_size=5, mode=mode).square() / 90
         for _ in range(order):
-            gradients = torch.autograd.grad(total, every, create_graph=True)
+            gradients = torch.autograd.grad(total, leaves(head, hidden), create_graph=True)
             total = sum((each * each.cos()).sum() for each in gradients)
-        return total
+        return torch.autograd.grad(total, leaves(head, hidden))
 
     for order in (1, 2):
-        results = [torch.autograd.grad(penalty(each, order), every) for each in (chunked_loss, dense)]
-        scale = max(each.abs().max() for each in results[1])
-        close(*([each / scale for each in result] for result in results))
+        ours, truth = (penalty(loss_of, *exact, order) for loss_of in (chunked_loss, dense))
+        close(ours, truth, roundings=roundings_of(penalty(dense, head, hidden, order), truth))
 
 
 def test_double_backward_of_rows(device):

@@ -15,6 +15,7 @@ from tests.chunked_loss.helpers import (
     D,
     T,
     V,
+    cast,
     check,
     chunked_loss,
     close,
@@ -43,11 +44,10 @@ def gradients(loss_of, head, hidden, labels, use=lambda loss: loss / 18, **optio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "norm", "adapted"])
 def test_no_less_exact_than_dense(device, kind, dtype, mode):
-    head, hidden, labels = make(kind, device=device, dtype=dtype)
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
-    truth = gradients(dense, exact_head, exact_hidden, labels)
+    head, hidden, labels = make(kind, device=device, dtype=dtype, tokens=150)
+    truth = gradients(dense, *cast(head, hidden), labels)
     eager = gradients(dense, head, hidden, labels)
-    ours = gradients(chunked_loss, head, hidden, labels, chunk_size=3, mode=mode)
+    ours = gradients(chunked_loss, head, hidden, labels, chunk_size=32, mode=mode)
     assert all(found.dtype == dtype for found in ours)
     for part in (slice(0, 1), slice(1, None)):  # one number may be right by luck: the head's gradients as one
         found, plain, want = (
@@ -108,20 +108,28 @@ def test_float16_gradients_do_not_underflow(device, mode, autocast):
         assert relative(ours.double() / scale, want) < 0.01
 
 
-def test_float16_gradients_do_not_overflow(device):
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("largest", [1e4, 1e7])
+def test_float16_gradients_do_not_overflow(device, largest, mode):
+    """Rows of very different weights, the largest beyond float16 until the loss is divided."""
     head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
-    sizes = torch.logspace(-4, 4, B * T, device=device).view(B, T)
+    sizes = torch.logspace(-8, 0, B * T, device=device).view(B, T) * largest
 
     def weighted(logits, labels, weight):
         return (per_row(logits, labels) * weight).sum()
 
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
-    truth = torch.autograd.grad(
-        dense(weighted, exact_head, exact_hidden, labels, sizes) / 64, leaves(exact_head, exact_hidden)
+    truth, eager, ours = (
+        torch.autograd.grad(
+            loss_of(weighted, own, h, labels, sizes, chunk_size=5, mode=mode) / (largest / 64), leaves(own, h)
+        )
+        for loss_of, (own, h) in (
+            (dense, cast(head, hidden)),
+            (dense, (head, hidden)),
+            (chunked_loss, (head, hidden)),
+        )
     )
-    loss = chunked_loss(weighted, head, hidden, labels, sizes, chunk_size=5)
-    for found, want in zip(torch.autograd.grad(loss / 64, leaves(head, hidden)), truth):
-        assert relative(found, want) < 0.01
+    for found, plain, want in zip(ours, eager, truth):
+        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -431,7 +439,7 @@ def test_several_hidden_states(device, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_aux_is_added_up_and_detached(device, dtype, mode):
-    head, hidden, labels = make("linear", device=device, dtype=dtype)
+    head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
 
     def loss_fn(logits, labels):
         aux = {

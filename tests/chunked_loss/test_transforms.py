@@ -16,6 +16,7 @@ from tests.chunked_loss.helpers import (
     D,
     T,
     V,
+    cast,
     chunked_loss,
     close,
     cross_entropy,
@@ -23,6 +24,7 @@ from tests.chunked_loss.helpers import (
     leaves,
     make,
     per_row,
+    roundings_of,
 )
 
 # Of torch.jit, which torch.func.jvp imports.
@@ -63,29 +65,33 @@ def tangents_of(hidden, parameters):
 
 
 TRANSFORMS = {
-    "grad": lambda loss, *at: torch.func.grad(loss, (0, 1))(*at),
-    "grad and value": lambda loss, *at: torch.func.grad_and_value(loss, (0, 1))(*at),
-    "vjp": lambda loss, *at: torch.func.vjp(loss, *at)[1](torch.full((), -0.7).to(at[0])),
-    "jvp": lambda loss, *at: torch.func.jvp(loss, at, tangents_of(*at)),
-    "jacrev": lambda loss, *at: torch.func.jacrev(loss, (0, 1))(*at),
-    "jacfwd": lambda loss, *at: torch.func.jacfwd(loss, 1)(*at),
-    "grad of grad": lambda loss, *at: torch.func.grad(
-        lambda hidden: sum(g.square().sum() for g in torch.func.grad(loss, 1)(hidden, at[1]).values())
-    )(at[0]),
-    "grad of jvp": lambda loss, *at: torch.func.grad(
-        lambda hidden: torch.func.jvp(lambda p: loss(hidden, p), at[1:], tangents_of(*at)[1:])[1]
-    )(at[0]),
-    "jvp of grad": lambda loss, *at: torch.func.jvp(torch.func.grad(loss, (0, 1)), at, tangents_of(*at)),
+    "grad": lambda loss, h, p, _: torch.func.grad(loss, (0, 1))(h, p),
+    "grad and value": lambda loss, h, p, _: torch.func.grad_and_value(loss, (0, 1))(h, p),
+    "vjp": lambda loss, h, p, _: torch.func.vjp(loss, h, p)[1](torch.full((), -0.7).to(h)),
+    "jvp": lambda loss, h, p, moved: torch.func.jvp(loss, (h, p), moved),
+    "jacrev": lambda loss, h, p, _: torch.func.jacrev(loss, (0, 1))(h, p),
+    "jacfwd": lambda loss, h, p, _: torch.func.jacfwd(loss, 1)(h, p),
+    "grad of grad": lambda loss, h, p, _: torch.func.grad(
+        lambda h: sum(each.square().sum() for each in torch.func.grad(loss, 1)(h, p).values())
+    )(h),
+    "grad of jvp": lambda loss, h, p, moved: torch.func.grad(
+        lambda h: torch.func.jvp(lambda p: loss(h, p), (p,), moved[1:])[1]
+    )(h),
+    "jvp of grad": lambda loss, h, p, moved: torch.func.jvp(torch.func.grad(loss, (0, 1)), (h, p), moved),
 }
 
 
 def both(transform, head, hidden, labels, **options):
-    results = []
-    for loss_of in (chunked, dense):
-        torch.manual_seed(1)  # of the tangents
+    directions = tangents_of(*values(head, hidden))
+
+    def run(loss_of, head, hidden):
+        moved = torch.utils._pytree.tree_map(lambda each: each.to(hidden.dtype), directions)
         loss = functional(loss_of, head, labels, **options)
-        results.append(flat(transform(loss, *values(head, hidden))))
-    close(*results)
+        return flat(transform(loss, *values(head, hidden), moved))
+
+    exact = run(dense, head, hidden)
+    roundings = roundings_of(run(dense, *cast(head, hidden, torch.float32)), exact)
+    close(run(chunked, head, hidden), exact, roundings=roundings)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -104,14 +110,14 @@ def test_the_hessian(device):
     head = nn.Linear(D, 4, bias=False).to(device, torch.float64)
     hidden = torch.randn(1, 7, D, dtype=torch.float64, device=device)
     labels = torch.randint(4, (1, 7), device=device)
-    both(lambda loss, h, p: torch.func.hessian(loss, 1)(h, p), head, hidden, labels)
+    both(lambda loss, h, p, _: torch.func.hessian(loss, 1)(h, p), head, hidden, labels)
 
 
 @pytest.mark.parametrize("transform", ["vjp", "jvp", "jacrev"])
 def test_transforms_of_a_value_for_each_row(device, transform):
     head, hidden, labels = make(device=device)
     cotangent = torch.randn(B, T, dtype=torch.float64, device=device)
-    transforms = TRANSFORMS | {"vjp": lambda loss, *at: torch.func.vjp(loss, *at)[1](cotangent)}
+    transforms = TRANSFORMS | {"vjp": lambda loss, h, p, _: torch.func.vjp(loss, h, p)[1](cotangent.to(h))}
     both(transforms[transform], head, hidden, labels, mode="recompute", loss_fn=per_row)
 
 
