@@ -136,7 +136,10 @@ def chunked_loss(
     return gathered(head, parts, run)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="chunked_loss runs its chunks as they are: compile the step without fullgraph=True, which goes on "
+    "before and after, or compile head"
+)
 def _run(
     loss_fn: Callable[..., Any],
     head: Callable[..., Any],

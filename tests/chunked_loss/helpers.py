@@ -159,6 +159,15 @@ def cast(head, hidden, dtype=torch.float64):
     return copy.deepcopy(head).to(dtype), hidden.detach().to(dtype).requires_grad_()
 
 
+def relative(found, truth):
+    return ((found.double() - truth).norm() / truth.norm().clamp_min(1e-300)).item()
+
+
+def gradients(loss_of, head, hidden, labels, use=lambda loss: loss / 18, **options):
+    loss = loss_of(cross_entropy, head, hidden, labels, **options)
+    return torch.autograd.grad(use(loss), leaves(head, hidden))
+
+
 def check(head, hidden, labels, use=lambda loss: loss, *, loss_fn=cross_entropy, of=None, **options):
     """Loss and gradients after `use` of the loss, chunked and dense."""
     options = {"chunk_size": 5} | options
@@ -174,6 +183,3 @@ def check(head, hidden, labels, use=lambda loss: loss, *, loss_fn=cross_entropy,
         narrow_hidden.requires_grad_(hidden.requires_grad)
         roundings = roundings_of(run(dense, narrow, narrow_hidden, of), exact)
     close(run(chunked_loss, head, hidden, of), exact, roundings=roundings)
-
-
-__all__ = ["CHUNKS", "HEADS", "MODES", "check", "chunked_loss", "close", "dense", "leaves", "make", "per_row"]

@@ -1,0 +1,140 @@
+"""What may be given: decorators, heads that are no modules, what is learned in the loss, aux."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.chunked_loss.helpers import (
+    MODES,
+    B,
+    D,
+    T,
+    V,
+    check,
+    chunked_loss,
+    close,
+    cross_entropy,
+    dense,
+    gradients,
+    leaves,
+    make,
+    per_row,
+)
+
+
+def test_decorators(device):
+    head, hidden, labels = make(device=device)
+    expected = chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5)
+
+    @chunked_loss(chunk_size=5)
+    def with_options(logits, labels):
+        "What it says."
+        return cross_entropy(logits, labels)
+
+    @chunked_loss
+    def without(logits, labels):
+        return cross_entropy(logits, labels)
+
+    assert with_options.__doc__ == "What it says."
+    close([with_options(head, hidden, labels), without(head, hidden, labels)], [expected] * 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_heads_that_are_no_modules(device, mode):
+    """A bound method, a partial with tensors, a partial with a module: all of their parameters are seen."""
+    head, hidden, labels = make("linear", device=device)
+    expected = gradients(dense, head, hidden, labels)
+
+    def capped(module, hidden):
+        return module(hidden)
+
+    for form in (
+        head.forward,
+        partial(F.linear, weight=head.weight, bias=head.bias),
+        partial(capped, head),
+        partial(capped, head.forward),
+    ):
+        loss = chunked_loss(cross_entropy, form, hidden, labels, chunk_size=5, mode=mode)
+        close(torch.autograd.grad(loss / 18, leaves(head, hidden)), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_learned_may_be_in_the_loss(device, mode):
+    head, hidden, labels = make(device=device)
+    temperature = torch.tensor(1.7, dtype=torch.float64, device=device, requires_grad=True)
+    weight = torch.rand(B, T, dtype=torch.float64, device=device, requires_grad=True)
+    teacher = torch.randn(B, T, V, dtype=torch.float64, device=device, requires_grad=True)
+
+    def loss_fn(logits, labels, weight, teacher, temperature, factor, nothing):
+        assert nothing is None
+        student = F.log_softmax(logits / temperature, -1)
+        distilled = F.kl_div(student, teacher.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        return (weight * (per_row(logits, labels) + factor * distilled)).sum()
+
+    every = [*leaves(head, hidden), weight, teacher, temperature]
+    results = []
+    for loss_of in (chunked_loss, dense):
+        arguments = (labels, weight, teacher, temperature, 0.3, None)
+        loss = loss_of(loss_fn, head, hidden, *arguments, chunk_size=5, mode=mode)
+        results.append([loss.detach(), *torch.autograd.grad(loss * 2, every)])
+    close(*results)
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(temperature.detach())
+
+        def forward(self, logits, *rest):
+            return loss_fn(logits, *rest, self.temperature, 0.3, None)
+
+    for own in (Module(), partial(loss_fn, temperature=temperature, factor=0.3, nothing=None)):
+        learned = next(own.parameters()) if isinstance(own, nn.Module) else temperature
+        loss = chunked_loss(own, head, hidden, labels, weight, teacher, chunk_size=5, mode=mode)
+        close(torch.autograd.grad(loss * 2, [learned]), results[1][-1:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_hidden_states(device, mode):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(D, V), nn.Linear(3, V)
+
+        def forward(self, first, second):
+            return self.first(first) + self.second(second)
+
+    head = Two().to(device, torch.float64)
+    _, first, labels = make(device=device)
+    second = torch.randn(B, T, 3, dtype=torch.float64, device=device, requires_grad=True)
+    check(head, (first, second), labels, lambda loss: loss * -0.3, mode=mode)
+    check(head, (first, second.detach()), labels, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_aux_is_added_up_and_detached(device, dtype, mode):
+    head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
+
+    def loss_fn(logits, labels):
+        aux = {
+            "right": logits.argmax(-1).eq(labels).sum(),
+            "logits": logits.float().sum(0),
+            "any": labels.ne(-100).any(),
+            "rows": len(labels),
+        }
+        return cross_entropy(logits, labels), aux
+
+    loss, aux = chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode, has_aux=True)
+    _, expected = dense(loss_fn, head, hidden, labels)
+    assert aux["rows"] == B * T
+    assert torch.equal(aux["right"], expected["right"])
+    assert not aux["logits"].requires_grad
+    close([aux["logits"]], [expected["logits"]], torch.float32)
+    assert aux["any"] == 4, "a sum over chunks"
+    loss.backward()
+    with torch.no_grad():
+        _, again = chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode, has_aux=True)
+    assert torch.equal(again["right"], aux["right"])
