@@ -54,9 +54,10 @@ def chunked_loss(
     Args:
         loss_fn: gets what `head` gave, then a chunk of each token tensor; returns the sum over its rows.
         head: an nn.Module, a bound method of one, or a functools.partial with modules and tensors as
-            arguments: ``partial(F.linear, weight=weight)``. The same goes for `loss_fn`. Parameters are
-            found there; one that is reached only through a closure or a global is an error if it requires
-            a gradient. Anything may be frozen, tied, adapted; one that no chunk reaches gets no gradient.
+            arguments, in dictionaries and lists too: ``partial(F.linear, weight=weight)``. The same goes for
+            `loss_fn`. Parameters are found there; one that is reached only through a closure or a global is
+            an error if it requires a gradient. Anything may be frozen, tied, adapted; one that no chunk
+            reaches gets no gradient.
         hidden: any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole. A tuple
             is given to `head` as several arguments.
         token_tensors: what is cut along the same rows: labels, weights, advantages, a teacher's hidden
@@ -83,6 +84,8 @@ def chunked_loss(
         chunk's backward starts from a power of two that keeps its gradients in range, measured for each
         chunk (one more backward pass through `loss_fn` alone), so that nothing underflows before a scaler
         sees it.
+        On CUDA an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without weights or
+        smoothing) is taken from the logits in one pass, in float32 as torch's.
 
     Memory:
         Beyond `hidden`, its gradient and those of the parameters (and their float32 sums, 4 bytes an
@@ -90,12 +93,13 @@ def chunked_loss(
         Nothing of a chunk survives its turn. Random-number states are 5 KB a chunk where a chunk draws
         numbers on the CPU.
 
-    Derivatives of higher order are exact, by recomputation chunk by chunk. torch.func's transforms and
-    forward mode raise. Dropout has one mask, the forward pass's. torch.compile breaks the graph here,
-    runs this as it is, and goes on. DDP: pass ``model.module.head`` and call it in the model's forward,
-    or outside of it. FSDP2: let `head` be one unit, or part of the unit whose forward calls this; its
-    parameters are gathered once and their gradients reduced once, however many chunks, and no rank waits
-    for another's chunks.
+    Derivatives of higher order, torch.func's transforms and forward mode are exact, by recomputation chunk
+    by chunk (of `chunk_size` rows: a workspace can't be measured there); parameters come in by a partial, as
+    in ``partial(functional_call, head, parameters)``. Dropout has one mask, the forward pass's; under vmap,
+    one for all elements (``randomness="same"``). torch.compile breaks the graph here, runs this as it is, and
+    goes on. DDP: pass ``model.module.head`` and call it in the model's forward, or outside of it. FSDP2: let
+    `head` be one unit, or part of the unit whose forward calls this; its parameters are gathered once and
+    their gradients reduced once, however many chunks, and no rank waits for another's chunks.
 
     Raises:
         ValueError, TypeError: for rows that disagree, for a result that is no sum (a mean, a value a

@@ -175,7 +175,7 @@ class Replay:
 def ours() -> contextlib.AbstractContextManager[None]:
     """Within, saved tensors are held as they are. Hooks from outside (activation checkpointing, offloading)
     are for what waits for backward; a chunk's own graph is gone before."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # torch.func allows none
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():  # torch.func allows none
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 

@@ -195,6 +195,12 @@ def test_a_loss_that_leaves_the_graph_where_nothing_is_valid(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_one_row(device, mode):
+    head, hidden, labels = make(device=device, ignored=0)
+    check(head, hidden.detach()[:1, :1].requires_grad_(), labels[:1, :1], lambda loss: loss * 2, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_no_rows(device, mode):
     head, hidden, labels = make(device=device)
     empty = hidden.detach()[:, :0].requires_grad_()

@@ -230,3 +230,21 @@ def test_logits_are_left_as_they_are(device, mode, fused, calls):
         results.append([loss.detach(), *torch.autograd.grad(loss / 7, leaves(head, hidden))])
     close(*results, torch.float32)
     assert calls["cross_entropy"] > 0
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_cross_entropy_without_gradients(device, context, fused, calls):
+    head, hidden, labels = make("linear", device=device, dtype=torch.float32)
+    with context():
+        found = chunked_loss(cross_entropy, head, hidden * 1, labels, chunk_size=5)
+        expected = dense(cross_entropy, head, hidden * 1, labels)
+    close([found], [expected.clone()], torch.float32)
+    assert calls["cross_entropy"] == 4
+
+
+@pytest.mark.parametrize("device", ["cpu"])  # on CUDA an assertion ends the process
+def test_a_class_out_of_range(device, fused):
+    head, hidden, labels = make("linear", dtype=torch.float32)
+    labels[0, 0] = V
+    with pytest.raises(RuntimeError, match="single nonzero value"):
+        chunked_loss(cross_entropy, head, hidden, labels)
