@@ -1,14 +1,14 @@
-"""The generic chunked loss, from the call down; so do imports go.
+"""The generic chunked loss, from the call down, as imports go.
 
-    api.py         the public function; its docstring is the contract
-    check.py       what a call must look like: one wording for every error
-    autograd.py    the two differentiable forms of a call
-    transforms.py  the loss as a function of rows: torch.func, forward mode, any order
-    loop.py        the loss of each chunk and its gradients
-    call.py        the caller's two functions as a function of tensors alone; FSDP2
-    operators.py   F.linear and F.cross_entropy, as chunks run them
-    chunks.py      which rows, how many, and what is kept to compute them again
-    sums.py        sums over chunks; float16's range
+api.py         the public function; its docstring is the contract
+autograd.py    the two differentiable forms of a call
+transforms.py  the loss as a function of rows: torch.func, forward mode, any order
+loop.py        the loss of each chunk and its gradients
+call.py        the caller's two functions as a function of tensors alone; FSDP2
+operators.py   F.linear and F.cross_entropy, as chunks run them
+chunks.py      which rows, how many, and what is kept to compute them again
+sums.py        sums over chunks; float16's range
+check.py       what a call must look like: one wording for every error
 """
 
 from lowtide.chunked_loss.api import chunked_loss

@@ -151,7 +151,7 @@ def test_cross_entropy_of_rows(device, upstream):
         results.append([losses.detach(), *torch.autograd.grad(losses, own, seed[kept].to(dtype))])
     for mine, eager, exact in zip(found, *results):
         rounding = torch.finfo(torch.float32).eps * norm(exact)
-        assert norm(mine[kept].double() - exact) <= 1.1 * norm(eager.double() - exact) + rounding
+        assert norm(mine[kept].double() - exact) <= 2 * norm(eager.double() - exact) + rounding
 
 
 def test_cross_entropy_may_be_differentiated_twice(device):
