@@ -27,6 +27,7 @@ ONCE = [
     *("fsdp", "fsdp recompute", "fsdp per row", "fsdp wrapped", "fsdp outside", "fsdp recompute outside"),
     *("fsdp root", "fsdp root outside", "fsdp reshard once"),
     *("fsdp default", "fsdp default outside", "fsdp recompute default", "fsdp recompute default outside"),
+    *("fsdp workspace", "fsdp recompute workspace outside"),
 ]
 TWICE = ["fsdp reshard", "fsdp recompute reshard"]
 

@@ -20,6 +20,7 @@ from tests.chunked_loss.helpers import cross_entropy, dense, per_row
 
 D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
 CHUNK = 4
+WORKSPACE = 1000  # bytes: three rows
 HEAD_SIZE = V * D + V + D
 
 
@@ -132,7 +133,8 @@ def gradients(model):
 
 def run(kind, rank):
     mode = "recompute" if "recompute" in kind or "per row" in kind else "gradient_in_forward"
-    loss_of = partial(chunked_loss, chunk_size=CHUNK, mode=mode)
+    size = {"workspace": WORKSPACE} if "workspace" in kind else {"chunk_size": CHUNK}
+    loss_of = partial(chunked_loss, mode=mode, **size)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(ROWS), D, generator=generator)
     labels = torch.randint(V, (sum(ROWS),), generator=generator)

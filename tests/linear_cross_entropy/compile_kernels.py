@@ -122,6 +122,7 @@ BUILDS = {
     "softmax, statistics": _softmax(None),
     "softmax, statistics of probabilities": _softmax(None, **_SOFT, SECOND_READ=True),
     "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False),
+    "softmax, gradient in float32": _softmax("*fp32", TAKE_STATISTICS=False, gap_C_ptr=None),
     "softmax, log-probabilities": _softmax(None, **_LOG_PROBS, spills=32),
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
