@@ -174,16 +174,21 @@ class Replay:
 
 def ours() -> contextlib.AbstractContextManager[None]:
     """Within, saved tensors are held as they are. Hooks from outside (activation checkpointing, offloading)
-    are for what waits for backward; a chunk's own graph is gone before."""
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message():  # torch.func allows none
+    are for what waits for backward; a chunk's own graph is gone before. Where there are none, none are put
+    in their place: torch.func, which head or loss_fn may use, allows none."""
+    if _top_hooks() is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
 def is_ours() -> bool:
-    """Whether nobody has put hooks of their own on top."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0] is _pack
+    """Whether nobody within has put hooks of their own on top, or transforms."""
+    hooks = _top_hooks()
+    return torch._C._functorch.maybe_current_level() is None and (hooks is None or hooks[0] is _pack)
+
+
+def _top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

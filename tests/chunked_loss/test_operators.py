@@ -103,6 +103,20 @@ def test_a_head_that_asks_for_gradients_itself(device, create_graph, mode):
     check(Energy(create_graph).to(device, torch.float64), hidden, labels, mode=mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("transform", ["vmap", "vmap of grad"])
+def test_a_head_that_uses_transforms_itself(device, transform, mode):
+    head, hidden, labels = make("linear", device=device)
+
+    def rows(module, hidden):
+        if transform == "vmap":
+            return torch.vmap(module)(hidden)
+        slope = torch.vmap(torch.func.grad(lambda h: module(h).tanh().square().sum()))(hidden)
+        return module(hidden + slope)
+
+    check(partial(rows, head), hidden, labels, mode=mode, of=leaves(head, hidden))
+
+
 def test_what_float16_measures_is_not_added(device):
     """The backward pass that finds a chunk's scale goes through a linear layer of the loss."""
     _, hidden, labels = make("linear", device=device, dtype=torch.float32)
@@ -212,7 +226,7 @@ def test_cross_entropy_in_a_loss(device, options, mode, fused, calls):
     assert calls["cross_entropy"] == (0 if options in OTHER else 4 * (1 + (mode == "recompute")))
     for mine, plain, true in zip(found, eager, exact):
         rounding = torch.finfo(torch.float32).eps * norm(true)
-        assert norm(mine.double() - true) <= 2 * norm(plain.double() - true) + 4 * rounding
+        assert norm(mine.double() - true) <= 2 * norm(plain.double() - true) + rounding
 
 
 @pytest.mark.parametrize("mode", MODES)
