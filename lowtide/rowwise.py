@@ -193,7 +193,7 @@ class _Apply(torch.autograd.Function):
         return tuple(torch.stack(outputs) for outputs in zip(*calls)), (0,) * len(calls[0])
 
 
-def _no_elements(rowwise: Rowwise, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
+def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
     """A batch of none, in the shapes that one element would have, found without data."""
     one = (
         tensor if dim is None else tensor.new_empty((*tensor.shape[:dim], *tensor.shape[dim + 1 :]))
