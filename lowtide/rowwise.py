@@ -9,7 +9,6 @@ chunk like the function itself, and nothing of a chunk outlives its turn.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,14 +70,17 @@ class RowFunction:
         )
 
 
-@dataclass(frozen=True)
 class Rowwise(RowFunction):
-    function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
-    """(rows, whole) -> (results of rows, sums over rows): pure, of differentiable torch operations."""
-    cut: int
-    results: int
-    chunk: int
-    """Rows at a time."""
+    def __init__(
+        self,
+        function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
+        cut: int,
+        results: int,
+        chunk: int,
+    ) -> None:
+        """`function`: (rows, whole) -> (results of rows, sums over rows), pure, of differentiable torch
+        operations; `chunk`: rows at a time."""
+        self.function, self.cut, self.results, self.chunk = function, cut, results, chunk
 
     def run(self, *tensors: Tensor) -> Tensors:
         rows, whole = tensors[: self.cut], tensors[self.cut :]

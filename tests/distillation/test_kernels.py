@@ -206,7 +206,8 @@ def test_a_call_through_the_kernels(device, monkeypatch, divergence, dtype, room
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(sizes, "choose_backend", lambda *_: "triton")
     inputs = make_inputs(9, 5, 21, 4, device=device, dtype=dtype, bias=True)
-    options = {"temperature": 1.3, "student_softcap": 3.0, "workspace": room * 20_000}
+    bytes = 20_000 if device == "cpu" else 45_000  # the allocator of CUDA hands out more
+    options = {"temperature": 1.3, "student_softcap": 3.0, "workspace": room * bytes}
     check(differentiate(fused, inputs, divergence, 0.3, **options), inputs, divergence, 0.3, **options)
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.distillation.heads import Heads, Options
 from lowtide.distillation.sizes import make_plan
 from tests.distillation import DIVERGENCES, HALVES, REDUCTIONS, check, differentiate, fused, make_inputs
-from tests.helpers import smallest_workspace
+from tests.helpers import rows_for, smallest_workspace
 
 
 def products(step):
@@ -42,12 +42,13 @@ def plan(inputs, workspace):
 @pytest.mark.parametrize("room", [1, 4])
 def test_class_blocks(device, dtype, divergence, reduction, room):
     """Where the float32 sum of dW does not fit the workspace."""
-    inputs = make_inputs(11, 150, 37, 9, device=device, dtype=dtype, bias=True)
+    N = rows_for(device, dtype, 11)
+    inputs = make_inputs(N, 150, 37, 9, device=device, dtype=dtype, bias=True)
     least = smallest_workspace(lambda workspace: fused(inputs, divergence, workspace=workspace))
     options = {"workspace": room * least, "reduction": reduction, "temperature": 1.3, "student_softcap": 4.0}
     assert not plan(inputs, room * least).accumulate
     assert plan(inputs, room * least).block_classes < 37 or room > 1
-    upstream = torch.randn(11, device=device) if reduction == "none" else 0.3
+    upstream = torch.randn(N, device=device) if reduction == "none" else 0.3
     result = differentiate(fused, inputs, divergence, upstream, **options)
     check(result, inputs, divergence, upstream, **options)
 

@@ -298,7 +298,10 @@ def test_certainty_is_a_class(device, reduction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probabilities_of_another_dtype(device, dtype, target_dtype):
     inputs = make_inputs(device=device, dtype=dtype, probabilities=True)
-    check_fused(replace(inputs, target=inputs.target.to(target_dtype)))
+    inputs = replace(inputs, target=inputs.target.to(target_dtype))
+    actual = differentiate(fused, inputs)
+    assert actual["loss"].dtype == torch.promote_types(inputs.sum_dtype, target_dtype)
+    check(actual | {"loss": actual["loss"].to(inputs.sum_dtype)}, inputs)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
