@@ -124,7 +124,7 @@ def dense_logits(
 ) -> Tensor:  # [N, V]
     dtype, x_ND = inputs.sum_dtype, inputs.x_ND
     if inputs.input.is_cuda and inputs.input.dtype in HALVES:
-        logits_NV = _WideLinear.apply(x_ND, inputs.linear_weight, inputs.linear_bias)
+        logits_NV = WideLinear.apply(x_ND, inputs.linear_weight, inputs.linear_bias)
     else:
         bias_V = None if inputs.linear_bias is None else inputs.linear_bias.to(dtype)
         logits_NV = F.linear(x_ND.to(dtype), inputs.linear_weight.to(dtype), bias_V)
@@ -135,7 +135,7 @@ def dense_logits(
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
 
 
-class _WideLinear(torch.autograd.Function):
+class WideLinear(torch.autograd.Function):
     """F.linear of half-precision operands, in float32; its gradients are half-precision products."""
 
     @staticmethod

@@ -1,6 +1,5 @@
 """The autograd contract: one scalar in one graph, whatever is done with it."""
 
-import copy
 import functools
 
 import pytest
@@ -263,13 +262,10 @@ def test_without_gradients(device, mode):
 def test_double_backward(device, kind, mode):
     head, hidden, labels = make(kind, device=device, dtype=torch.float32)
     exact = cast(head, hidden)
-    on_cpu = (copy.deepcopy(exact[0]).cpu(), exact[1].detach().cpu().requires_grad_())
 
-    def penalty(loss_of, head, hidden, order):
-        total = (
-            loss_of(cross_entropy, head, hidden, labels.to(hidden.device), chunk_size=5, mode=mode).square()
-            / 90
-        )
+    def penalty(loss_of, head, hidden, order, shift=0):
+        moved, target = (each.roll(shift, 1) if shift else each for each in (hidden, labels))
+        total = loss_of(cross_entropy, head, moved, target, chunk_size=5, mode=mode).square() / 90
         for _ in range(order):
             gradients = torch.autograd.grad(total, leaves(head, hidden), create_graph=True)
             total = sum((each * each.cos()).sum() for each in gradients)
@@ -277,11 +273,9 @@ def test_double_backward(device, kind, mode):
 
     for order in (1, 2):
         ours, truth = (penalty(loss_of, *exact, order) for loss_of in (chunked_loss, dense))
-        roundings = roundings_of(penalty(dense, head, hidden, order), truth)
-        # A device's float64 may lose more than its float32 tells, once differentiated so often.
-        elsewhere = [each.to(device) for each in penalty(dense, *on_cpu, order)]
-        roundings = max(roundings, roundings_of(truth, elsewhere, torch.float64))
-        close(ours, truth, roundings=roundings)
+        # What is differentiated so often may be off by 4 roundings or 100, by luck: the rows in several orders.
+        several = (penalty(dense, head, hidden, order, shift) for shift in range(8))
+        close(ours, truth, roundings=max(roundings_of(eager, truth) for eager in several))
 
 
 def test_double_backward_of_rows(device):

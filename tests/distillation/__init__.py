@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide.distillation import forward_kl, jensen_shannon, reverse_kl
 from tests.helpers import budget, norm, rows_for
+from tests.helpers_dense import WideLinear
 
 HALVES = (torch.bfloat16, torch.float16)
 DIVERGENCES = ("forward", "reverse", "js 0.5", "js 0.1")
@@ -37,6 +38,10 @@ class Inputs:
 
     def leaves(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.items() if tensor.requires_grad}
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.student_input.shape[:-1]
 
     def to(self, dtype: torch.dtype) -> "Inputs":
         return replace(
@@ -125,10 +130,11 @@ def dense_log_probs(
     def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         if input.is_cuda and input.dtype in HALVES:
-            logits = _WideLinear.apply(input.flatten(0, -2), weight_VD).view(*input.shape[:-1], -1)
+            logits = WideLinear.apply(input.flatten(0, -2), weight_VD, bias_V).view(*input.shape[:-1], -1)
         else:
-            logits = F.linear(input.to(dtype), weight_VD.to(dtype))
-        logits = logits if bias_V is None else logits + bias_V
+            logits = F.linear(
+                input.to(dtype), weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+            )
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return (logits / temperature).log_softmax(-1)
@@ -137,21 +143,6 @@ def dense_log_probs(
         log_probs(inputs.student_input, inputs.student_weight, inputs.student_bias, student_softcap),
         log_probs(inputs.teacher_input, inputs.teacher_weight, inputs.teacher_bias, teacher_softcap),
     )
-
-
-class _WideLinear(torch.autograd.Function):
-    """F.linear of half-precision operands, in float32; its gradients are half-precision products."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_VD)
-        return torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x_ND, weight_VD = ctx.saved_tensors
-        grad_NV = grad_NV.to(x_ND.dtype)
-        return grad_NV @ weight_VD, grad_NV.t() @ x_ND
 
 
 def differentiate(

@@ -53,7 +53,7 @@ def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_nothing_waits_for_the_device(device, divergence, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
-    upstream = torch.rand(37 if reduction == "none" else (), device=device)
+    upstream = torch.rand(inputs.leading if reduction == "none" else (), device=device)
     differentiate(fused, inputs, divergence, upstream, reduction=reduction)  # libraries are loaded
     with no_synchronisation(device):
         differentiate(fused, inputs, divergence, upstream, reduction=reduction)
@@ -109,7 +109,11 @@ def test_a_whole_compiled_graph(device, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     loss, leaves = as_function(inputs, "js 0.1", reduction=reduction, temperature=1.3, student_softcap=3.0)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    upstream = torch.randn(37, device=device) if reduction == "none" else torch.tensor(0.3, device=device)
+    upstream = (
+        torch.randn(inputs.leading, device=device)
+        if reduction == "none"
+        else torch.tensor(0.3, device=device)
+    )
     expected = torch.autograd.grad(loss(*leaves), leaves, upstream)
     found = torch.autograd.grad(compiled(*leaves), leaves, upstream)
     assert all(map(torch.equal, found, expected))

@@ -39,7 +39,7 @@ def least_workspace(inputs, divergence, **options):
 @pytest.mark.parametrize("bias", [False, True])
 def test_values(device, dtype, divergence, reduction, temperature, bias):
     inputs = make_inputs(device=device, dtype=dtype, bias=bias)
-    upstream = torch.randn(inputs.student_input.shape[:-1]).to(device) if reduction == "none" else 0.3
+    upstream = torch.randn(inputs.leading).to(device) if reduction == "none" else 0.3
     check_fused(inputs, divergence, upstream, reduction=reduction, temperature=temperature)
 
 
@@ -61,7 +61,7 @@ def test_sizes_and_chunks(device, dtype, divergence, shape, room):
 def test_soft_caps(device, dtype, divergence, reduction, caps):
     """Logits of standard deviation 3 and more: the caps bend many of them."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True, scale=3)
-    upstream = torch.randn(inputs.student_input.shape[:-1]).to(device) if reduction == "none" else 0.3
+    upstream = torch.randn(inputs.leading).to(device) if reduction == "none" else 0.3
     options = {"reduction": reduction, "temperature": 1.7}
     options |= {"student_softcap": caps[0], "teacher_softcap": caps[1]}
     check_fused(inputs, divergence, upstream, **options)
