@@ -273,7 +273,7 @@ def test_double_backward(device, kind, mode):
 
     for order in (1, 2):
         ours, truth = (penalty(loss_of, *exact, order) for loss_of in (chunked_loss, dense))
-        # What is differentiated so often may be off by 4 roundings or 100, by luck: the rows in several orders.
+        # Off by 4 roundings or by 100, by luck, after so many derivatives: the rows in several orders.
         several = (penalty(dense, head, hidden, order, shift) for shift in range(8))
         close(ours, truth, roundings=max(roundings_of(eager, truth) for eager in several))
 
