@@ -1,6 +1,12 @@
 """lowtide keeps the high-water mark of training memory low."""
 
-from lowtide import distillation, losses
+from lowtide import attn_bias, distillation, losses
+from lowtide.attention import (
+    memory_efficient_attention,
+    memory_efficient_attention_with_lse,
+    merge_attentions,
+    scaled_dot_product_attention,
+)
 from lowtide.chunked_loss import chunked_loss
 from lowtide.linear_cross_entropy import (
     LinearCrossEntropyLoss,
@@ -12,10 +18,15 @@ from lowtide.linear_cross_entropy import (
 __all__ = [
     "LinearCrossEntropyLoss",
     "LogProbs",
+    "attn_bias",
     "chunked_loss",
     "distillation",
     "linear_cross_entropy",
     "linear_log_probs",
     "losses",
+    "memory_efficient_attention",
+    "memory_efficient_attention_with_lse",
+    "merge_attentions",
+    "scaled_dot_product_attention",
 ]
 __version__ = "0.1.0"

@@ -10,11 +10,16 @@ def test_names():
     expected = {
         "LinearCrossEntropyLoss",
         "LogProbs",
+        "attn_bias",
         "chunked_loss",
         "distillation",
         "linear_cross_entropy",
         "linear_log_probs",
         "losses",
+        "memory_efficient_attention",
+        "memory_efficient_attention_with_lse",
+        "merge_attentions",
+        "scaled_dot_product_attention",
     }
     assert expected == set(lowtide.__all__)
     assert lowtide.__all__ == sorted(lowtide.__all__)

@@ -1,0 +1,82 @@
+"""The derivatives of the operators. Forward keeps its inputs, its result and the logsumexp of each row;
+backward computes the scores again, tile by tile. A backward that is itself to be differentiated, or is
+batched, goes the transforms' way.
+
+Shapes: B batches, H heads, M queries, E features of values.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.attention import ops, shapes, transforms  # noqa: F401  shapes registers itself
+from lowtide.attention.problem import Operands, Options
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
+    """[B, H, M, E], and the logsumexp [B, H, M] if somebody asks for it."""
+    tracked = torch.is_grad_enabled()
+    wanted = tuple(tracked and each is not None and each.requires_grad for each in operands.differentiable)
+    out, logsumexp = _Attention.apply(options, wanted, with_logsumexp, *operands)
+    return out, logsumexp
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, wanted: tuple[bool, ...], with_logsumexp: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        keep_logsumexp = with_logsumexp or any(wanted)
+        out, *kept = ops.attention(*tensors, keep_logsumexp, *options)
+        ctx.options, ctx.wanted = options, wanted
+        ctx.set_materialize_grads(False)
+        if any(wanted):
+            ctx.save_for_backward(*tensors, out, *kept)
+        return out, kept[0] if with_logsumexp else None
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, logsumexp_upstream: Tensor | None) -> Gradients:  # type: ignore[override]
+        nothing = (None, None, None)
+        if upstream is None and logsumexp_upstream is None:
+            return (*nothing, *(None,) * len(Operands._fields))
+        *tensors, out, logsumexp = ctx.saved_tensors
+        operands = Operands(*tensors)
+        if transforms.is_differentiated(upstream, logsumexp_upstream):
+            gradients = again(operands, ctx.options, ctx.wanted, (upstream, logsumexp_upstream))
+        else:
+            if upstream is None:
+                upstream = torch.zeros_like(out)
+            found = ops.attention_backward(
+                upstream, logsumexp_upstream, out, logsumexp, *operands, ctx.wanted, *ctx.options
+            )
+            gradients = placed(found, ctx.wanted)
+        return (*nothing, *gradients, None, None, None)
+
+
+def again(
+    operands: Operands, options: Options, wanted: Sequence[bool], upstream: Sequence[Tensor | None]
+) -> Gradients:
+    """The gradients, so that they can be differentiated."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of their own: one tensor may be query, key and value at once.
+        own = [each if each is None else each.view_as(each) for each in operands.differentiable]
+        operands = operands._replace(**dict(zip(Operands._fields, own)))
+        outputs = transforms.attention(operands, options)
+        used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
+        found = torch.autograd.grad(
+            [out for out, _ in used],
+            [each for each, want in zip(own, wanted) if each is not None and want],
+            [gradient for _, gradient in used],
+            create_graph=create_graph,
+        )
+    return placed(found, wanted)
+
+
+def placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
+    each = iter(found)
+    return tuple(next(each) if want else None for want in wanted)

@@ -1,0 +1,94 @@
+"""From tensors in one layout to one of five ways: torch's own kernels, the registered operators (two
+engines), the transforms' way, or the dense reference.
+
+Shapes: B batches; H query heads; M queries, N keys; E features of values.
+"""
+
+import torch
+from torch import Tensor
+
+from lowtide.attention import autograd, handed, reference, transforms
+from lowtide.attention.check import ArgumentError, check_operands
+from lowtide.attention.masks import AttentionBias, Band, LowerTriangularMask, intervals
+from lowtide.attention.problem import Operands, Options, sizes
+
+CAUSAL = LowerTriangularMask()
+
+
+def attention(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    seed: int | Tensor | None,
+    generator: torch.Generator | None,
+    with_logsumexp: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """[B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
+    operands = _autocast(operands)
+    check_operands(operands)
+    M, N = sizes(operands).M, sizes(operands).N
+    if mask is not None:
+        mask.check(M, N)
+        if mask.blocks(operands.device) is not None and operands.query.shape[0] != 1:
+            raise ArgumentError(
+                f"query must be a batch of one for a mask of several sequences, got {operands.query.shape[0]}"
+            )
+    way = _chosen(operands, mask, window, options, with_logsumexp)
+    if way == "sdpa":
+        return handed.attention(operands, mask is not None, options), None
+    options = options._replace(backend=way)
+    if (found := intervals(mask, window, M, N, operands.device)) is not None:
+        operands = operands._replace(first=found.first_M, end=found.end_M)
+    if options.dropout:
+        operands = operands._replace(seed=_drawn(seed, generator, operands.device))
+    if way == "reference":
+        return reference.attention(operands, options)
+    if transforms.active(*operands):
+        return transforms.attention(operands, options)
+    return autograd.attention(operands, options, with_logsumexp)
+
+
+def _chosen(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    with_logsumexp: bool,
+) -> str:
+    """The one way that "auto" stands for; a way that is named is taken, or the reason against it raised."""
+    backend = options.backend
+    if backend in ("auto", "sdpa"):
+        reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
+        if reason is None and transforms.active(*operands[:3]):
+            reason = "it knows no transforms"
+        if reason is None:
+            return "sdpa"
+        if backend == "sdpa":
+            raise ArgumentError(f"backend='sdpa' cannot run this call: {reason}; use backend='auto'")
+        return "torch"
+    return backend
+
+
+def _autocast(operands: Operands) -> Operands:
+    """As torch's own: query, key and value in the dtype of autocast, unless one is float64."""
+    device = operands.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return operands
+    dtype = torch.get_autocast_dtype(device)
+    query, key, value = (
+        each.to(dtype) if each.is_floating_point() and each.dtype != torch.float64 else each
+        for each in operands[:3]
+    )
+    return operands._replace(query=query, key=key, value=value)
+
+
+def _drawn(
+    seed: int | Tensor | None, generator: torch.Generator | None, device: torch.device
+) -> Tensor:  # 0-d int64
+    if isinstance(seed, Tensor):
+        return seed.to(device)
+    if seed is not None:
+        return torch.full((), seed, dtype=torch.int64, device=device)
+    source = device if generator is None else generator.device
+    return torch.randint(1 << 62, (), generator=generator, device=source).to(device)

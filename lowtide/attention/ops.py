@@ -1,0 +1,68 @@
+"""The registered operators: what a graph sees of lowtide's attention. shapes.py says what comes out of them,
+without running them; they know no autograd, autograd.py differentiates them.
+
+    attention             the result, and where it is wanted the logsumexp of each row
+    attention_backward    the gradients of query, key, value and bias that are wanted, in this order
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from lowtide.attention.blockwise import Blockwise
+from lowtide.attention.blockwise_backward import BlockwiseBackward
+from lowtide.attention.problem import Operands, Options
+
+OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
+OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend"
+
+
+def _operator(name: str, before: str, flags: str) -> Any:
+    schema = f"({before}{OPERANDS}, {flags}, {OPTIONS}) -> Tensor[]"
+    return custom_op(f"lowtide::{name}", mutates_args=(), schema=schema)
+
+
+@_operator("attention", "", "bool keep_logsumexp")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    seed: Tensor | None,
+    keep_logsumexp: bool,
+    *options: Any,
+) -> list[Tensor]:
+    operands = Operands(query, key, value, bias, first, end, seed)
+    with torch.autocast(query.device.type, enabled=False):
+        return Blockwise(operands, Options(*options)).forward(keep_logsumexp)
+
+
+@_operator(
+    "attention_backward",
+    "Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor logsumexp, ",
+    "bool[] wanted",
+)
+def attention_backward(
+    upstream: Tensor,
+    logsumexp_upstream: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    first: Tensor | None,
+    end: Tensor | None,
+    seed: Tensor | None,
+    wanted: Sequence[bool],
+    *options: Any,
+) -> list[Tensor]:
+    operands = Operands(query, key, value, bias, first, end, seed)
+    with torch.autocast(query.device.type, enabled=False):
+        engine = BlockwiseBackward(operands, Options(*options), wanted)
+        return engine.backward(upstream, logsumexp_upstream, out, logsumexp)

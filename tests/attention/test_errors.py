@@ -1,0 +1,121 @@
+"""What a call that does not fit is told: the argument, what was expected, what came."""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+
+Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": [1]}, TypeError, "query must be a torch.Tensor, got list"),
+        ({"query": Q[0, 0]}, ValueError, r"query must have shape \[B, M, K\], .*got \[4, 8\]"),
+        ({"key": KV[0]}, ValueError, r"key must have query's 4 dimensions, got \[7, 2, 8\]"),
+        ({"key": KV[:1]}, ValueError, "as many batches, got 2, 1 and 2"),
+        ({"key": KV[..., :3]}, ValueError, "key must have query's 8 features, got 3"),
+        ({"value": KV[:, :3]}, ValueError, r"value must have as many heads and keys as key \(2 and 7\)"),
+        ({"query": Q[:, :, :3]}, ValueError, "query's heads must be a multiple of key's, got 3 and 2"),
+        ({"query": Q[..., :0], "key": KV[..., :0]}, ValueError, "at least one feature, got 0"),
+        (
+            {"key": KV.double()},
+            TypeError,
+            "key must have query's dtype .*32.*, got torch.float64; cast it",
+        ),
+        ({"query": Q.int(), "key": KV.int(), "value": KV.int()}, TypeError, "query must be float32"),
+        ({"query": Q.to("meta")}, ValueError, "query must be on the CPU or a CUDA device, got meta"),
+        ({"value": KV.to("meta")}, ValueError, r"value must be on query's device \(cpu\), got meta"),
+        ({"attn_bias": "causal"}, TypeError, "a mask of lowtide.attn_bias or None, got str"),
+        ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(...\)"),
+        (
+            {"attn_bias": torch.zeros(3, 7)},
+            ValueError,
+            r"attn_bias must broadcast to 2 batches, 4 heads",
+        ),
+        (
+            {"attn_bias": torch.zeros(1, 1, 1, 1, 7)},
+            ValueError,
+            r"attn_bias must broadcast to \[B, H, M, N\]",
+        ),
+        ({"attn_bias": torch.zeros(5, 7).long()}, TypeError, "attn_bias must be bool .* got torch.int64"),
+        (
+            {"attn_bias": masks.BlockDiagonalMask.from_seqlens([5])},
+            ValueError,
+            "for 5 queries and 5 keys",
+        ),
+        (
+            {"attn_bias": masks.BlockDiagonalMask.from_seqlens([5], [7])},
+            ValueError,
+            "batch of one for a mask of several sequences, got 2",
+        ),
+        ({"p": 1.5}, ValueError, r"p must be in \[0, 1\], got 1.5"),
+        ({"p": float("nan")}, ValueError, r"p must be in \[0, 1\], got nan"),
+        ({"p": torch.tensor(0.1)}, TypeError, "p must be a float, got a tensor"),
+        ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a float, got a tensor; multiply query"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0, or None"),
+        ({"window": 3}, TypeError, r"window must be \(left, right\) or None, got 3"),
+        ({"window": (-2, 0)}, ValueError, "window must be two ints of at least 0"),
+        ({"seed": 1.5}, TypeError, "seed must be an int"),
+        ({"seed": 1 << 63}, ValueError, "seed must be a 64-bit integer"),
+        ({"seed": torch.zeros(2)}, ValueError, r"seed must be an int or a 0-d int64 tensor, got \[2\]"),
+        ({"seed": 1, "generator": torch.Generator()}, ValueError, "cannot both be given"),
+        ({"generator": 3}, TypeError, "generator must be a torch.Generator, got int"),
+        ({"backend": "fast"}, ValueError, "backend must be one of 'auto', .*, got 'fast'"),
+        (
+            {"backend": "sdpa", "softcap": 1.0},
+            ValueError,
+            "cannot run this call: it takes no soft cap",
+        ),
+        (
+            {"backend": "sdpa", "window": (1, 1)},
+            ValueError,
+            "cannot run this call: it takes no window",
+        ),
+    ],
+)
+def test_errors(change, error, message):
+    arguments = {"query": Q, "key": KV, "value": KV} | change
+    with pytest.raises(error, match=message) as caught:
+        lowtide.memory_efficient_attention(**arguments)
+    assert isinstance(caught.value, RuntimeError), "which is what torch raises"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)], {}, "as many heads, .* enable_gqa=True"),
+        ([(8,), (2, 8), (2, 8)], {}, r"query must have shape \[..., H, L, E\]"),
+        ([(2, 4, 5, 8)] * 3, {"attn_mask": torch.zeros(1, 1, 1, 1, 5)}, "must broadcast to 4 dim"),
+        (
+            [(3, 2, 4, 5, 8)] * 3,
+            {"attn_mask": torch.zeros(3, 1, 4, 5, 5)},
+            "in its leading dimensions",
+        ),
+        ([(2, 4, 5, 8)] * 3, {"dropout_p": -0.1}, "p must be in"),
+    ],
+)
+def test_errors_of_torchs_signature(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        lowtide.scaled_dot_product_attention(*map(torch.zeros, shapes), **options)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bias", "message"),
+    [
+        ((2, 7, 3, 1, 8), (2, 7, 3, 1, 8), None, r"key must have shape \[B, N, 2, 1 or 3, ...\]"),
+        ((2, 7, 2, 1, 8), (2, 7, 2, 3, 8), None, "as many heads to a group, got 1 and 3"),
+        ((2, 7, 2, 1, 8), (2, 7, 2, 1, 8), (2, 1, 3, 5, 7), "1, 1 or 2, 3 in the places of G and H"),
+    ],
+)
+def test_errors_of_five_dimensions(key, value, bias, message):
+    with pytest.raises(ValueError, match=message):
+        lowtide.memory_efficient_attention(
+            torch.zeros(2, 5, 2, 3, 8),
+            torch.zeros(key),
+            torch.zeros(value),
+            None if bias is None else torch.zeros(bias),
+        )
