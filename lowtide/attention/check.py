@@ -9,7 +9,7 @@ from lowtide.attention.masks import AttentionBias, Band, window_band
 from lowtide.attention.problem import Operands, sizes
 from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
 
-BACKENDS = ("auto", "sdpa", "torch", "reference")
+BACKENDS = ("auto", "sdpa", "triton", "torch", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -56,7 +56,8 @@ def _chosen(
     options: Options,
     with_logsumexp: bool,
 ) -> str:
-    """The one way that "auto" stands for; a way that is named is taken, or the reason against it raised."""
+    """ "sdpa" where that is what is asked for, or what "auto" stands for; which of its engines an operator
+    takes is decided where it runs (engines.py)."""
     backend = options.backend
     if backend in ("auto", "sdpa"):
         reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
@@ -66,7 +67,6 @@ def _chosen(
             return "sdpa"
         if backend == "sdpa":
             raise ArgumentError(f"backend='sdpa' cannot run this call: {reason}; use backend='auto'")
-        return "torch"
     return backend
 
 

@@ -5,15 +5,15 @@ without running them; they know no autograd, autograd.py differentiates them.
     attention_backward    the gradients of query, key, value and bias that are wanted, in this order
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from lowtide.attention.blockwise import Blockwise
-from lowtide.attention.blockwise_backward import BlockwiseBackward
+from lowtide.attention import engines
 from lowtide.attention.problem import Operands, Options
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
@@ -38,8 +38,8 @@ def attention(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with torch.autocast(query.device.type, enabled=False):
-        return Blockwise(operands, Options(*options)).forward(keep_logsumexp)
+    with _quiet(operands):
+        return engines.forward(operands, Options(*options), keep_logsumexp)
 
 
 @_operator(
@@ -63,6 +63,13 @@ def attention_backward(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with torch.autocast(query.device.type, enabled=False):
-        engine = BlockwiseBackward(operands, Options(*options), wanted)
-        return engine.backward(upstream, logsumexp_upstream, out, logsumexp)
+    with _quiet(operands):
+        given = (upstream, logsumexp_upstream, out, logsumexp)
+        return engines.backward(operands, Options(*options), wanted, *given)
+
+
+@contextlib.contextmanager
+def _quiet(operands: Operands) -> Iterator[None]:
+    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
+    with torch.cuda.device_of(operands.query), torch.autocast(operands.device.type, enabled=False):
+        yield

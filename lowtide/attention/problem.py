@@ -42,7 +42,7 @@ class Options(NamedTuple):
     rows_first: bool = True
     """Whether results lie in memory as [B, M, H, E], or as [B, H, M, E]."""
     backend: str = "auto"
-    """One that is chosen: no longer "auto" below entry.py."""
+    """"auto" or the name of one; to the operators "auto", "triton" or "torch"."""
 
 
 class Sizes(NamedTuple):

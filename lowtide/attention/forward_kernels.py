@@ -1,0 +1,76 @@
+"""Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
+
+A program takes a tile of queries of one head, and a block of the values' features (all of them up to 256).
+It writes its rows of the result, and of the logsumexp where somebody wants it.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.attention.tile_kernels import (
+    LOG2E,
+    LOWEST,
+    finished,
+    head,
+    interval,
+    kept,
+    load_tile,
+    product,
+    seen_of_rows,
+    store_tile,
+)
+
+
+@triton.jit
+def forward_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    out_ptr, logsumexp_ptr,
+    query_strides, key_strides, value_strides, bias_strides, out_strides,
+    H, R, M, N, K, E, tiles, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
+    b, h = bh // H, bh % H
+    query_ptr, out_ptr = head(query_ptr, query_strides, b, h), head(out_ptr, out_strides, b, h)
+    key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
+    if bias_ptr is not None:
+        bias_ptr = head(bias_ptr, bias_strides, b, h)
+    if row_key_ptr is not None:
+        row_key_ptr += bh.to(tl.int64) * M
+
+    i, e = start_m + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    query = load_tile(query_ptr, i[:, None], tl.arange(0, BLOCK_K)[None, :], query_strides, M, K)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    sum_m = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for start_n in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
+        j = start_n + tl.arange(0, BLOCK_N)
+        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        scores = product(query, query_ptr, i, query_strides, M, key_ptr, j, key_strides, N,
+            K, zero, PRECISION, BLOCK_K, BLOCKS_K)  # fmt: skip
+        inside = (start_n >= whole_low) & (start_n + BLOCK_N <= whole_high)
+        z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None], inside,
+            bias_ptr, bias_strides, M, N, scale, SOFTCAP)  # fmt: skip
+        new_max_m = tl.maximum(max_m, tl.max(z2, 1))
+        weight = tl.exp2(z2 - new_max_m[:, None])
+        fade_m = tl.exp2(max_m - new_max_m)
+        max_m = new_max_m
+        sum_m = sum_m * fade_m + tl.sum(weight, 1)
+        if row_key_ptr is not None:
+            weight = tl.where(
+                kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
+            )
+        value = load_tile(value_ptr, j[:, None], e[None, :], value_strides, N, E)
+        out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
+
+    nothing_m = sum_m == 0.0
+    sum_m = tl.where(nothing_m, 1.0, sum_m)
+    store_tile(out_ptr, i[:, None], e[None, :], out_strides, M, E, out * (rescale / sum_m)[:, None])
+    if logsumexp_ptr is not None and tl.program_id(1) == 0:
+        logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + tl.log2(sum_m)) / LOG2E)
+        tl.store(logsumexp_ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)

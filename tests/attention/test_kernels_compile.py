@@ -1,0 +1,54 @@
+"""Every kernel compiles ahead of time, without a GPU, and fits its card."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from tests.attention.compile_kernels import BUILDS
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    import os
+
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.attention.compile_kernels"],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    results = [json.loads(line) for line in run.stdout.splitlines()]
+    return {(result["name"], result["capability"]): result for result in results}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"), [(name, each) for name, build in BUILDS.items() for each in build.targets]
+)
+def test_compiles_and_fits(compiled, name, capability):
+    result = compiled[name, capability]
+    print(result)
+    assert "error" not in result, result["error"]
+    assert max(result["spill_stores"], result["spill_loads"]) <= BUILDS[name].spills
+    assert result["registers"] * result["warps"] * 32 <= 65536
+    assert result["shared"] <= (163 if capability == 80 else 227) << 10
+
+
+def test_every_kernel_is_built():
+    """All entry kernels: those whose names end in _kernel; helpers are compiled into them."""
+    folder = Path(lowtide.__file__).parent / "attention"
+    kernels = {
+        name for path in folder.glob("*.py") for name in re.findall(r"def (\w+_kernel)\(", path.read_text())
+    }
+    assert kernels == {build.kernel for build in BUILDS.values()}

@@ -1,0 +1,63 @@
+"""Which module of attention may import which: data goes one way, and imports with it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from tests.test_layering import ours
+
+FOLDER = Path(lowtide.__file__).parent / "attention"
+OP = "lowtide.attention"
+
+# What each module may import from its neighbours; a new module takes its place here.
+ALLOWED = {
+    "__init__": {"api", "merge"},
+    "api": {"check", "entry", "layouts", "masks", "problem"},
+    "merge": {"check"},
+    "entry": {"autograd", "check", "handed", "masks", "problem", "reference", "transforms"},
+    "layouts": {"check"},
+    "check": {"masks", "problem"},
+    "masks": set(),
+    "problem": set(),
+    "handed": {"autograd", "masks", "problem", "transforms"},
+    "reference": {"dropout", "masks", "problem"},
+    "transforms": {"dropout", "masks", "problem", "reference"},
+    "autograd": {"ops", "problem", "shapes", "transforms"},
+    "shapes": {"chunk", "ops", "problem"},
+    "ops": {"engines", "problem"},
+    "engines": {"blockwise", "blockwise_backward", "check", "launch", "problem"},
+    "blockwise": {"chunk", "dropout", "problem", "tiles"},
+    "blockwise_backward": {"blockwise", "chunk", "problem", "tiles"},
+    "chunk": set(),
+    "tiles": {"problem"},
+    "dropout": set(),
+    "launch": {"backward_kernels", "bias_kernel", "chunk", "dropout", "forward_kernels", "problem"},
+    "forward_kernels": {"tile_kernels"},
+    "backward_kernels": {"tile_kernels"},
+    "bias_kernel": {"backward_kernels", "tile_kernels"},
+    "tile_kernels": set(),
+}
+# Imported only where a call runs them.
+TRITON = {"launch", "forward_kernels", "backward_kernels", "bias_kernel", "tile_kernels"}
+OUTSIDE = {"lowtide.rowwise", "lowtide.linear_cross_entropy.check"}
+MODULES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_imports(path):
+    allowed = {f"{OP}.{name}" for name in ALLOWED[path.stem]} | OUTSIDE
+    assert ours(path) <= allowed, f"{path.stem} may not import {sorted(ours(path) - allowed)}"
+
+
+def test_every_module_exists():
+    assert {path.stem for path in MODULES} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_only_kernels_name_triton_at_their_top(path):
+    nodes = ast.parse(path.read_text()).body
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert (path.stem in TRITON) == any(name.split(".")[0] == "triton" for name in names)
