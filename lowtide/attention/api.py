@@ -75,7 +75,8 @@ def memory_efficient_attention(
         float32 a query and head. Backward computes the scores again. Derivatives of higher order, forward
         mode and vmap differentiate the definition, a chunk of queries at a time: O(M), exact, not fast.
 
-    The same call gives the same bits, gradients included.
+    The same call gives the same bits, gradients included; where torch's CUDA kernels run it ("sdpa"), under
+    ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also a

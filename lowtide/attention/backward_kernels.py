@@ -24,12 +24,12 @@ from lowtide.attention.tile_kernels import (
 @triton.jit
 def delta_kernel(
     out_ptr, upstream_ptr, logsumexp_upstream_ptr, delta_ptr, out_strides, upstream_strides, lse_strides,
-    H, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    H, M, E, tiles, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """rowsum(o do) - dlse."""
-    bh = tl.program_id(1).to(tl.int64)
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
-    i = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     out_ptr, upstream_ptr = head(out_ptr, out_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
     delta_m = tl.zeros([BLOCK_M], tl.float32)
     if logsumexp_upstream_ptr is not None:
@@ -40,7 +40,7 @@ def delta_kernel(
         out = load_tile(out_ptr, i[:, None], e[None, :], out_strides, M, E).to(tl.float32)
         upstream = load_tile(upstream_ptr, i[:, None], e[None, :], upstream_strides, M, E)
         delta_m += tl.sum(out * upstream.to(tl.float32), 1)
-    tl.store(delta_ptr + bh * M + i, delta_m, mask=i < M)
+    tl.store(delta_ptr + bh.to(tl.int64) * M + i, delta_m, mask=i < M)
 
 
 @triton.jit

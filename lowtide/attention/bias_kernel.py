@@ -17,21 +17,20 @@ def bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     upstream_ptr, delta_ptr, logsumexp_ptr, part_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, part_strides,
-    own_sizes, loop_sizes, H, R, M, N, K, E, scale, limit, rescale,
+    own_sizes, loop_sizes, parts, H, R, M, N, K, E, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr,
 ):  # fmt: skip
     """own_sizes: batches, heads, tiles of queries, tiles of keys of the bias; loop_sizes: those it is
     broadcast over. Of each pair one is 1."""
-    part, own = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    part, own = tl.program_id(0) % parts, tl.program_id(0) // parts
     own_n, own_m = own % own_sizes[3], own // own_sizes[3] % own_sizes[2]
     own_h = own // (own_sizes[3] * own_sizes[2]) % own_sizes[1]
     own_b = own // (own_sizes[3] * own_sizes[2] * own_sizes[1])
     k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(part, loop_sizes[0] * loop_sizes[1] * loop_sizes[2] * loop_sizes[3], PARTS):
+    for step in range(part, loop_sizes[0] * loop_sizes[1] * loop_sizes[2] * loop_sizes[3], parts):
         start_n = (own_n + step % loop_sizes[3]) * BLOCK_N
         start_m = (own_m + step // loop_sizes[3] % loop_sizes[2]) * BLOCK_M
         h = own_h + step // (loop_sizes[3] * loop_sizes[2]) % loop_sizes[1]

@@ -34,8 +34,9 @@ def check_bias(attn_bias: object) -> None:
 def check_operands(operands: Operands) -> None:
     """Of tensors in one layout; the messages speak of that of the caller, in words."""
     query, key, value, bias = operands.differentiable
-    if query.shape[3] == 0:
-        raise ArgumentError("query must have at least one feature, got 0")
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[3] == 0:
+            raise ArgumentError(f"{name} must have at least one feature, got 0")
     if query.dtype not in DTYPES:
         raise ArgumentTypeError(f"query must be float32, bfloat16, float16 or float64, got {query.dtype}")
     for name, tensor in (("key", key), ("value", value)):

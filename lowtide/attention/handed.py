@@ -55,7 +55,6 @@ def reason_against(
             "its strides must be multiples of 8": any(
                 stride % 8 for each in operands[:3] for stride in each.stride()[:-1]
             ),
-            "its kernels need Ampere": torch.cuda.get_device_capability(operands.device) < (8, 0),
         }
     return next((reason for reason, holds in own.items() if holds), None)
 

@@ -127,9 +127,10 @@ class Kernels:
             gradients = [grad.zero_() for grad in (grad_query, grad_key, grad_value) if grad is not None]
             bias = self.operands.bias
             return gradients if bias is None or not wanted[3] else [*gradients, torch.zeros_like(bias)]
-        delta_kernel[(triton.cdiv(M, 64), B * H)](
+        tiles = triton.cdiv(M, 64)
+        delta_kernel[(tiles * B * H,)](
             out, upstream, logsumexp_upstream, delta, out.stride(), upstream.stride(),
-            (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E,
+            (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E, tiles,
             BLOCK_M=64, BLOCK_E=block_e,
         )  # fmt: skip
         if grad_query is not None:
@@ -174,7 +175,7 @@ class Kernels:
         part = bias.new_empty(parts, *bias.shape, dtype=torch.float32)
         bias_gradient_kernel[(programs * parts,)](
             **given, part_ptr=part, part_strides=part.stride(), own_sizes=own, loop_sizes=loops,
-            FULL_M=bias.shape[2] > 1, FULL_N=bias.shape[3] > 1, PARTS=parts,
+            FULL_M=bias.shape[2] > 1, FULL_N=bias.shape[3] > 1, parts=parts,
         )  # fmt: skip
         return part.sum(0).to(bias.dtype)
 

@@ -58,7 +58,7 @@ def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> d
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         **dict.fromkeys(("logsumexp_ptr", "logsumexp_upstream_ptr", "delta_ptr", "part_ptr"), F32),
-        **dict.fromkeys(("H", "R", "M", "N", "K", "E", "tiles", "limit"), "i32"),
+        **dict.fromkeys(("H", "R", "M", "N", "K", "E", "tiles", "parts", "limit"), "i32"),
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
         "part_strides": ("i32", "i32", "i32", "i32", 1),
@@ -68,7 +68,6 @@ def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> d
         "PRECISION": "tf32x3",
         "FULL_M": True,
         "FULL_N": True,
-        "PARTS": 1,
         **changes,
     }
     return {**given, **_blocks(kernel, half, features)}

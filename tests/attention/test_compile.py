@@ -65,22 +65,24 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_one_graph(name, dynamic):
+def test_one_graph(device, name, dynamic):
     torch._dynamo.reset()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
     def function(*tensors):
         return lowtide.memory_efficient_attention(*tensors, **CALLS[name]).square().sum()
 
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (12, 17):
-        tensors = [torch.randn(2, length, 2, 8, requires_grad=True) for _ in range(3)]
+        tensors = [torch.randn(2, length, 2, 8, dtype=dtype, device=device) for _ in range(3)]
+        tensors = [tensor.requires_grad_() for tensor in tensors]
         found, expected = compiled(*tensors), function(*tensors)
         torch.testing.assert_close(found, expected)
         for got, want in zip(*(torch.autograd.grad(loss, tensors) for loss in (found, expected))):
             torch.testing.assert_close(got, want)
 
 
-def test_one_graph_with_a_bias_and_the_logsumexp():
+def test_one_graph_with_a_bias_and_the_logsumexp(device):
     """Of one more backend, which generates code."""
     torch._dynamo.reset()
 
@@ -90,8 +92,8 @@ def test_one_graph_with_a_bias_and_the_logsumexp():
         )
         return out.square().sum() + logsumexp.sum()
 
-    tensors = [torch.randn(2, 12, 2, 8, requires_grad=True) for _ in range(3)]
-    tensors.append(torch.randn(1, 2, 1, 12, requires_grad=True))
+    tensors = [torch.randn(2, 12, 2, 8, device=device, requires_grad=True) for _ in range(3)]
+    tensors.append(torch.randn(1, 2, 1, 12, device=device, requires_grad=True))
     compiled = torch.compile(function, fullgraph=True)
     found, expected = compiled(*tensors), function(*tensors)
     torch.testing.assert_close(found, expected)

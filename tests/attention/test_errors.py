@@ -19,7 +19,8 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"key": KV[..., :3]}, ValueError, "key must have query's 8 features, got 3"),
         ({"value": KV[:, :3]}, ValueError, r"value must have as many heads and keys as key \(2 and 7\)"),
         ({"query": Q[:, :, :3]}, ValueError, "query's heads must be a multiple of key's, got 3 and 2"),
-        ({"query": Q[..., :0], "key": KV[..., :0]}, ValueError, "at least one feature, got 0"),
+        ({"query": Q[..., :0], "key": KV[..., :0]}, ValueError, "query must have at least one feature"),
+        ({"value": KV[..., :0]}, ValueError, "value must have at least one feature, got 0"),
         (
             {"key": KV.double()},
             TypeError,
