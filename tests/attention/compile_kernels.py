@@ -38,12 +38,16 @@ KERNELS = {
     "key and value": ("backward_kernels", "key_value_gradient_kernel"),
     "bias": ("bias_kernel", "bias_gradient_kernel"),
 }
+# With any of Triton 3.6 to 3.9.
 SPILLS = {
-    "forward, float32, 64": 32,
-    "bias, half, 128": 64,
+    "forward, half, 512": 32,
+    "forward, float32, 64": 64,
     "query, half, 512": 192,
+    "key and value, half, 128": 64,
     "key and value, half, 512": 384,
-    "key and value, half, all": 256,
+    "key and value, half, all": 320,
+    "key and value, float32, 64": 96,
+    "bias, half, 128": 96,
     "bias, half, 512": 320,
     "bias, float32, 64": 128,
 }
