@@ -192,4 +192,5 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
 
 def precision() -> str:
     """Of float32 products: three TF32 products that are as exact, or one where torch is allowed TF32."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    # Not allow_tf32, which raises once the newer setting has been used.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"

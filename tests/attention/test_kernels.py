@@ -6,10 +6,11 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.attention import launch
 from tests.attention.helpers import check, differentiate, make_case, make_upstream, ours
 from tests.attention.test_layouts import poisoned
 from tests.helpers import skip_unless_runnable
+
+launch = pytest.importorskip("lowtide.attention.launch")
 
 CASES = {
     "plain": {},
@@ -152,6 +153,16 @@ def test_a_grid_of_odd_shapes(K, dtype):
         mask = (None, masks.LowerTriangularFromBottomRightMask())[place % 2]
         case = make_case(1, M, N, 4, 2, K, mask=mask, bias=(0, 1, 0, 1), dtype=dtype, device="cuda")
         run(case)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("highest", "tf32x3"), ("high", "tf32")])
+def test_float32_products_follow_torchs_setting(setting, expected):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        assert launch.precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
