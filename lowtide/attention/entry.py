@@ -56,8 +56,8 @@ def _chosen(
     options: Options,
     with_logsumexp: bool,
 ) -> str:
-    """ "sdpa" where that is what is asked for, or what "auto" stands for; which of its engines an operator
-    takes is decided where it runs (engines.py)."""
+    """Torch's own kernels where these are asked for, or what "auto" stands for; which of its engines an
+    operator takes is decided where it runs (engines.py)."""
     backend = options.backend
     if backend in ("auto", "sdpa"):
         reason = handed.reason_against(operands, mask, window, options, with_logsumexp)

@@ -231,6 +231,16 @@ def test_higher_derivatives_of_several_chunks(monkeypatch):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize(("M", "N"), [(20, 33), (33, 20)])
+def test_handed_causal_masks_begin_at_the_top_left(M, N):
+    case = make_case(M=M, N=N, mask=masks.LowerTriangularMask(), dtype=torch.float64)
+    tensors = (case.query, case.key, case.value, case.mask)
+    handed, definition = (
+        lowtide.memory_efficient_attention(*tensors, backend=backend) for backend in ("sdpa", "reference")
+    )
+    torch.testing.assert_close(handed, definition)
+
+
 def test_handed_values_are_within_the_budget(device):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for mask in (None, masks.LowerTriangularMask()):
