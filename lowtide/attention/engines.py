@@ -27,11 +27,10 @@ def _kernels(operands: Operands, options: Options) -> Any:
 
 
 def _chosen(operands: Operands, options: Options) -> str:
-    if options.backend == "torch":
+    # The kernels pass through the interpreter and the compilers; until a card has measured them, by name only.
+    if options.backend != "triton":
         return "torch"
     reason = _reason_against_triton(operands)
-    if options.backend == "auto":
-        return "triton" if operands.device.type == "cuda" and reason is None else "torch"
     if reason is not None:
         raise ArgumentError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
     return "triton"
