@@ -8,6 +8,7 @@ from lowtide.attention import (
     scaled_dot_product_attention,
 )
 from lowtide.chunked_loss import chunked_loss
+from lowtide.deferred import defer_logits
 from lowtide.linear_cross_entropy import (
     LinearCrossEntropyLoss,
     LogProbs,
@@ -20,6 +21,7 @@ __all__ = [
     "LogProbs",
     "attn_bias",
     "chunked_loss",
+    "defer_logits",
     "distillation",
     "linear_cross_entropy",
     "linear_log_probs",

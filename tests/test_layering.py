@@ -111,6 +111,7 @@ def test_the_top_imports_the_op_alone():
         "lowtide.chunked_loss",
         "lowtide.attention",
         "lowtide.attn_bias",
+        "lowtide.deferred",
     }
 
 

@@ -12,6 +12,7 @@ def test_names():
         "LogProbs",
         "attn_bias",
         "chunked_loss",
+        "defer_logits",
         "distillation",
         "linear_cross_entropy",
         "linear_log_probs",

@@ -1,0 +1,139 @@
+"""What is recorded, number by number."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.deferred import tree
+from lowtide.deferred.logits import DeferredLogits, handles
+
+
+def record(name: str, *operands: Any) -> Any:
+    """FUNCTIONS[name](*operands), the first of which is deferred; NotImplemented if another mixes rows."""
+    input = operands[0]
+    nodes: list[Any] = []
+    metas: list[Any] = []
+    for each in operands:
+        nodes.append(_node(each, input))
+        metas.append(_meta(each))
+        if nodes[-1] is None:
+            return NotImplemented
+    meta = tree.FUNCTIONS[name](*metas)
+    if meta.shape != input.shape:
+        return NotImplemented
+    return input.like(tree.Apply(name, tuple(nodes), tree.autocast_dtype(input.device)), meta)
+
+
+def _node(operand: Any, input: DeferredLogits) -> Any:
+    """As an operand of tree.Apply, which knows no rows' shape; None if it can't be one."""
+    if isinstance(operand, DeferredLogits):
+        together = (
+            operand.source is input.source
+            and operand.shape == input.shape
+            and operand.class_dim == input.class_dim
+            and tree.first(operand.node).input.shape[:-1] == tree.first(input.node).input.shape[:-1]
+        )
+        return operand.checked() if together else None
+    if not isinstance(operand, Tensor):
+        return operand if isinstance(operand, (int, float, torch.dtype)) else None
+    if not operand.is_floating_point():
+        return None
+    if operand.numel() == 1 and operand.dim() <= input.dim():
+        shape = (1,) if operand.dim() else ()  # which says whose dtype counts
+        return operand.reshape(shape).to(input.device if not operand.dim() else operand.device)
+    vector = operand.numel() == input.classes and operand.dim() and operand.shape[-1] == input.classes
+    return tree.Vector(operand.reshape(-1)) if vector and input.classes_last else None
+
+
+def _meta(operand: Any) -> Any:
+    if isinstance(operand, DeferredLogits):
+        return operand.meta
+    return torch.empty_like(operand, device="meta") if isinstance(operand, Tensor) else operand
+
+
+@handles("mul", "multiply", "__mul__", "__rmul__")
+def mul(input: Any, other: Any) -> Any:
+    return record("mul", *((input, other) if isinstance(input, DeferredLogits) else (other, input)))
+
+
+@handles("add", "__add__", "__radd__")
+def add(input: Any, other: Any) -> Any:
+    return record("add", *((input, other) if isinstance(input, DeferredLogits) else (other, input)))
+
+
+@handles("div", "divide", "true_divide", "__truediv__")
+def div(input: Any, other: Any) -> Any:
+    return record("div", input, other) if isinstance(input, DeferredLogits) else NotImplemented
+
+
+@handles("sub", "subtract", "__sub__")
+def sub(input: Any, other: Any) -> Any:
+    return record("sub", input, other) if isinstance(input, DeferredLogits) else NotImplemented
+
+
+def _unary(name: str, *names: str) -> None:
+    @handles(name, *names)
+    def unary(input: DeferredLogits) -> Any:
+        return record(name, input)
+
+
+for _names in (("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("detach",)):
+    _unary(*_names)
+
+
+def _casting(name: str, dtype: torch.dtype) -> None:
+    @handles(name)
+    def casting(input: DeferredLogits) -> Any:
+        return cast(input, dtype)
+
+
+for _name, _dtype in (
+    ("float", torch.float32),
+    ("double", torch.float64),
+    ("bfloat16", torch.bfloat16),
+    ("half", torch.float16),
+):
+    _casting(_name, _dtype)
+
+
+@handles("to", "type", "type_as")
+def to(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another dtype; another device makes real logits."""
+    dtype = input.dtype
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor | DeferredLogits):
+            device, dtype = each.device, each.dtype
+        elif isinstance(each, torch.dtype):
+            device, dtype = input.device, each
+        elif isinstance(each, str | torch.device):
+            device = torch.empty(0, device=each).device
+        else:
+            device = input.device if isinstance(each, bool) or each is None else None
+        if device != input.device:
+            return NotImplemented
+    return cast(input, dtype)
+
+
+def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
+    if dtype == input.dtype:
+        return input
+    return record("to", input, dtype) if dtype.is_floating_point else NotImplemented
+
+
+def _softmax(name: str) -> None:
+    @handles(name)
+    def softmax(input: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+        """Of torch and of torch.nn.functional, which has a stacklevel before dtype."""
+        dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
+        if dim is None or dim % input.dim() != input.class_dim:
+            return NotImplemented
+        input = input if dtype is None else cast(input, dtype)
+        autocast = tree.autocast_dtype(input.device)
+        with torch.no_grad():  # autocast may widen it, and does not know what is on the meta device
+            one = tree.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
+        return input.like(tree.Apply(name, (input.checked(), -1), autocast), input.meta.to(one.dtype))
+
+
+for _name in tree.MIX_CLASSES:
+    _softmax(_name)

@@ -1,0 +1,72 @@
+"""Which module of a model is its head, and whether its logits can be deferred."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    model = _unwrapped(model)
+    own = getattr(model, "get_output_embeddings", None)
+    found = own() if callable(own) else None
+    if found is not None:
+        return found
+    vocabularies = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    heads = {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, nn.Linear) and each.out_features in vocabularies
+    }
+    for name in list(heads):  # an adapter's second product is inside the head
+        if any(name.startswith(f"{outer}.") for outer in heads):
+            del heads[name]
+    if len(heads) == 1:
+        return next(iter(heads.values()))
+    raise ArgumentError(
+        f"{type(model).__name__} has no linear head that could be told from its other layers: "
+        + (f"{', '.join(heads)} all have" if heads else "no nn.Linear has")
+        + " as many outputs as an nn.Embedding has rows; pass head=, the module whose forward makes the "
+        "logits by a product with its weight"
+    )
+
+
+def classes(head: nn.Module) -> int:
+    """How many outputs its product has."""
+    weight = getattr(head, "weight", None)
+    if weight is not None and weight.dim() == 2:
+        return weight.shape[0]
+    found = [each.out_features for each in head.modules() if isinstance(each, nn.Linear)]
+    return max(found, default=0)
+
+
+def check_head(head: Any) -> None:
+    if not isinstance(head, nn.Module):
+        raise ArgumentTypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
+    if any("lowtide_deferral" in vars(each) for each in type(head).__mro__):
+        raise ArgumentError("the model's logits are deferred already; undo() the first deferral, or use it")
+    for name, parameter in head.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            raise ArgumentError(
+                f"DeepSpeed ZeRO-3 has partitioned the head's {name}, and gathers it only within the head's "
+                "own forward; the loss needs it later. Use ZeRO-1 or -2 or FSDP2, or call "
+                "lowtide.linear_cross_entropy on the hidden states under deepspeed.zero.GatheredParameters"
+            )
+    if "forward" in vars(head):
+        raise ArgumentError(
+            f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
+            "so), past which a deferral would not be called; remove it, or call defer_logits first"
+        )
+    if classes(head) < 2:
+        raise ArgumentError(
+            f"{type(head).__name__} has no linear head: neither a weight [classes, features] nor an "
+            "nn.Linear in it; pass head=, the module that multiplies hidden states by such a weight"
+        )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    return model

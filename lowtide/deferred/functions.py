@@ -1,0 +1,233 @@
+"""What becomes a number, or a number a row: the losses by the fused operators, all else a chunk of rows at a
+time.
+
+Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked of each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.deferred import tree
+from lowtide.deferred.formula import Formula, formula
+from lowtide.deferred.logits import DeferredLogits, handles
+from lowtide.linear_cross_entropy import entry
+from lowtide.linear_cross_entropy.transforms import COPIES
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
+from lowtide.rowwise import Rowwise
+
+NO_CLASS = -(1 << 63)  # an index that nobody has
+
+
+@handles("cross_entropy")
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    legacy = size_average is not None or reduce is not None
+    if legacy or not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
+        return NotImplemented
+    return _loss(input, input.checked(), target, weight, ignore_index, options)
+
+
+@handles("nll_loss")
+def nll_loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    legacy = size_average is not None or reduce is not None
+    if legacy or not isinstance(input, DeferredLogits):
+        return NotImplemented
+    node = _below_log_softmax(input.checked())
+    if node is None:
+        return NotImplemented
+    return _loss(input, node, target, weight, ignore_index, {"reduction": reduction})
+
+
+def _loss(
+    input: DeferredLogits,
+    node: tree.Node,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    options: dict[str, Any],
+) -> Any:
+    found = formula(node)
+    if found is None or input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
+        return NotImplemented
+    probabilities = target.is_floating_point()
+    if target.shape != (input.shape if probabilities else input.rows):
+        return NotImplemented  # torch has the message
+    rows = found.inputs[0].shape[:-1]
+    if probabilities:
+        if ignore_index >= 0:
+            return NotImplemented
+        target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
+    inputs, weights, head = found.arguments()
+    with tree.as_recorded(node):
+        loss = entry.cross_entropy(
+            inputs,
+            weights,
+            target if probabilities else target.reshape(rows),
+            weight=weight,
+            ignore_index=None if probabilities else ignore_index,
+            **head,
+            **options,
+        )
+    input.source.fused()
+    return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+@handles("logsumexp")
+def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    node = input.checked()
+    found = formula(node)
+    if found is None:
+        (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
+        return result.unsqueeze(place) if keepdim else result
+    rows = found.inputs[0].shape[:-1]
+    target = torch.zeros(rows, dtype=torch.long, device=input.device)
+    result = _log_probs(node, found, target).logsumexp.view(input.rows)
+    return result.unsqueeze(place) if keepdim else result
+
+
+@handles("gather")
+def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not isinstance(input, DeferredLogits) or not input.classes_last or _class_dim(input, dim) is None:
+        return NotImplemented
+    if not isinstance(index, Tensor) or index.shape[:-1] != input.rows:
+        return NotImplemented
+    node = input.checked()
+    if index.shape[-1] == 1:
+        picked = _picked(node, index.reshape(*tree.first(node).input.shape[:-1]))
+        if picked is not None:
+            return picked.view(index.shape)
+    (result,) = by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    return result
+
+
+def _picked(node: tree.Node, index: Tensor) -> Tensor | None:
+    """The log-probability of class `index` of each row, and what follows it, number by number."""
+    if isinstance(node, tree.Linear) or any(isinstance(each, tree.Vector) for each in node.operands):
+        return None
+    below, *rest = node.operands
+    if node.name == "log_softmax":
+        found = formula(below)  # type: ignore[arg-type]
+        return None if found is None else _log_probs(below, found, index).log_prob  # type: ignore[arg-type]
+    if node.name == "softmax" or any(isinstance(each, (tree.Linear, tree.Apply)) for each in rest):
+        return None
+    picked = _picked(below, index)  # type: ignore[arg-type]
+    return None if picked is None else tree.FUNCTIONS[node.name](picked, *rest)
+
+
+def _log_probs(node: tree.Node, found: Formula, target: Tensor) -> entry.LogProbs:
+    inputs, weights, head = found.arguments()
+    with tree.as_recorded(node):
+        return entry.log_probs(inputs, weights, target, ignore_index=NO_CLASS, **head)
+
+
+def _below_log_softmax(node: tree.Node) -> tree.Node | None:
+    if isinstance(node, tree.Linear):
+        return None
+    if node.name == "log_softmax":
+        return node.operands[0]  # type: ignore[return-value]
+    return _below_log_softmax(node.operands[0]) if node.name == "to" else None  # type: ignore[arg-type]
+
+
+@handles("argmax")
+def argmax(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.argmax(-1))
+
+
+@handles("max")
+def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    found = by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
+    return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in found)
+
+
+@handles("amax")
+def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.amax(-1))
+
+
+@handles("sum")
+def sum_(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.sum(-1, dtype=dtype))
+
+
+@handles("mean")
+def mean(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.mean(-1, dtype=dtype))
+
+
+@handles("topk")
+def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not input.classes_last or _class_dim(input, dim) is None:
+        return NotImplemented
+    found = by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)))
+    return torch.return_types.topk(found)
+
+
+def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    (found,) = by_rows(input, 1, lambda z_CV: (function(z_CV),))
+    return found.unsqueeze(place) if keepdim else found
+
+
+def _class_dim(input: Any, dim: Any) -> int | None:
+    """The dimension of the classes, if `dim` names that and no other."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    if not isinstance(input, DeferredLogits) or not isinstance(dim, int) or isinstance(dim, bool):
+        return None
+    return input.class_dim if dim % input.dim() == input.class_dim else None
+
+
+def by_rows(
+    input: DeferredLogits, results: int, function: Callable[..., tuple[Tensor, ...]], *row_tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """The results of function(logits [C, V], rows of each of row_tensors [C, K]), a chunk of rows after the
+    other; differentiable, with nothing of a chunk kept."""
+    node = input.checked()
+    cut: list[Tensor] = []
+    classes: list[Tensor] = []
+    scalars: list[Tensor] = []
+    tree.changed(
+        node, *(lambda tensor, into=into: into.append(tensor) or tensor for into in (cut, classes, scalars))
+    )
+    N = input.rows.numel()
+    terms = len(cut)
+    cut = [each.reshape(N, each.shape[-1]) for each in (*cut, *row_tensors)]
+
+    def chunk(rows: tuple[Tensor, ...], whole: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[()]]:
+        parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
+        taken = (lambda _, part=part: next(part) for part in parts)
+        return function(tree.run(tree.changed(node, *taken)), *rows[terms:]), ()
+
+    row = COPIES * input.classes * max(input.dtype.itemsize, 4)
+    workspace = DEFAULT_WORKSPACE["cuda" if input.is_cuda else "cpu"]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
+        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars)
+    return tuple(each.view(*input.rows, *each.shape[1:]) for each in found)

@@ -1,0 +1,250 @@
+"""The swap itself: what of the model it leaves alone, and which heads it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.deferred import RealLogitsWarning
+from lowtide.deferred.logits import DeferredLogits
+from tests.deferred.helpers import D, V, make
+
+
+def test_only_in_training():
+    model, tokens, _ = make()
+    expected = model(tokens)[0]
+    with lowtide.defer_logits(model):
+        assert isinstance(model(tokens)[0], DeferredLogits)
+        model.eval()
+        assert torch.equal(model(tokens)[0], expected)
+        model.train()
+        assert isinstance(model(tokens)[0], DeferredLogits)
+
+
+def test_undo():
+    model, tokens, _ = make()
+    deferral = lowtide.defer_logits(model)
+    assert deferral.head is model.lm_head
+    deferral.undo()
+    deferral.undo()
+    assert type(model.lm_head) is nn.Linear
+    assert isinstance(model(tokens)[0], torch.Tensor)
+    lowtide.defer_logits(model).undo()
+
+
+def test_undo_under_a_class_of_somebody_else():
+    """fully_shard makes a class of the module's."""
+    model, tokens, _ = make()
+    deferral = lowtide.defer_logits(model)
+    model.lm_head.__class__ = type("Sharded", (type(model.lm_head),), {})
+    assert isinstance(model(tokens)[0], DeferredLogits)
+    deferral.undo()
+    assert isinstance(model(tokens)[0], torch.Tensor)
+    lowtide.defer_logits(model).undo()
+
+
+def test_the_model_looks_the_same():
+    model, _, _ = make(tied=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    text = repr(model)
+    lowtide.defer_logits(model)
+    assert isinstance(model.lm_head, nn.Linear)
+    assert model.lm_head.weight is model.wte.weight
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert repr(model) == text.replace("(lm_head): Linear", "(lm_head): DeferredLinear")
+    model.load_state_dict(before)
+
+
+@pytest.mark.parametrize("how", ["copy", "pickle", "old pickle", "save"])
+def test_a_copy_is_the_plain_model(how, tmp_path):
+    model, tokens, _ = make(tied=True)
+    expected = model(tokens)[0]
+    lowtide.defer_logits(model)
+    if how == "copy":
+        copied = copy.deepcopy(model)
+    elif how == "save":
+        torch.save(model, tmp_path / "model.pt")
+        copied = torch.load(tmp_path / "model.pt", weights_only=False)
+    else:
+        copied = pickle.loads(pickle.dumps(model, protocol=1 if how == "old pickle" else None))
+    assert type(copied.lm_head) is nn.Linear
+    assert copied.lm_head.weight is copied.wte.weight
+    assert copied.lm_head.weight is not model.lm_head.weight
+    assert torch.equal(copied(tokens)[0], expected)
+    assert isinstance(model(tokens)[0], DeferredLogits)
+
+
+def test_a_pickle_loads_without_this_package():
+    model, _, _ = make()
+    lowtide.defer_logits(model)
+    assert b"lowtide" not in pickle.dumps(model.lm_head)
+
+
+def test_forward_hooks():
+    model, tokens, targets = make()
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    with lowtide.defer_logits(model) as deferral:
+        model(tokens, targets)
+    assert seen == [(*tokens.shape, D), (*tokens.shape, V)]
+    assert (deferral.fused, deferral.materialized) == (1, {})
+
+
+def test_a_backward_hook_of_the_head_has_its_gradient():
+    model, tokens, targets = make()
+    seen = []
+    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    model(tokens, targets)[1].backward()
+    with lowtide.defer_logits(model), pytest.warns(RealLogitsWarning, match="a backward hook of the head"):
+        model(tokens, targets)[1].backward()
+    assert torch.equal(*seen)
+
+
+def test_backward_hooks_of_the_weight():
+    model, tokens, targets = make(tied=True)
+    seen = []
+    model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model.lm_head.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+    for deferred in (False, True):
+        deferral = lowtide.defer_logits(model)
+        if not deferred:
+            deferral.undo()
+        model.zero_grad()
+        model(tokens, targets)[1].backward()
+    assert len(seen) == 4
+    for ours, theirs in zip(seen[2:], seen[:2]):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Which module it is.
+
+
+class Transformed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.cls = nn.Linear(4, 4), nn.Linear(4, 9)
+
+    def get_output_embeddings(self):
+        return self.cls
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.out = nn.Linear(4, 4), nn.Linear(4, 1000)
+
+    def forward(self, x):
+        return self.out(self.body(x))
+
+
+def test_the_model_says_which_it_is():
+    model = Transformed()
+    with lowtide.defer_logits(model) as deferral:
+        assert deferral.head is model.cls
+
+
+@pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
+def test_within_a_wrapper(wrap):
+    model = Transformed()
+    with lowtide.defer_logits(wrap(model)) as deferral:
+        assert deferral.head is model.cls
+
+
+def test_a_classifier_is_told():
+    model = Classifier()
+    x, target = torch.randn(5, 4), torch.arange(5)
+    expected = F.cross_entropy(model(x), target)
+    with lowtide.defer_logits(model, head=model.out) as deferral:
+        torch.testing.assert_close(F.cross_entropy(model(x), target), expected)
+        assert deferral.fused == 1
+
+
+def test_no_head():
+    with pytest.raises(
+        ValueError, match=r"Classifier has no linear head .* no nn.Linear has as many outputs"
+    ):
+        lowtide.defer_logits(Classifier())
+
+
+def test_two_heads():
+    model, _, _ = make()
+    model.second = nn.Linear(D, V)
+    with pytest.raises(ValueError, match=r"lm_head, second all have as many outputs .* pass head="):
+        lowtide.defer_logits(model)
+
+
+def test_a_head_that_is_no_product():
+    model, _, _ = make()
+    with pytest.raises(ValueError, match="ReLU has no linear head"):
+        lowtide.defer_logits(model, head=nn.ReLU())
+    with pytest.raises(TypeError, match=r"head must be a torch.nn.Module, got Parameter"):
+        lowtide.defer_logits(model, head=model.lm_head.weight)
+
+
+def test_deferred_already():
+    model, _, _ = make()
+    with lowtide.defer_logits(model), pytest.raises(ValueError, match="deferred already; undo"):
+        lowtide.defer_logits(model)
+
+
+def test_a_forward_of_its_own():
+    model, _, _ = make()
+    model.lm_head.forward = model.lm_head.forward
+    with pytest.raises(ValueError, match=r"replaced the forward of this Linear alone"):
+        lowtide.defer_logits(model)
+
+
+def test_a_weight_that_zero_has_partitioned():
+    model, _, _ = make()
+    model.lm_head.weight.ds_id = 0
+    with pytest.raises(ValueError, match=r"ZeRO-3 has partitioned the head's weight.*ZeRO-1 or -2"):
+        lowtide.defer_logits(model)
+
+
+def test_a_weight_that_is_freed_after_the_head():
+    """As FSDP2 does with a unit that is resharded after its forward."""
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        model.lm_head.weight.untyped_storage().resize_(0)
+        for use in (lambda: F.cross_entropy(logits.view(-1, V), targets.view(-1)), lambda: logits.sin()):
+            with pytest.raises(RuntimeError, match=r"weight has been freed .* reshard_after_forward=False"):
+                use()
+
+
+def test_nothing_of_torch_is_patched():
+    names = (torch, nn.functional, nn.Linear, torch.Tensor, nn.CrossEntropyLoss)
+    before = [dict(vars(each)) for each in names]
+    model, tokens, targets = make()
+    lowtide.defer_logits(model)
+    model(tokens, targets)[1].backward()
+    assert [dict(vars(each)) for each in names] == before
+
+
+# A call that isn't deferred.
+
+
+@pytest.mark.parametrize("why", ["dtype", "features"])
+def test_a_product_that_torch_refuses(why):
+    model, _, _ = make(dtype=torch.float32)
+    x = torch.randn(2, D, dtype=torch.float64) if why == "dtype" else torch.randn(2, D + 1)
+    with lowtide.defer_logits(model), pytest.raises(RuntimeError, match=r"dtype|shapes"):
+        model.lm_head(x)
+
+
+def test_a_head_that_makes_no_such_product():
+    class Other(nn.Linear):
+        def forward(self, x):
+            return x.sin()
+
+    model, tokens, _ = make()
+    model.lm_head = Other(D, V).double()
+    expected = model(tokens)[0]
+    with lowtide.defer_logits(model):
+        assert torch.equal(model(tokens)[0], expected)

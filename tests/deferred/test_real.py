@@ -1,0 +1,204 @@
+"""Whatever else is asked for makes real logits: to the bit those of the model, announced once.
+
+Of some rows or classes only these are made, and a smaller product may round in another way."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from lowtide.deferred import RealLogitsWarning
+from lowtide.deferred.logits import DeferredLogits
+from tests.chunked_loss.helpers import close
+from tests.deferred.helpers import B, T, V, make, plain_and_deferred
+
+# What makes them, and how the warning calls it.
+OPERATIONS = {
+    "sort": (lambda z: z.sort(-1).values, r"torch\.sort"),
+    "function": (lambda z: torch.sigmoid(z), r"torch\.sigmoid"),
+    "functional": (lambda z: F.gelu(z), r"torch\.nn\.functional\.gelu"),
+    "operator": (lambda z: z + torch.ones(B, T, V, dtype=z.dtype), r"Tensor\.__add__"),
+    "reflected": (lambda z: 1 - z, r"Tensor\.__rsub__"),
+    "on the right": (lambda z: torch.ones(B, T, 1, dtype=z.dtype) * z, "mul"),
+    "comparison": (lambda z: torch.where(z > 0, z, -z), r"Tensor\.__gt__"),
+    "of all": (lambda z: z.sum(), r"torch\.sum"),
+    "over rows": (lambda z: z.softmax(1), r"torch\.softmax"),
+    "largest of all": (lambda z: z.max(), r"torch\.max"),
+    "a class": (lambda z: z[..., 3], r"Tensor\.__getitem__"),
+    "a new dimension": (lambda z: z[None], r"Tensor\.__getitem__"),
+    "mixing view": (lambda z: z.view(-1), r"Tensor\.view|torch\.view"),
+    "stack": (lambda z: torch.stack([z, z]), r"torch\.stack"),
+    "einsum": (lambda z: torch.einsum("btv,btv->bt", z, z), r"torch\.einsum"),
+    "after scale and cap": (lambda z: (7 * torch.tanh(z.float() / 7)).sigmoid(), r"torch\.sigmoid"),
+    "a widened loss": (
+        lambda z: F.cross_entropy(z.double().view(-1, V), torch.arange(B * T)),
+        "cross_entropy",
+    ),
+    "another loss": (lambda z: F.mse_loss(z, torch.zeros(B, T, V, dtype=z.dtype)), "mse_loss"),
+    "transposed": (lambda z: z.view(-1, V).T.sin(), r"torch\.sin"),
+}
+PARTS = {
+    "after a shift": lambda z: z[:, 1:].transpose(1, 2).sigmoid(),
+    "a sequence": lambda z: z[0].T.sin(),
+    "some classes": lambda z: z[..., 3:9].sin(),
+    "by indices": lambda z: z[torch.tensor([0, 0, 2]), 1:].sin(),
+    "a product of its own each": lambda z: z.tanh().tanh().logsumexp(-1) + z.tanh().tanh().sin().sum(-1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_exactly_with_one_warning(name, dtype):
+    use, operation = OPERATIONS[name]
+    model, tokens, _ = make(bias=True, dtype=dtype)
+    expected = use(model(tokens)[0])
+    gradients = torch.autograd.grad(expected.sum(), list(model.parameters()))
+    with lowtide.defer_logits(model) as deferral:
+        with pytest.warns(RealLogitsWarning, match=f"{operation} needs real logits") as caught:
+            found = use(model(tokens)[0])
+        assert {warning.filename for warning in caught} == {__file__}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # once
+            again = use(model(tokens)[0])
+    assert sum(deferral.materialized.values()) == 2 * len(caught)
+    assert torch.equal(found, expected)
+    assert torch.equal(again, expected)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), list(model.parameters())), gradients):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    model, tokens, _ = make(bias=True)
+    expected, found, deferral = plain_and_deferred(model, lambda model: PARTS[name](model(tokens)[0]))
+    assert sum(deferral.materialized.values()) == 1
+    close(found, expected)
+
+
+@pytest.fixture
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        yield
+
+
+@pytest.mark.usefixtures("_quiet")
+class TestRealLogits:
+    def test_are_made_once(self):
+        model, tokens, targets = make()
+        with lowtide.defer_logits(model) as deferral:
+            logits = model(tokens)[0]
+            one, other = logits.sin(), logits.cos()
+            torch.testing.assert_close(one.square() + other.square(), torch.ones_like(one))
+            F.cross_entropy(logits.view(-1, V), targets.clamp(min=0).view(-1))
+        assert deferral.materialized == {"torch.sin": 1}
+        assert deferral.fused == 0, "they are there already"
+
+    def test_keep_their_graph(self):
+        """Made under no_grad they still belong to the graph that they were recorded in."""
+        model, tokens, targets = make()
+
+        def use(model):
+            logits = model(tokens)[0]
+            with torch.no_grad():
+                logits.sin()
+            return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+        expected, found, _ = plain_and_deferred(model, use)
+        close(found, expected)
+
+    def test_change_in_place(self):
+        """A mask over some classes, as Chameleon has it."""
+        model, tokens, targets = make()
+
+        def use(model):
+            logits = model(tokens)[0].float()
+            logits[:, :, 40:] = -30.0
+            logits *= 2
+            logits.div_(3)
+            return F.cross_entropy(logits.view(-1, V), targets.view(-1) % 40, ignore_index=-1)
+
+        expected, found, _ = plain_and_deferred(model, use)
+        close(found, expected, torch.float32)
+
+    def test_share_memory_with_their_views(self):
+        model, tokens, _ = make()
+        with lowtide.defer_logits(model):
+            logits = model(tokens)[0]
+            logits.sin()
+            logits.view(-1, V)[0] = 5.0
+            assert (logits[0, 0] == 5).all()
+
+    def test_others_of_the_call_are_refused_after_a_change(self):
+        model, tokens, targets = make()
+        with lowtide.defer_logits(model):
+            logits = model(tokens)[0]
+            flat = logits.view(-1, V)
+            logits[..., 0] = 0.0
+            with pytest.raises(RuntimeError, match=r"changed in place \(Tensor.__setitem__\)"):
+                F.cross_entropy(flat, targets.view(-1))
+
+    def test_a_change_is_refused_after_others_were_made(self):
+        model, tokens, _ = make()
+        with lowtide.defer_logits(model):
+            logits = model(tokens)[0]
+            logits.view(-1, V).sin()
+            with pytest.raises(RuntimeError, match="other forms have been made already"):
+                logits.mul_(2)
+
+    def test_leave_by_copy_and_pickle(self):
+        model, tokens, _ = make(dtype=torch.float32)
+        expected = model(tokens)[0]
+        with lowtide.defer_logits(model):
+            logits = model(tokens)[0]
+            copied = copy.deepcopy(logits)
+            assert isinstance(copied, DeferredLogits)
+            assert not copied.requires_grad
+            assert torch.equal(pickle.loads(pickle.dumps(copied)), expected)
+            assert (copied.detach().numpy() == expected.detach().numpy()).all()
+
+    def test_an_out_argument(self):
+        model, tokens, _ = make()
+        with lowtide.defer_logits(model), torch.no_grad():
+            logits = model(tokens)[0]
+            torch.mul(torch.ones(B, T, V, dtype=torch.float64), 3.0, out=logits)
+            assert (logits == 3).all()
+
+
+@pytest.mark.parametrize("name", ["retain_grad", "register_hook", "grad"])
+def test_gradients_of_logits_are_refused(name):
+    model, tokens, _ = make()
+    with (
+        lowtide.defer_logits(model),
+        pytest.raises(RuntimeError, match=r"the loss does not go through these"),
+    ):
+        getattr(model(tokens)[0], name)
+
+
+def test_the_weight_must_not_have_changed():
+    model, tokens, targets = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.defer_logits(model):
+        logits, loss = model(tokens, targets)
+        loss.backward()
+        best = logits.argmax(-1)
+        optimizer.step()
+        assert best.shape == (B, T)
+        with pytest.raises(
+            RuntimeError, match=r"changed in place since the head was called \(by optimizer.step"
+        ):
+            logits.argmax(-1)
+
+
+def test_no_attribute_of_a_tensor():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        assert not hasattr(logits, "loss")
+        with pytest.raises(AttributeError, match="not an attribute of a tensor"):
+            logits.loss  # noqa: B018

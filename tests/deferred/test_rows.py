@@ -1,0 +1,148 @@
+"""What is a number a row, or a few: the same as of real logits, gradients included, and no logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from lowtide.deferred import functions
+from tests.chunked_loss.helpers import close
+from tests.deferred.helpers import B, T, V, make, plain_and_deferred
+
+INDEX = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
+SEVERAL = torch.randint(V, (B, T, 5), generator=torch.Generator().manual_seed(4))
+
+
+def entropy(z):
+    log_p = F.log_softmax(z, dim=-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+DIFFERENTIABLE = {
+    "logsumexp": lambda z: z.logsumexp(-1),
+    "logsumexp, kept": lambda z: torch.logsumexp(z, dim=2, keepdim=True),
+    "logsumexp of a tuple": lambda z: torch.logsumexp(z, (-1,)),
+    "logsumexp by rows": lambda z: torch.stack([torch.logsumexp(each, dim=-1) for each in z]),
+    "logsumexp after a cap": lambda z: (torch.tanh(z / 3) * 3).logsumexp(-1),
+    "logsumexp of log_softmax": lambda z: (z.log_softmax(-1) * 2).logsumexp(-1),
+    "log-probabilities": lambda z: F.log_softmax(z, dim=-1).gather(-1, INDEX[..., None]),
+    "log-probabilities, negative": lambda z: -z.log_softmax(-1).gather(2, INDEX[..., None]).squeeze(-1),
+    "log-probabilities, rows flat": lambda z: F.log_softmax(z.view(-1, V), 1).gather(1, INDEX.view(-1, 1)),
+    "log-probabilities, shifted": lambda z: (
+        z[:, :-1].log_softmax(-1).gather(-1, INDEX[:, 1:, None]).squeeze(-1)
+    ),
+    "log-probabilities, capped": lambda z: (
+        (30 * torch.tanh(z / 30)).div(0.7).log_softmax(-1).gather(-1, INDEX[..., None])
+    ),
+    "log-probabilities by index": lambda z: z.view(-1, V).log_softmax(-1)[
+        torch.arange(B * T), INDEX.flatten()
+    ],
+    "log-probabilities of several": lambda z: z.log_softmax(-1).gather(-1, SEVERAL),
+    "logits of a class": lambda z: z.gather(-1, INDEX[..., None]),
+    "logits of several": lambda z: torch.gather(z, 2, SEVERAL),
+    "probabilities of a class": lambda z: z.softmax(-1).gather(-1, INDEX[..., None]),
+    "selective": lambda z: z.gather(-1, INDEX[..., None]).squeeze(-1) - z.logsumexp(-1),
+    "entropy": entropy,
+    "sum of log-probabilities": lambda z: -F.log_softmax(z, dim=-1).sum(-1, keepdim=True),
+    "mean": lambda z: z.mean(dim=-1),
+    "largest": lambda z: z.max(dim=-1).values,
+    "largest, kept": lambda z: torch.max(z, -1, keepdim=True)[0],
+    "amax": lambda z: z.softmax(-1).amax(-1),
+    "topk": lambda z: z.topk(3, dim=-1).values,
+    "classes second": lambda z: z.transpose(1, 2).logsumexp(1),
+    "times a vector": lambda z: (z * torch.linspace(0, 1, V, dtype=z.dtype)).sum(-1),
+}
+INDICES = {
+    "argmax": lambda z: z.argmax(-1),
+    "argmax, kept": lambda z: torch.argmax(z, dim=-1, keepdim=True),
+    "argmax of probabilities": lambda z: z.float().softmax(-1).argmax(dim=2),
+    "argmax of the last": lambda z: z[:, -1, :].argmax(-1),
+    "max": lambda z: z.max(-1).indices,
+    "topk": lambda z: torch.topk(z, 4).indices,
+    "accuracy": lambda z: (z.view(-1, V).argmax(1) == INDEX.flatten()).double().mean(),
+}
+
+
+@pytest.fixture(params=["one chunk", "a row at a time"])
+def _chunks(request, monkeypatch):
+    if request.param == "a row at a time":
+        monkeypatch.setattr(functions, "DEFAULT_WORKSPACE", {"cpu": 1})
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_of_each_row(name, tied):
+    model, tokens, _ = make(tied=tied, bias=True)
+    expected, found, deferral = plain_and_deferred(
+        model, lambda model: DIFFERENTIABLE[name](model(tokens)[0])
+    )
+    assert deferral.materialized == {}
+    close(found, expected)
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices(name):
+    model, tokens, _ = make(bias=True, dtype=torch.float32)
+    expected = INDICES[name](model(tokens)[0])
+    with lowtide.defer_logits(model) as deferral:
+        found = INDICES[name](model(tokens)[0])
+    assert deferral.materialized == {}
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("result", ["topk", "max"])
+def test_named_results(result):
+    model, tokens, _ = make()
+    arguments = (2,) if result == "topk" else (-1,)
+    expected = getattr(model(tokens)[0], result)(*arguments)
+    with lowtide.defer_logits(model):
+        found = getattr(model(tokens)[0], result)(*arguments)
+    assert type(found) is type(expected)
+    assert torch.equal(found.indices, expected.indices)
+
+
+def test_a_negative_index_is_refused():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model), pytest.raises(IndexError, match="target must hold classes"):
+        model(tokens)[0].log_softmax(-1).gather(-1, torch.full((B, T, 1), -100))
+
+
+def test_without_gradients():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        with torch.no_grad():
+            found = logits.log_softmax(-1).gather(-1, INDEX[..., None])
+            detached = logits.float()
+        assert not found.requires_grad
+        assert logits.requires_grad
+        assert not detached.requires_grad
+        assert not detached.logsumexp(-1).requires_grad
+
+
+def test_metadata():
+    model, tokens, _ = make(dtype=torch.bfloat16)
+    with lowtide.defer_logits(model) as deferral:
+        logits = model(tokens)[0]
+        assert logits.shape == (B, T, V) == logits.size()
+        assert (logits.size(-1), logits.dim(), logits.ndim, logits.numel(), len(logits)) == (
+            V,
+            3,
+            3,
+            B * T * V,
+            B,
+        )
+        assert (logits.dtype, logits.device.type, logits.is_cuda) == (torch.bfloat16, "cpu", False)
+        assert logits.float().dtype == torch.float32
+        assert logits.is_contiguous()
+        assert not logits.transpose(1, 2).is_contiguous()
+        assert logits.stride() == (T * V, V, 1)
+        assert torch.numel(logits) == B * T * V
+        assert torch.is_floating_point(logits)
+        assert logits.new_zeros(()).dtype == torch.bfloat16
+        assert torch.zeros_like(logits).shape == logits.shape
+        assert torch.zeros_like(logits).device.type == "cpu"
+        assert repr(logits) == "DeferredLogits(shape=[3, 7, 63], dtype=torch.bfloat16, device=cpu)"
+        assert deferral.materialized == {}

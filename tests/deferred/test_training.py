@@ -1,0 +1,271 @@
+"""Training loops that nobody rewrote, beside the same loops without the deferral."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from tests.chunked_loss.helpers import close
+from tests.deferred.helpers import V, check, make, norm, plain_and_deferred
+
+
+def trained(model, step, deferred, count=5):
+    """Losses and final parameters."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    deferral = lowtide.defer_logits(model)
+    if not deferred:
+        deferral.undo()
+    losses = []
+    for _ in range(count):
+        losses.append(step(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if deferred:
+        assert deferral.fused >= count
+        assert deferral.materialized == {}
+    return [torch.stack(losses), *(each.detach() for each in model.parameters())]
+
+
+def loop(model, step):
+    """In float32, as near to a float64 run as the plain model."""
+    exact = trained(model, step, deferred=False)
+    model = copy.deepcopy(model).float()
+    found, plain = (trained(model, step, deferred) for deferred in (True, False))
+    for ours, eager, want in zip(found, plain, exact):
+        allowed = 2 * norm(eager.double() - want) + torch.finfo(torch.float32).eps * norm(want)
+        assert norm(ours.double() - want) <= allowed
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plain_loop(tied):
+    model, tokens, targets = make(tied=tied)
+
+    def step(model):
+        _, loss = model(tokens, targets)
+        loss.backward()
+        return loss.detach()
+
+    loop(model, step)
+
+
+def test_accumulated_gradients():
+    model, tokens, targets = make()
+
+    def step(model):
+        total = 0.0
+        for rows, wanted in zip(tokens, targets):
+            logits, _ = model(rows[None])
+            loss = (
+                F.cross_entropy(logits.view(-1, V), wanted, ignore_index=-1, reduction="sum")
+                / targets.numel()
+            )
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    loop(model, step)
+
+
+def test_a_loss_outside_with_accuracy():
+    model, tokens, targets = make()
+    criterion = nn.CrossEntropyLoss(ignore_index=-1)
+
+    def step(model):
+        logits, _ = model(tokens)
+        loss = criterion(logits.transpose(1, 2), targets)
+        loss.backward()
+        assert 0 <= (logits.argmax(-1) == targets).double().mean() <= 1
+        return loss.detach()
+
+    loop(model, step)
+
+
+def test_a_retained_graph():
+    model, tokens, targets = make()
+
+    def gradients():
+        loss = model(tokens, targets)[1]
+        first = torch.autograd.grad(0.3 * loss, list(model.parameters()), retain_graph=True)
+        return [*first, *torch.autograd.grad(-loss, list(model.parameters()))]
+
+    expected = gradients()
+    with lowtide.defer_logits(model):
+        close(gradients(), expected)
+
+
+def test_two_losses_of_the_same_logits():
+    model, tokens, targets = make()
+
+    def use(model):
+        logits, loss = model(tokens, targets)
+        return loss + 0.1 * logits.logsumexp(-1).square().mean() + logits[:, -1].log_softmax(-1)[:, 3].mean()
+
+    with pytest.warns(lowtide.deferred.RealLogitsWarning, match="Tensor.__getitem__"):
+        expected, found, deferral = plain_and_deferred(model, use)
+    assert deferral.fused == 1
+    close(found, expected)
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "mlp", "wte"])
+def test_frozen(frozen):
+    model, tokens, targets = make()
+    getattr(model, frozen).requires_grad_(False)
+    check(model, lambda model: model(tokens, targets)[1])
+
+
+def test_everything_below_the_head_is_frozen():
+    model, tokens, targets = make()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    check(model, lambda model: model(tokens, targets)[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ["body", "model"])
+def test_checkpointing(what, reentrant):
+    model, tokens, targets = make()
+
+    def use(model):
+        x = model.wte(tokens)
+        if what == "body":
+            x = checkpoint(lambda x: torch.tanh(model.mlp(x)), x, use_reentrant=reentrant)
+            return F.cross_entropy(model.lm_head(x).view(-1, V), targets.view(-1), ignore_index=-1)
+
+        def loss(x):
+            logits = model.lm_head(torch.tanh(model.mlp(x)))
+            return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+        return checkpoint(loss, x, use_reentrant=reentrant)
+
+    def gradients():
+        model.zero_grad()
+        use(model).backward()
+        return [each.grad.clone() for each in model.parameters()]
+
+    expected = gradients()
+    with lowtide.defer_logits(model) as deferral:
+        close(gradients(), expected)
+    assert deferral.fused > 0
+    assert deferral.materialized == {}
+
+
+def test_the_head_alone_checkpointed():
+    model, tokens, targets = make()
+
+    def use(model):
+        logits = checkpoint(model.lm_head, torch.tanh(model.mlp(model.wte(tokens))), use_reentrant=False)
+        return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+    check(model, use)
+
+
+def test_the_head_alone_checkpointed_reentrantly():
+    """Its first pass has no gradients, and must not be taken for a loss without them."""
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model):
+        x = torch.tanh(model.mlp(model.wte(tokens)))
+        logits = checkpoint(model.lm_head, x, use_reentrant=True)
+        assert isinstance(logits, torch.Tensor)
+        with pytest.raises(RuntimeError, match="none of output has requires_grad"):
+            F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1).backward()
+
+
+@pytest.mark.parametrize("where", ["around the model", "around all"])
+def test_autocast(where):
+    """The loss is often formed where autocast is off again; the head's product keeps its dtype."""
+    model, tokens, targets = make(dtype=torch.float32)
+
+    def use(model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits, loss = model(tokens, targets)
+        assert logits.dtype == torch.bfloat16
+        if where == "around all":
+            return loss
+        return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+    expected, found, deferral = plain_and_deferred(model, use)
+    assert deferral.materialized == {}
+    wide = copy.deepcopy(model).double()
+    exact = wide(tokens, targets)[1]
+    exact = [exact.detach(), *torch.autograd.grad(exact, list(wide.parameters()))]
+    for ours, eager, want in zip(found, expected, exact):
+        allowed = 2 * norm(eager.double() - want) + torch.finfo(torch.bfloat16).eps * norm(want)
+        assert norm(ours.double() - want) <= allowed
+
+
+def test_off_within_autocast():
+    model, tokens, _ = make(dtype=torch.float32)
+    with lowtide.defer_logits(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = torch.tanh(model.mlp(model.wte(tokens)))
+        with torch.autocast("cpu", enabled=False):
+            logits = model.lm_head(hidden.float())
+        assert logits.dtype == torch.float32
+        expected = hidden.float().double() @ model.lm_head.weight.double().t()
+        found = logits.logsumexp(-1)
+    eager = expected.float().logsumexp(-1)
+    allowed = 2 * norm(eager.double() - expected.logsumexp(-1)) + torch.finfo(torch.float32).eps * norm(
+        expected
+    )
+    assert norm(found.double() - expected.logsumexp(-1)) <= allowed
+
+
+def test_no_grad_while_training():
+    model, tokens, targets = make()
+    with torch.no_grad():
+        expected = model(tokens, targets)[1]
+        with lowtide.defer_logits(model) as deferral:
+            logits, loss = model(tokens, targets)
+    assert not loss.requires_grad
+    assert not logits.requires_grad
+    assert not F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1).requires_grad
+    assert deferral.materialized == {}
+    close([loss], [expected])
+
+
+def test_inference_mode_while_training():
+    model, tokens, targets = make()
+    with torch.inference_mode(), lowtide.defer_logits(model):
+        logits, loss = model(tokens, targets)
+        assert loss.isfinite()
+        assert logits.argmax(-1).shape == tokens.shape
+        with pytest.warns(lowtide.deferred.RealLogitsWarning, match="sin"):
+            assert logits.sin().isfinite().all()
+
+
+def test_torch_func():
+    model, tokens, targets = make()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (tokens, targets))[1]
+
+    expected = torch.func.grad(loss)(parameters)
+    with lowtide.defer_logits(model):
+        found = torch.func.grad(loss)(parameters)
+    close(list(found.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_as_one_graph(backend):
+    model, tokens, targets = make(tied=True)
+    loss = model(tokens, targets)[1]
+    expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    plain = compiled(tokens, targets)[1]
+    deferral = lowtide.defer_logits(model)  # what is compiled already sees it
+    logits, loss = compiled(tokens, targets)
+    close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
+    assert type(logits).__name__ == "DeferredLogits"
+    logits = compiled(tokens)[0]
+    outside = F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+    close([outside.detach(), *torch.autograd.grad(outside, list(model.parameters()))], expected)
+    deferral.undo()
+    close([compiled(tokens, targets)[1].detach()], [plain.detach()])
+    assert isinstance(compiled(tokens)[0], torch.Tensor)
