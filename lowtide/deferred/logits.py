@@ -168,7 +168,7 @@ class DeferredLogits:
         return call(function, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):
+        if name[:2] == "__" or not hasattr(Tensor, name):
             raise AttributeError(f"{name!r}: not an attribute of a tensor")
         if name in METADATA and self.tensor is None:
             return getattr(self.meta, name)
@@ -256,7 +256,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def _spelled(name: str) -> str:
     places = {"torch": torch, "torch.nn.functional": torch.nn.functional}
     found = (f"{at}.{name}" for at, owner in places.items() if hasattr(owner, name))
-    return f"Tensor.{name}" if name.startswith("__") else next(found, f"Tensor.{name}")
+    return f"Tensor.{name}" if name[:2] == "__" else next(found, f"Tensor.{name}")
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -277,7 +277,7 @@ for _name in (*BINARY, *REFLECTED, *IN_PLACE, *OTHERS):
 
 def _in_place(name: str) -> bool:
     """mul_, __imul__, __setitem__, ..."""
-    return name.strip("_") in IN_PLACE if name.startswith("__") else name.endswith("_")
+    return name[2:-2] in IN_PLACE if name[:2] == "__" else name[-1] == "_"
 
 
 def _flat(value: Any) -> list[Any]:

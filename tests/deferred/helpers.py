@@ -77,9 +77,14 @@ def check(model, use, *, fused=1, dtype=torch.float64):
         return
     exact = differentiated(*(lambda each: (each, use(each)))(copy.deepcopy(model).double()))
     for ours, eager, want in zip(found, expected, exact):
-        error, theirs = norm(ours.double() - want), norm(eager.double() - want)
-        allowed = 2 * theirs + torch.finfo(dtype).eps * norm(want)
-        assert error <= allowed, f"error {error:.3e} exceeds its budget {allowed:.3e}"
+        within_eager(ours, eager, want, dtype)
+
+
+def within_eager(ours, eager, exact, dtype, *, size=None):
+    """No further from the truth than twice eager's error and a rounding (of a number as large as `size`)."""
+    error, theirs = norm(ours.double() - exact), norm(eager.double() - exact)
+    allowed = 2 * theirs + torch.finfo(dtype).eps * (norm(exact) if size is None else size)
+    assert error <= allowed, f"error {error:.3e} exceeds its budget {allowed:.3e}"
 
 
 def norm(tensor):

@@ -1,0 +1,106 @@
+"""transformers.Trainer, unmodified: the losses of a run are those without a deferral."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from lowtide.integrations.transformers import DeferLogits  # noqa: E402
+from tests.deferred.helpers import norm, within_eager  # noqa: E402
+from tests.integrations.zoo import T, V, build  # noqa: E402
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, count=16):
+        generator = torch.Generator().manual_seed(3)
+        self.tokens = torch.randint(3, V, (count, T), generator=generator)
+        self.lengths = torch.randint(4, T, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, item):
+        labels = self.tokens[item].clone()
+        labels[self.lengths[item] :] = -100  # so that micro-batches count differently
+        return {"input_ids": self.tokens[item], "labels": labels}
+
+
+def trained(path, deferred, *, kind="LlamaForCausalLM", dtype=torch.float32, resume=None, **options):
+    """([logged numbers, *parameters], the callback)"""
+    callback = DeferLogits()
+    model = build(kind).to(dtype)
+    arguments = {
+        "output_dir": str(path),
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "optim": "sgd",  # Adam would make steps of what is 0 but for rounding
+        "learning_rate": 0.1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "seed": 1,
+    }
+    metrics = {"compute_metrics": options.pop("compute_metrics", None)}
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(**arguments | options),
+        train_dataset=Data(),
+        eval_dataset=Data(6),
+        callbacks=[callback] if deferred else [],
+        **metrics,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    logged = [entry[name] for entry in trainer.state.log_history for name in LOGGED if name in entry]
+    return [torch.tensor(logged), *(each.detach().clone() for each in model.parameters())], callback
+
+
+LOGGED = ("loss", "eval_loss", "eval_likelihood")
+
+
+def likelihood(found):
+    log_p = torch.tensor(found.predictions).log_softmax(-1)
+    return {"likelihood": log_p[..., 5].mean().item()}
+
+
+CHECKPOINTING = "activation_checkpointing"  # since transformers 5.23
+if not hasattr(transformers.TrainingArguments, CHECKPOINTING):
+    CHECKPOINTING = "gradient_checkpointing"
+
+CASES = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 4},  # with num_items_in_batch
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {CHECKPOINTING: True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "metrics": {"eval_strategy": "steps", "eval_steps": 2, "compute_metrics": likelihood},
+    "soft cap": {"kind": "Gemma2ForCausalLM"},
+    "masked": {"kind": "BertForMaskedLM"},
+    "sequence to sequence": {"kind": "T5ForConditionalGeneration"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run(name, tmp_path):
+    options = CASES[name]
+    eager, _ = trained(tmp_path, False, **options)
+    exact, _ = trained(tmp_path, False, **{**options, "bf16": False}, dtype=torch.float64)
+    found, callback = trained(tmp_path, True, **options)
+    assert callback.deferral.materialized == {}
+    if name != "label smoothing":  # which the Trainer spells out in log-probabilities
+        assert callback.deferral.fused == 4 * options.get("gradient_accumulation_steps", 1)
+    assert type(callback.deferral.head) is torch.nn.Linear
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float32
+    for ours, theirs, want in zip(found, eager, exact):
+        within_eager(ours, theirs, want.double(), dtype, size=8 * norm(want))
+
+
+def test_resumed(tmp_path):
+    """From a checkpoint of a deferred run, to the bit."""
+    whole, _ = trained(tmp_path, True, save_strategy="steps", save_steps=2, optim="adamw_torch")
+    found, _ = trained(tmp_path, True, resume=str(tmp_path / "checkpoint-2"), optim="adamw_torch")
+    for ours, want in zip(found, whole):
+        assert torch.equal(ours, want)
