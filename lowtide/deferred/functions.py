@@ -78,7 +78,7 @@ def _loss(
             return NotImplemented
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     inputs, weights, head = found.arguments()
-    with tree.as_recorded(node):
+    with tree.as_recorded(input.device, found.autocast):
         loss = entry.cross_entropy(
             inputs,
             weights,
@@ -104,7 +104,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         return result.unsqueeze(place) if keepdim else result
     rows = found.inputs[0].shape[:-1]
     target = torch.zeros(rows, dtype=torch.long, device=input.device)
-    result = _log_probs(node, found, target).logsumexp.view(input.rows)
+    result = _log_probs(found, target).logsumexp.view(input.rows)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -130,16 +130,16 @@ def _picked(node: tree.Node, index: Tensor) -> Tensor | None:
     below, *rest = node.operands
     if node.name == "log_softmax":
         found = formula(below)  # type: ignore[arg-type]
-        return None if found is None else _log_probs(below, found, index).log_prob  # type: ignore[arg-type]
+        return None if found is None else _log_probs(found, index).log_prob
     if node.name == "softmax" or any(isinstance(each, (tree.Linear, tree.Apply)) for each in rest):
         return None
     picked = _picked(below, index)  # type: ignore[arg-type]
     return None if picked is None else tree.FUNCTIONS[node.name](picked, *rest)
 
 
-def _log_probs(node: tree.Node, found: Formula, target: Tensor) -> entry.LogProbs:
+def _log_probs(found: Formula, target: Tensor) -> entry.LogProbs:
     inputs, weights, head = found.arguments()
-    with tree.as_recorded(node):
+    with tree.as_recorded(target.device, found.autocast):
         return entry.log_probs(inputs, weights, target, ignore_index=NO_CLASS, **head)
 
 

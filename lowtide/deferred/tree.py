@@ -65,16 +65,15 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def run(node: Node) -> Tensor:
     """The logits of the rows and classes that the tree has."""
-    with as_recorded(node):
+    with as_recorded(first(node).input.device, node.autocast):
         if isinstance(node, Linear):
             return F.linear(node.input, node.weight, node.bias)
         return FUNCTIONS[node.name](*(_operand(each) for each in node.operands))
 
 
-def as_recorded(node: Node) -> torch.autocast:
-    """Autocast as it was where the head was called: the loss is often computed elsewhere."""
-    on = node.autocast is not None
-    return torch.autocast(first(node).input.device.type, dtype=node.autocast, enabled=on)
+def as_recorded(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast as it was: the loss is often computed elsewhere."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def first(node: Node) -> Linear:

@@ -1,0 +1,34 @@
+"""A callback for Lightning:
+
+    lightning.Trainer(..., callbacks=[DeferLogits()])
+
+`lowtide.defer_logits(module)` before `fit` does the same, without an end.
+"""
+
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import nn
+
+from lowtide.deferred import Deferral, defer_logits
+
+
+class DeferLogits(Callback):
+    """The module's logits are deferred while it is fitted, and real again afterwards.
+
+    Args:
+        head: the name of the module that makes the logits; None looks for it, as `lowtide.defer_logits` does.
+    """
+
+    deferral: Deferral | None = None
+
+    def __init__(self, head: str | None = None) -> None:
+        self.head = head
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        head = None if self.head is None else pl_module.get_submodule(self.head)
+        self.deferral = defer_logits(pl_module, head=head)
+
+    def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
+        if self.deferral is not None:
+            self.deferral.undo()
