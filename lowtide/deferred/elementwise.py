@@ -78,7 +78,7 @@ def _unary(name: str, *names: str) -> None:
         return record(name, input)
 
 
-for _names in (("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("detach",)):
+for _names in (("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("clone",), ("detach",)):
     _unary(*_names)
 
 

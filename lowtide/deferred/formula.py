@@ -51,6 +51,8 @@ def formula(node: Node) -> Formula | None:
     if found is None:
         return None
     match node.name, rest:
+        case "clone", []:
+            return found
         case "detach", []:
             return _detached(found)
         case "to", [dtype]:

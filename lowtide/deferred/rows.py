@@ -56,8 +56,8 @@ for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdi
     _permuting(_name, _name)
 
 
-@handles("contiguous", "clone")
-def copy(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
+@handles("contiguous")
+def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
     meta = input.meta
     return input.like(input.node, torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
 

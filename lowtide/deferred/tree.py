@@ -16,6 +16,7 @@ Node = Union["Linear", "Apply"]
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
+    "clone": torch.clone,
     "detach": torch.detach,
     "div": torch.div,
     "exp": torch.exp,

@@ -126,6 +126,14 @@ class TestRealLogits:
         expected, found, _ = plain_and_deferred(model, use)
         close(found, expected, torch.float32)
 
+    def test_a_clone_is_one(self):
+        """What is changed is not what exp() needs for its gradient."""
+        model, tokens, _ = make()
+        expected, found, _ = plain_and_deferred(
+            model, lambda model: (model(tokens)[0] * 0.1).exp().clone().mul_(0.5).sum()
+        )
+        close(found, expected)
+
     def test_share_memory_with_their_views(self):
         model, tokens, _ = make()
         with lowtide.defer_logits(model):
