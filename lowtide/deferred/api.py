@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.deferred import elementwise, functions, rows
 from lowtide.deferred.find import check_head, classes, find_head
-from lowtide.deferred.hidden import DeferredHidden
+from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.logits import Source, user_stacklevel
 
 __all__ = ["Deferral", "RealLogitsWarning", "defer_logits", "elementwise", "functions", "rows"]
@@ -80,8 +80,12 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             deferral._report("a backward hook of the head")
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         source = Source(deferral._report, deferral._count_fused)
-        hidden = DeferredHidden(args[0], classes(self), source)
-        logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
+        hidden = DeferredHidden(args[0], classes(self), source, torch.is_grad_enabled())
+        try:
+            logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
+        except NotDeferred:
+            deferral._report("the head's own autograd.Function")
+            return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return logits.tensor if isinstance(logits, DeferredHidden) else logits
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -97,7 +101,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
 
 
 def _defers(head: nn.Module, input: object) -> bool:
-    if not head.training or not isinstance(input, Tensor):
+    if not head.training or not isinstance(input, Tensor) or not input.is_floating_point():
         return False
     # Reentrant checkpointing runs without gradients first: logits made then must not be taken for the real
     # ones.
@@ -149,7 +153,8 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
             its forward: the message says what to set) or hidden states or weight have been changed in place
             since (an optimizer's step), which only eager code can see; for an in-place change of logits that
             others depend on; for `register_hook` and `retain_grad` of logits, which the loss does not go
-            through.
+            through; for logits passed to an :class:`torch.autograd.Function`, which would lose their gradient
+            (pass `logits.materialize()`).
 
     Not seen: `isinstance(logits, torch.Tensor)` is False. Code that takes the head's `weight` and
     multiplies by itself never calls the head: `deferral.fused` stays 0.

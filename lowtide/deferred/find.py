@@ -59,10 +59,11 @@ def check_head(head: Any) -> None:
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
             "so), past which a deferral would not be called; remove it, or call defer_logits first"
         )
-    if classes(head) < 2:
+    if isinstance(head, nn.Embedding) or classes(head) < 2:
         raise ArgumentError(
-            f"{type(head).__name__} has no linear head: neither a weight [classes, features] nor an "
-            "nn.Linear in it; pass head=, the module that multiplies hidden states by such a weight"
+            f"{type(head).__name__} is no linear head: pass head=, the module whose forward multiplies "
+            "hidden states by a weight [classes, features]; a model that does so without a module cannot be "
+            "deferred: call lowtide.linear_cross_entropy in it"
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.deferred import tree
 from lowtide.deferred.formula import Formula, formula
-from lowtide.deferred.logits import DeferredLogits, handles
+from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.linear_cross_entropy import entry
 from lowtide.linear_cross_entropy.transforms import COPIES
 from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
@@ -90,6 +90,14 @@ def _loss(
         )
     input.source.fused()
     return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+@handles("grad")
+def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad."""
+    if any(isinstance(each, DeferredLogits) for each in inputs):
+        raise RuntimeError(f"torch.autograd.grad: {NO_GRADIENT}")
+    return NotImplemented
 
 
 @handles("logsumexp")

@@ -18,9 +18,13 @@ from lowtide.deferred.logits import BINARY, REFLECTED, DeferredLogits, Source
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
+class NotDeferred(Exception):
+    """The head does what cannot be deferred; its forward is to be run on the tensor."""
+
+
 class DeferredHidden:
-    def __init__(self, tensor: Tensor, classes: int, source: Source) -> None:
-        self.tensor, self.classes, self.source = tensor, classes, source
+    def __init__(self, tensor: Tensor, classes: int, source: Source, grad: bool) -> None:
+        self.tensor, self.classes, self.source, self.grad = tensor, classes, source, grad
 
     @classmethod
     def __torch_function__(
@@ -39,6 +43,9 @@ class DeferredHidden:
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, DeferredHidden))
+    if hidden.grad and not torch.is_grad_enabled():
+        # Within an autograd.Function (a quantised head's), which sees no tensor to take a gradient for.
+        raise NotDeferred
     if args[:1] == (hidden,) and len(args) > 1:
         weight = bias = None
         if function is F.linear:
@@ -51,7 +58,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     kwargs = {k: each.tensor if isinstance(each, DeferredHidden) else each for k, each in kwargs.items()}
     found = function(*args, **kwargs)
     again = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 0
-    return DeferredHidden(found, hidden.classes, hidden.source) if again else found
+    return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad) if again else found
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

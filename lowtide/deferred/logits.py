@@ -62,6 +62,11 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+NO_GRADIENT = (
+    "the loss does not go through these logits, so they have no gradient; undo() the deferral to look at it"
+)
+
+
 class Source:
     """What all logits of one call of the head have in common."""
 
@@ -151,6 +156,10 @@ class DeferredLogits:
             self.source.report(operation)
         return self.tensor
 
+    def materialize(self) -> Tensor:
+        """The tensor, for code that takes no other thing."""
+        return self.real("materialize")
+
     def about_to_change(self, operation: str) -> None:
         """In place: no other logits may have been made that should change with these, and none may be made
         later as if these had not."""
@@ -173,10 +182,7 @@ class DeferredLogits:
         if name in METADATA and self.tensor is None:
             return getattr(self.meta, name)
         if name in ("grad", "retain_grad", "register_hook"):
-            raise RuntimeError(
-                f"{name}: the loss does not go through these logits, so they have no gradient; undo() the "
-                "deferral to look at it"
-            )
+            raise RuntimeError(f"{name}: {NO_GRADIENT}")
         if name in ("T", "mT"):
             return self.transpose(-1, -2) if name == "mT" or self.dim() == 2 else self.real("Tensor.T").T
         if name == "data":
@@ -238,6 +244,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     name = getattr(function, "__name__", str(function))
     handler, keywords = HANDLERS.get(name, (None, None))
     deferred = [each for each in _flat((args, kwargs)) if isinstance(each, DeferredLogits)]
+    _check_gradients(deferred)
     known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
     if handler is not None and known and all(each.tensor is None for each in deferred):
         result = handler(*args, **kwargs)
@@ -251,6 +258,23 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if isinstance(target, DeferredLogits):
         target.about_to_change(operation)
     return function(*args, **kwargs)
+
+
+def _check_gradients(deferred: list[DeferredLogits]) -> None:
+    """Within an autograd.Function that was given them: it takes no gradient for what is no tensor."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return
+    sources = {id(each.source) for each in deferred if each.requires_grad}
+    frame = sys._getframe(1) if sources else None
+    while frame is not None:
+        if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+            for each in frame.f_locals.get("args", ()):
+                if isinstance(each, DeferredLogits) and id(each.source) in sources:
+                    raise RuntimeError(
+                        f"{frame.f_locals['cls'].__name__}, an autograd.Function, was given deferred logits, "
+                        "and would lose their gradient; pass logits.materialize(), or undo() the deferral"
+                    )
+        frame = frame.f_back
 
 
 def _spelled(name: str) -> str:

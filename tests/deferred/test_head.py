@@ -11,7 +11,8 @@ from torch import nn
 import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.logits import DeferredLogits
-from tests.deferred.helpers import D, V, make
+from tests.chunked_loss.helpers import close
+from tests.deferred.helpers import D, V, make, plain_and_deferred
 
 
 def test_only_in_training():
@@ -181,8 +182,9 @@ def test_two_heads():
 
 def test_a_head_that_is_no_product():
     model, _, _ = make()
-    with pytest.raises(ValueError, match="ReLU has no linear head"):
-        lowtide.defer_logits(model, head=nn.ReLU())
+    for head in (nn.ReLU(), model.wte):
+        with pytest.raises(ValueError, match=r"is no linear head: pass head="):
+            lowtide.defer_logits(model, head=head)
     with pytest.raises(TypeError, match=r"head must be a torch.nn.Module, got Parameter"):
         lowtide.defer_logits(model, head=model.lm_head.weight)
 
@@ -248,3 +250,36 @@ def test_a_head_that_makes_no_such_product():
     expected = model(tokens)[0]
     with lowtide.defer_logits(model):
         assert torch.equal(model(tokens)[0], expected)
+
+
+class Product(torch.autograd.Function):
+    """As quantised layers have one."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def test_a_head_with_a_function_of_its_own():
+    """Which would not see the hidden states within an object, and lose their gradient."""
+
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return Product.apply(x, self.weight)
+
+    model, tokens, targets = make()
+    model.lm_head = Quantised(D, V, bias=False).double()
+
+    def use(model):
+        return model(tokens, targets)[1]
+
+    with pytest.warns(RealLogitsWarning, match="the head's own autograd.Function"):
+        expected, found, deferral = plain_and_deferred(model, use)
+    assert deferral.fused == 0
+    close(found, expected)

@@ -188,6 +188,23 @@ def test_gradients_of_logits_are_refused(name):
         getattr(model(tokens)[0], name)
 
 
+def test_gradients_with_respect_to_logits_are_refused():
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model):
+        logits, loss = model(tokens, targets)
+        with pytest.raises(RuntimeError, match=r"torch.autograd.grad: the loss does not go through these"):
+            torch.autograd.grad(loss, logits, allow_unused=True)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+def test_gradients_from_logits():
+    model, tokens, _ = make()
+    expected = torch.autograd.grad(model(tokens)[0], model.wte.weight, torch.ones(B, T, V).double())
+    with lowtide.defer_logits(model):
+        found = torch.autograd.grad(model(tokens)[0], model.wte.weight, torch.ones(B, T, V).double())
+    close(found, expected)
+
+
 def test_the_weight_must_not_have_changed():
     model, tokens, targets = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -210,3 +227,55 @@ def test_no_attribute_of_a_tensor():
         assert not hasattr(logits, "loss")
         with pytest.raises(AttributeError, match="not an attribute of a tensor"):
             logits.loss  # noqa: B018
+
+
+class OwnLoss(torch.autograd.Function):
+    """The sum of squares; of a product that it makes on the way."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return (logits * logits).sum(-1).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return 2 * gradient * logits
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_a_function_would_lose_the_gradient(derived):
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        with pytest.raises(RuntimeError, match=r"OwnLoss, an autograd.Function, was given deferred logits"):
+            OwnLoss.apply(logits[:, 1:] * 2 if derived else logits)
+
+
+def test_a_function_takes_what_is_materialized():
+    model, tokens, _ = make()
+
+    def use(model):
+        logits = model(tokens)[0]
+        return OwnLoss.apply(logits if isinstance(logits, torch.Tensor) else logits.materialize())
+
+    with pytest.warns(RealLogitsWarning, match="materialize needs real logits"):
+        expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)
+
+
+def test_a_metric_within_a_function_is_none_of_that():
+    """Logits that a function makes itself are not lost in it."""
+
+    class Whole(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tokens, run):
+            with torch.enable_grad():
+                logits = run(tokens)
+            with torch.no_grad():
+                return logits.argmax(-1)
+
+    model, tokens, _ = make()
+    expected = model(tokens)[0].argmax(-1)
+    with lowtide.defer_logits(model):
+        assert torch.equal(Whole.apply(tokens, lambda tokens: model(tokens)[0]), expected)

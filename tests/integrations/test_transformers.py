@@ -57,6 +57,12 @@ def test_loss_and_gradients(name, dtype):
     check(found, eager, exact, dtype)
 
 
+def test_a_model_that_multiplies_by_itself_is_refused():
+    """FSMT's output embedding is an nn.Embedding whose weight its decoder takes."""
+    with pytest.raises(ValueError, match="Embedding is no linear head"):
+        lowtide.defer_logits(build("FSMTForConditionalGeneration"))
+
+
 def test_evaluation_and_generation_have_real_logits():
     model = build("LlamaForCausalLM").eval()
     inputs = batch()
