@@ -83,8 +83,8 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         hidden = DeferredHidden(args[0], classes(self), source, torch.is_grad_enabled())
         try:
             logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
-        except NotDeferred:
-            deferral._report("the head's own autograd.Function")
+        except NotDeferred as reason:
+            deferral._report(str(reason))
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         return logits.tensor if isinstance(logits, DeferredHidden) else logits
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.deferred import tree
 from lowtide.deferred.logits import BINARY, REFLECTED, DeferredLogits, Source
@@ -19,7 +20,7 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class NotDeferred(Exception):
-    """The head does what cannot be deferred; its forward is to be run on the tensor."""
+    """For what the exception says, the head's forward is to be run on the tensor."""
 
 
 class DeferredHidden:
@@ -45,7 +46,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, DeferredHidden))
     if hidden.grad and not torch.is_grad_enabled():
         # Within an autograd.Function (a quantised head's), which sees no tensor to take a gradient for.
-        raise NotDeferred
+        raise NotDeferred("the head's own autograd.Function")
     if args[:1] == (hidden,) and len(args) > 1:
         weight = bias = None
         if function is F.linear:
@@ -53,6 +54,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         elif function in MATMULS and args[1].dim() == 2:
             weight = args[1].t()
         if weight is not None and _product(hidden, weight, bias):
+            if is_traceable_wrapper_subclass(weight):
+                raise NotDeferred(f"a weight that is a {type(weight).__name__}")
             return _logits(hidden, weight, bias)
     args = tuple(each.tensor if isinstance(each, DeferredHidden) else each for each in args)
     kwargs = {k: each.tensor if isinstance(each, DeferredHidden) else each for k, each in kwargs.items()}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
@@ -283,3 +284,18 @@ def test_a_head_with_a_function_of_its_own():
         expected, found, deferral = plain_and_deferred(model, use)
     assert deferral.fused == 0
     close(found, expected)
+
+
+def test_a_weight_that_wraps_others():
+    """Like DTensor: it knows how to be multiplied, and the fused operator does not."""
+    model, tokens, targets = make()
+    weight = model.lm_head.weight.detach()
+    model.lm_head.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    expected = model(tokens, targets)[1]
+    with lowtide.defer_logits(model) as deferral:
+        with pytest.warns(RealLogitsWarning, match="a weight that is a TwoTensor needs real logits"):
+            found = model(tokens, targets)[1]
+        found.backward()
+    assert deferral.fused == 0
+    close([found.a], [expected.a])
+    assert model.mlp.weight.grad.any()
