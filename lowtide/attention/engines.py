@@ -27,7 +27,7 @@ def _kernels(operands: Operands, options: Options) -> Any:
 
 
 def _chosen(operands: Operands, options: Options) -> str:
-    # The kernels pass through the interpreter and the compilers; until a card has measured them, by name only.
+    # The kernels are right in the interpreter, and compile; until a card has measured them, by name only.
     if options.backend != "triton":
         return "torch"
     reason = _reason_against_triton(operands)
