@@ -65,7 +65,8 @@ def _exponentials_kernel(
 ):
     """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class;
     in float32, of each row and part of a tile, whichever of these have a pointer: the sum of E, of E (z -
-    reference), of the stored value times u, and the largest z with its class. With `repair`, only row tiles
+    reference), of the stored value times u, and the largest z with its class. With means, which come with
+    maxima, the reference is the largest z of the part. With `repair`, only row tiles
     that are marked. An ignored row's reference is infinite, so that it adds 0; if its logits are not finite,
     only where GUARDED. Targets are left out of every tile where MASKED, else out of those that have any.
     Grid: one program a multiprocessor, tiles in turn."""
@@ -110,20 +111,6 @@ def _exponentials_kernel(
                 if SOFTCAP > 0:
                     capped_cp = tanh(z_cp * (1.0 / SOFTCAP))
                     z_cp = capped_cp * SOFTCAP
-                if sum_ptr is not None:
-                    shift_cp = (z_cp - reference_c[:, None]) * LOG2_E
-                    exp_cp = tl.exp2(shift_cp)
-                    if MASKED:
-                        exp_cp = _others(exp_cp, columns, target_c, B)
-                    else:
-                        hit_c = (target_c >= first) & (target_c < first + BLOCK_B // PARTS)
-                        if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
-                            exp_cp = _others(exp_cp, columns, target_c, B)
-                    tl.store(sum_ptr + place, tl.sum(exp_cp, 1), mask=rows < C)
-                    if tilt_C_ptr is not None or mean_ptr is not None:
-                        shift_cp = tl.maximum(shift_cp, LOWEST) * LOG_2
-                    if mean_ptr is not None:
-                        tl.store(mean_ptr + place, tl.sum(exp_cp * shift_cp, 1), mask=rows < C)
                 if max_ptr is not None:
                     z_cp = tl.where(columns[None, :] < B, z_cp, -float("inf"))
                     max_c = tl.max(z_cp, 1)
@@ -138,7 +125,25 @@ def _exponentials_kernel(
                             score_cp = tl.fma(z_cp - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
                             argmax_c = -tl.max(score_cp, 1).to(tl.int32)
                         tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
+                    if mean_ptr is not None:
+                        # Its own: far from the largest logit differences would lose their digits.
+                        reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
                 if sum_ptr is not None:
+                    shift_cp = (z_cp - reference_c[:, None]) * LOG2_E
+                    exp_cp = tl.exp2(shift_cp)
+                    if mean_ptr is not None:  # beyond the last class z is -inf
+                        exp_cp = tl.where(columns[None, :] != target_c[:, None], exp_cp, 0.0)
+                    elif MASKED:
+                        exp_cp = _others(exp_cp, columns, target_c, B)
+                    else:
+                        hit_c = (target_c >= first) & (target_c < first + BLOCK_B // PARTS)
+                        if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
+                            exp_cp = _others(exp_cp, columns, target_c, B)
+                    tl.store(sum_ptr + place, tl.sum(exp_cp, 1), mask=rows < C)
+                    if tilt_C_ptr is not None or mean_ptr is not None:
+                        shift_cp = tl.maximum(shift_cp, LOWEST) * LOG_2
+                    if mean_ptr is not None:
+                        tl.store(mean_ptr + place, tl.sum(exp_cp * shift_cp, 1), mask=rows < C)
                     if tilt_C_ptr is not None:
                         pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
                         tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)

@@ -191,40 +191,56 @@ class ExponentialStream(Stream):
         raw_C: Tensor,
         take_statistics: bool,
     ) -> Tensor | None:
-        """S, gap, mean and argmax of each row where they are asked for; r becomes the largest logit where the
-        target's was too far below it. Returns the part of the moment that the other classes have."""
+        """S and gap of each row, and what log-probabilities are made of, where they are asked for; r becomes
+        the largest logit where the target's was too far below it. Returns the part of the moment that the
+        other classes have."""
+        if take_statistics and self.plan.job.log_probs:
+            self._run_log_probs(tiles, row, stat, logit_C)
+            return None
         sums = tiles.partials()
         moments = None if stat.moment_N is None else tiles.partials()
-        if not take_statistics:
-            tiles.run(sums=sums, moments=moments)
-            return None if moments is None else moments.sum(0)
-        means: Any = None
-        maxima: Any = None
-        places: Any = None
-        if self.plan.job.log_probs:
-            means, maxima, places = tiles.partials(), tiles.partials(), tiles.partials(torch.int32)
-        tiles.run(sums=sums, means=means, moments=moments, maxima=maxima, places=places, guarded=False)
-        torch.sum(sums, 0, out=stat.sum_N)
-        far_C = ~(stat.sum_N <= LARGEST_SUM)  # or NaN
-        height = kernels.BLOCK_C
-        marked_C = F.pad(far_C, (0, -far_C.shape[0] % height)).view(-1, height).any(1)
-        repair = marked_C.int()
-        tiles.run(maxima=sums, places=places, repair=repair)  # nothing is computed where no row is marked
-        if maxima is not None:
-            stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
-            del maxima, places
-        stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, sums.amax(0), stat.max_N))
-        tiles.run(sums=sums, means=means, moments=moments, repair=repair)
-        marked_C = marked_C[:, None].expand(-1, height).flatten()[: far_C.shape[0]]
-        stat.sum_N.copy_(torch.where(marked_C, sums.sum(0), stat.sum_N))
+        tiles.run(sums=sums, moments=moments, guarded=not take_statistics)
+        if take_statistics:
+            torch.sum(sums, 0, out=stat.sum_N)
+            far_C = ~(stat.sum_N <= LARGEST_SUM)  # or NaN
+            marked_C, repair = _tiles_of(far_C)
+            tiles.run(maxima=sums, repair=repair)  # nothing is computed where no row is marked
+            stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, sums.amax(0), stat.max_N))
+            tiles.run(sums=sums, moments=moments, repair=repair)
+            stat.sum_N.copy_(torch.where(marked_C, sums.sum(0), stat.sum_N))
+            self._take_gap(stat, logit_C)
+        return None if moments is None else moments.sum(0)
+
+    def _run_log_probs(
+        self, tiles: kernels.Exponentials, row: Terms, stat: Statistics, logit_C: Tensor
+    ) -> None:
+        """r is the largest logit: an entropy is made of differences from it. Each part of a tile has its sums
+        relative to its own."""
+        sums, means, maxima = tiles.partials(), tiles.partials(), tiles.partials()
+        places = tiles.partials(torch.int32)
+        tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
+        max_C = maxima.amax(0)
+        _, repair = _tiles_of(~max_C.isfinite() & ~row.ignored_N)
+        tiles.run(maxima=maxima, places=places, repair=repair)
+        stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
+        del places
+        # The target's logit comes from a sum of its own: where it is the largest, gap = log(1 + S) holds.
+        stat.max_N.copy_(torch.where(stat.argmax_N == row.target_N, logit_C, max_C))
+        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)  # finite where a part has no class that counts
+        means.addcmul_(sums, shift)
+        shift.exp_()
+        torch.sum(sums.mul_(shift), 0, out=stat.sum_N)
+        mean_C = means.mul_(shift).sum(0)
+        self._take_gap(stat, logit_C)
         distance_C = stat.max_N - logit_C
         exp_C = distance_C.neg().exp()
-        log_total_C = distance_C + (exp_C + stat.sum_N).log()
+        excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
+        torch.div(mean_C - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
+
+    def _take_gap(self, stat: Statistics, logit_C: Tensor) -> None:
+        distance_C = stat.max_N - logit_C
+        log_total_C = distance_C + (distance_C.neg().exp() + stat.sum_N).log()
         stat.gap_N.copy_(torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C))
-        if means is not None:
-            excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
-            torch.div(means.sum(0) - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
-        return None if moments is None else moments.sum(0)
 
     def _bend_(self, raw_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
         """z and its slope, where raw_C becomes u: the product with the bias."""
@@ -305,6 +321,13 @@ class ExponentialStream(Stream):
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=self.plan.sum_dtype, device=self.device)
+
+
+def _tiles_of(rows_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows whose row tile has any of these, and a mark for each row tile."""
+    height = kernels.BLOCK_C
+    marked = F.pad(rows_C, (0, -rows_C.shape[0] % height)).view(-1, height).any(1)
+    return marked[:, None].expand(-1, height).flatten()[: rows_C.shape[0]], marked.int()
 
 
 def _logsumexp(stat: Statistics, logit_C: Tensor) -> Tensor:

@@ -146,9 +146,9 @@ BUILDS = {
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, MASKED=True, spills=8),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0, MASKED=True, spills=64),
     "exponentials, all": _exponentials(**_BENT, **_HALVES, MASKED=True, moment_ptr=F32, spills=320),
-    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND, spills=16),
+    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
-        spills=112),
+        spills=64),
     "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=96),
     "exponentials, gradient of entropy, all": _exponentials(
         **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=544

@@ -123,6 +123,34 @@ def test_what_24_bits_hold(device):
     assert ((found_VD - exact_VD).abs() <= rounding_VD)[:, 2:].all()
 
 
+def test_the_entropy_of_rows_whose_target_is_unlikely(device):
+    """One class has nearly all probability, 15 to 38 above the target: what is left is small, and exact."""
+    N, D = 24, 16
+    hidden = torch.zeros(N, D)
+    hidden[:, 0], hidden[:, 1] = torch.linspace(15, 38, N), torch.linspace(7, 17, N)
+    weight = torch.zeros(40, D)
+    weight[33, 0] = weight[7, 0] = 1
+    weight[7, 1] = -1
+    leaves = [each.to(device, dtype_on(device)).requires_grad_() for each in (hidden, weight)]
+    target = torch.zeros(N, dtype=torch.long, device=device)
+    inputs = Inputs(*leaves, target)
+    found = fused_log_probs(inputs, backend="triton").entropy
+    (grad,) = torch.autograd.grad(found.sum(), leaves[:1])
+    exact = inputs.to(torch.float64)
+    log_p_NV = (exact.input @ exact.linear_weight.t()).log_softmax(1)
+    entropy_N = -(log_p_NV.exp() * log_p_NV).sum(1)
+    (exact_grad,) = torch.autograd.grad(entropy_N.sum(), [exact.input])
+    wide = inputs.to(torch.float32)
+    eager_NV = (wide.input @ wide.linear_weight.t()).log_softmax(1)
+    eager_N = -(eager_NV.exp() * eager_NV).sum(1)
+    # Row by row, as eager float32 errs at worst.
+    worst = ((eager_N.double() - entropy_N) / entropy_N).abs().max()
+    assert (((found.double() - entropy_N) / entropy_N).abs() <= 2 * worst).all()
+    rounding = torch.finfo(leaves[0].dtype).eps
+    error_N = (grad.double() - exact_grad).norm(dim=1) / exact_grad.norm(dim=1)
+    assert (error_N <= 2 * worst + 2 * rounding).all()
+
+
 def test_logits_far_from_the_targets(device):
     """exp(z - z_target) overflows in some rows: those are found and their tiles computed again."""
     inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), scale=60.0)
