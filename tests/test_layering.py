@@ -24,7 +24,7 @@ ALLOWED = {
     "transforms": {"check", "head", "reference", "workspace"},
     "autograd": {"head", "ops", "plan", "scaling", "shapes", "transforms"},
     "shapes": {"head", "ops", "plan"},
-    "ops": {"exponentials", "gradients", "head", "plan", "rows", "scaling", "streamed"},
+    "ops": {"exponentials", "gradients", "head", "operands", "plan", "rows", "scaling", "streamed"},
     "plan": {"check", "head", "workspace"},
     "workspace": {"check"},
     "streamed": {"check", "gradients", "head", "kernels", "operands", "plan", "rows", "scaling"},

@@ -5,16 +5,15 @@ without running them; they know no autograd, autograd.py differentiates them.
     attention_backward    the gradients of query, key, value and bias that are wanted, in this order
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from lowtide.attention import engines
 from lowtide.attention.problem import Operands, Options
+from lowtide.linear_cross_entropy.operands import on_device_of
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
 OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend"
@@ -38,7 +37,7 @@ def attention(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with _quiet(operands):
+    with on_device_of(operands.query):
         return engines.forward(operands, Options(*options), keep_logsumexp)
 
 
@@ -63,13 +62,6 @@ def attention_backward(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with _quiet(operands):
+    with on_device_of(operands.query):
         given = (upstream, logsumexp_upstream, out, logsumexp)
         return engines.backward(operands, Options(*options), wanted, *given)
-
-
-@contextlib.contextmanager
-def _quiet(operands: Operands) -> Iterator[None]:
-    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
-    with torch.cuda.device_of(operands.query), torch.autocast(operands.device.type, enabled=False):
-        yield

@@ -11,7 +11,7 @@ What all rows share, 1 / (temperature n), stays out of G, where it would round a
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -22,7 +22,7 @@ from lowtide.distillation.rows import Logits, Statistics
 from lowtide.distillation.sizes import make_plan, operand_dtype, padded
 from lowtide.linear_cross_entropy import scaling
 from lowtide.linear_cross_entropy.gradients import Kept
-from lowtide.linear_cross_entropy.operands import Operand, product
+from lowtide.linear_cross_entropy.operands import Operand, blocks, product
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
 ROOM = 64
@@ -119,10 +119,10 @@ class Engine:
             rows = slice(start, min(start + plan.rows, self.N))
             C = rows.stop - start
             x_CD = self.student.masked(rows)
-            for classes in _blocks(self.V, plan.operand_classes):
+            for classes in blocks(self.V, plan.operand_classes):
                 self.student.product(s_CV[:C, classes], x_CD, classes)
             teacher_x_CD = self.teacher.masked(rows)
-            for classes in _blocks(self.V, plan.operand_classes):
+            for classes in blocks(self.V, plan.operand_classes):
                 self.teacher.product(t_CV[:C, classes], teacher_x_CD, classes)
             del teacher_x_CD  # copies, some of them: gone before the next are made
             g_CV = self._divergence_(
@@ -141,7 +141,7 @@ class Engine:
         plan, size = self.plan, self.plan.block_classes
         sum_BD = self.new(size, self.student.D)
         s_CB, t_CB = (self.new(plan.block_rows, padded(size)) for _ in range(2))
-        for classes in _blocks(self.V, size):
+        for classes in blocks(self.V, size):
             B = classes.stop - classes.start
             student_BD, teacher_BD = self.student.weight(classes), self.teacher.weight(classes)
             for start in range(0, self.N, plan.block_rows):
@@ -160,7 +160,7 @@ class Engine:
 
     def _input_gradient(self, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice) -> None:
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: len(g_CV)]
-        for classes in _blocks(self.V, self.plan.operand_classes):
+        for classes in blocks(self.V, self.plan.operand_classes):
             product(dx_CD, g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
         if sum_CD is not None:
             scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend)
@@ -218,8 +218,3 @@ class _Head(Operand):
     def logits(self, product_CB: Tensor, classes: slice) -> Logits:
         bias_B = None if self.bias_V is None else self.bias_V[classes]
         return Logits(product_CB, bias_B, self.temperature, self.softcap)
-
-
-def _blocks(size: int, step: int) -> Iterator[slice]:
-    for start in range(0, size, step):
-        yield slice(start, min(start + step, size))

@@ -11,9 +11,8 @@ Sizes of chunks are chosen inside, so that no length compiles anew.
 Shapes: N rows, D features, V classes.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lowtide.distillation.engine import Engine
 from lowtide.distillation.heads import Heads, Options
 from lowtide.distillation.sizes import keeps_sum
+from lowtide.linear_cross_entropy.operands import on_device_of
 from lowtide.linear_cross_entropy.scaling import scaled
 
 TYPES: dict[Any, str] = {
@@ -47,7 +47,7 @@ ARGUMENTS = f"{_schema(Heads)}, bool[] wanted, {_schema(Options)}"
 @custom_op("lowtide::distillation", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
 def distillation(*arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
-    with _quiet(heads):
+    with on_device_of(heads.student_input):
         loss, gradients = Engine(heads, options, wanted).run()
         waiting = [loss]
         for kept in gradients:
@@ -62,7 +62,7 @@ def distillation(*arguments: Any) -> list[Tensor]:
 )
 def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
-    with _quiet(heads):
+    with on_device_of(heads.student_input):
         engine = Engine(heads, options, wanted, upstream)
         _, gradients = engine.run()
         backend = engine.plan.backend
@@ -75,13 +75,6 @@ def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:
     count = len(Heads._fields)
     return Heads(*arguments[:count]), list(arguments[count]), Options(*arguments[count + 1 :])
-
-
-@contextlib.contextmanager
-def _quiet(heads: Heads) -> Iterator[None]:
-    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
-    with torch.cuda.device_of(heads.student_input), torch.autocast(heads.device.type, enabled=False):
-        yield
 
 
 def _wanted(heads: Heads, wanted: Sequence[bool]) -> list[Tensor]:

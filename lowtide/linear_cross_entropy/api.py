@@ -83,9 +83,11 @@ def linear_cross_entropy(
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
         precision on the CPU) and are summed in float32, as are the logits, the statistics and the gradient
-        of the weight; float64 stays float64. Each gradient is rounded once, for mean and sum twice if the
-        upstream gradient is no power of two. The loss is float32 for half-precision input: a bfloat16 loss
-        has three digits. Beside probabilities it is float64 where they, or the class weights, are.
+        of the weight (on Hopper, where four bytes a weight do not fit the workspace but one does, in 24 bits:
+        each chunk rounds by at most 2^-16); float64 stays float64. Each gradient is rounded once, for mean
+        and sum twice if the upstream gradient is no power of two. The loss is float32 for half-precision
+        input: a bfloat16 loss has three digits. Beside probabilities it is float64 where they, or the class
+        weights, are.
 
     Memory:
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in
@@ -98,7 +100,10 @@ def linear_cross_entropy(
         beside a few float32 tensors of the input's size.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
-    gradients depends on the backend (in plain torch it does).
+    gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An
+    upstream gradient that is not finite makes an ignored row's gradient NaN for mean and sum. Where all
+    targets have class weight 0, smoothing makes the mean infinite, and NaN in torch; torch's own mean over
+    one ignored row without a batch is 0 on CUDA, and NaN, as here, everywhere else.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below

@@ -33,7 +33,7 @@ from torch import Tensor
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept
-from lowtide.linear_cross_entropy.operands import product, sum_of_products
+from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
 from lowtide.linear_cross_entropy.weight_sums import FloatSum, SplitSum
@@ -134,7 +134,7 @@ class ExponentialStream(Stream):
         exponentials = self._exponentials_buffer(plan.block_rows, plan.block_classes)
         scaled_CD = self._operand_buffer(plan.block_rows)
         sorted_targets = self._sorted_targets()
-        for classes in self._blocks(plan.block_classes):
+        for classes in blocks(self.V, plan.block_classes):
             weight_BD, B = operand.weight(classes), classes.stop - classes.start
             weight_sum = FloatSum(sum_BD[:B])
             for start in range(0, self.M, plan.block_rows):

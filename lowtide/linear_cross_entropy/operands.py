@@ -3,10 +3,24 @@
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def on_device_of(tensor: Tensor) -> Iterator[None]:
+    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
+    with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
+        yield
+
+
+def blocks(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
 
 
 class Operand:

@@ -13,8 +13,7 @@ to be applied. Gradients come in the order of Head's tensors, only those that ar
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.library import custom_op
 
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.operands import on_device_of
 from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scaled
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     *options: Any,
 ) -> list[Tensor]:
     head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
-    with _on_device_of(head):
+    with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, class_weight)
         if plan.options.reduction == "none":
             statistics = stream.take_statistics()
@@ -81,7 +81,7 @@ def linear_cross_entropy_backward(
     *options: Any,
 ) -> list[Tensor]:
     head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
-    with _on_device_of(head):
+    with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, class_weight)
         terms = stream.terms(upstream.flatten())
         return _final(stream, terms, _read_statistics(stream, statistics))
@@ -97,7 +97,7 @@ def linear_log_probs(
     *options: Any,
 ) -> list[Tensor]:
     head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
-    with _on_device_of(head):
+    with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, None)
         statistics = stream.take_statistics()
         log_prob_N = statistics.gap_N.neg().masked_fill_(stream.foreign_N, torch.nan)
@@ -127,7 +127,7 @@ def linear_log_probs_backward(
     *options: Any,
 ) -> list[Tensor]:
     head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
-    with _on_device_of(head):
+    with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, None)
         known = _read_statistics(stream, statistics)
         upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
@@ -168,13 +168,6 @@ def job_of(
     gradients = Wanted(tuple(wanted[:terms]), tuple(wanted[terms : 2 * terms]), *wanted[2 * terms :])
     job = Job(gradients, log_probs, target.is_floating_point(), class_weight is not None)
     return Head(tuple(inputs), tuple(weights), bias, scale), job
-
-
-@contextlib.contextmanager
-def _on_device_of(head: Head) -> Iterator[None]:
-    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
-    with torch.cuda.device_of(head.inputs[0]), torch.autocast(head.device.type, enabled=False):
-        yield
 
 
 def _stream(plan: Plan, *operands: Any) -> Stream:

@@ -77,7 +77,7 @@ class Plan:
 def make_plan(head: Head, options: Options, job: Job) -> Plan:
     route = _route(head, options, job)
     workspace, needs = _needs(head, options, job, route)
-    sizes = spend(workspace, needs)
+    sizes = spend(workspace, needs, _weight_gradient(head, options, job))
     return Plan(
         options=options,
         job=job,
@@ -96,7 +96,14 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
     """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
     the outputs depend on, and as little as possible of N, which may be symbolic."""
-    return weight_gradient(*_needs(head, options, job, _route(head, options, job))) == "accumulate"
+    return _weight_gradient(head, options, job) == "accumulate"
+
+
+def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
+    """Decided by shapes, strides and dtypes, which a compiled graph guards, and not by where in its memory a
+    tensor begins, which it does not."""
+    route = _route(head, options, job, aligned=True)
+    return weight_gradient(*_needs(head, options, job, route))
 
 
 class _Route(NamedTuple):
@@ -106,7 +113,7 @@ class _Route(NamedTuple):
     copies_rows: tuple[bool, ...]
 
 
-def _route(head: Head, options: Options, job: Job) -> _Route:
+def _route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> _Route:
     # torch has no half-precision product with a float32 result on the CPU.
     cuda = head.device.type == "cuda"
     compute_dtype = options.compute_dtype if cuda else options.sum_dtype
@@ -124,7 +131,7 @@ def _route(head: Head, options: Options, job: Job) -> _Route:
         and not job.probabilities
         # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
         and not (options.label_smoothing and options.softcap)
-        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype)
+        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype, aligned)
     )
     return _Route(backend, exponentials, compute_dtype, copies_rows)
 
@@ -229,11 +236,13 @@ def _has_tensor_maps(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype) -> bool:
-    """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit."""
+def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype, anywhere: bool) -> bool:
+    """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit; `anywhere`: if
+    they began at such a place."""
 
     def aligned(tensor: Tensor) -> bool:
-        return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], tensor.storage_offset()))
+        begins = 0 if anywhere else tensor.storage_offset()
+        return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], begins))
 
     rows = input.dim() <= 3 or _flattens(input)
     inner = input.stride(-1) == weight_VD.stride(-1) == 1 and input.shape[-1] % 8 == 0

@@ -10,7 +10,6 @@ block.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lowtide.linear_cross_entropy import scaling
 from lowtide.linear_cross_entropy.check import check_classes
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept, allocate, no_gradients
 from lowtide.linear_cross_entropy.head import Head
-from lowtide.linear_cross_entropy.operands import Operand, product
+from lowtide.linear_cross_entropy.operands import Operand, blocks, product
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 
@@ -229,7 +228,7 @@ class Stream:
         statistics = dataclasses.replace(statistics, moment_N=None)  # taken already
         dw_sum_BD = self._buffer(plan.block_classes, self.operands[0].D)
         logits = self._buffer(plan.block_rows, plan.block_classes).view(-1)
-        for classes in self._blocks(plan.block_classes):
+        for classes in blocks(self.V, plan.block_classes):
             B = classes.stop - classes.start
             weights = [operand.weight(classes) for operand in self.operands]
             for start in range(0, self.M, plan.block_rows):
@@ -248,7 +247,7 @@ class Stream:
 
     def _logits(self, z_CV: Tensor, chunks: list[Tensor]) -> None:
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for classes in self._blocks(self.plan.operand_classes):
+            for classes in blocks(self.V, self.plan.operand_classes):
                 product(z_CV[:, classes], x_CD, operand.weight(classes).t(), add=k > 0)
 
     def _writes_directly(self, dx: Kept) -> bool:
@@ -259,7 +258,7 @@ class Stream:
         self, operand: Operand, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice
     ) -> None:
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
-        for classes in self._blocks(self.plan.operand_classes):
+        for classes in blocks(self.V, self.plan.operand_classes):
             product(dx_CD, g_CV[:, classes], operand.weight(classes), add=classes.start > 0)
         if sum_CD is None:
             return
@@ -318,10 +317,6 @@ class Stream:
             mean_N=vector(job.log_probs),
             argmax_N=vector(job.log_probs, torch.long),
         )
-
-    def _blocks(self, size: int) -> Iterator[slice]:
-        for start in range(0, self.V, size):
-            yield slice(start, min(start + size, self.V))
 
     def _buffer(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self.plan.sum_dtype, device=self.device)

@@ -101,14 +101,17 @@ def least(needs: Needs) -> int:
     return needs.fixed + needs.row + _least_copy(needs) + (2 * needs.class_sum if needs.weight_sum else 0)
 
 
-def spend(workspace: int, needs: Needs) -> Sizes:
+def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
+    """`kind`, where it has been decided; a path without a sum in 24 bits forms class blocks in its place."""
     N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
         raise too_small(workspace, least(needs), held)
 
     free = workspace - needs.fixed
-    kind = weight_gradient(workspace, needs)
+    kind = weight_gradient(workspace, needs) if kind is None else kind
+    if kind == "split" and not needs.split_sum:
+        kind = "by_class"
     room = free - {"accumulate": needs.weight_sum, "split": needs.split_sum, "by_class": 0}[kind]
     operand_classes = V
     if needs.weight_copy:

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_choice
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -29,11 +29,6 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") ->
         raise ArgumentTypeError(f"{name} must be a torch.Tensor of shape {list(shape)}, got {came}{hint}")
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_log_probs
-from lowtide.linear_cross_entropy.check import ArgumentError
-from lowtide.losses.common import check_choice
+from lowtide.linear_cross_entropy.check import ArgumentError, check_choice
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

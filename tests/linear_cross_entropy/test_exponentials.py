@@ -3,6 +3,8 @@
 The interpreter has no product of bfloat16 operands: there the path runs on float32 ones, in small tiles.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -228,6 +230,20 @@ def test_the_plan_takes_what_fits(device):
     assert not planned(soft, None, backend="triton").exponentials
     bent = make_inputs(9, 24, 31, device=device, dtype=dtype)
     assert not planned(bent, None, backend="triton", label_smoothing=0.1, softcap=5.0).exponentials
+
+
+def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device):
+    """Its dtype at least: a compiled graph is run with tensors that begin elsewhere."""
+    kinds = set()
+    inputs = make_inputs(600, 24, 203, device=device, dtype=torch.bfloat16)
+    flat = torch.randn(203 * 24 + 8, device=device).to(torch.bfloat16)
+    for bytes in range(400_000, 4_000_000, 100_000):
+        at = [flat[begin : begin + 203 * 24].view(203, 24).requires_grad_() for begin in (0, 1)]
+        plans = [planned(replace(inputs, linear_weight=each), bytes, backend="triton") for each in at]
+        assert [each.exponentials for each in plans] == [True, False]
+        assert len({each.weight_gradient == "accumulate" for each in plans}) == 1, bytes
+        kinds.add(plans[0].weight_gradient)
+    assert kinds >= {"split", "accumulate"}
 
 
 OPTIONS = [
