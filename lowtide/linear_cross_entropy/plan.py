@@ -131,7 +131,7 @@ def _route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> 
         and not job.probabilities
         # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
         and not (options.label_smoothing and options.softcap)
-        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype, aligned)
+        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype, anywhere=aligned)
     )
     return _Route(backend, exponentials, compute_dtype, copies_rows)
 
@@ -236,7 +236,7 @@ def _has_tensor_maps(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype, anywhere: bool) -> bool:
+def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype, *, anywhere: bool) -> bool:
     """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit; `anywhere`: if
     they began at such a place."""
 

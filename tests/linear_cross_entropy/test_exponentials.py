@@ -232,8 +232,12 @@ def test_the_plan_takes_what_fits(device):
     assert not planned(bent, None, backend="triton", label_smoothing=0.1, softcap=5.0).exponentials
 
 
-def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device):
+def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device, monkeypatch):
     """Its dtype at least: a compiled graph is run with tensors that begin elsewhere."""
+    if device == "cpu":  # where a weight of another dtype than the products is copied, and so aligned
+        monkeypatch.setattr(
+            plan, "_maps", lambda input, weight, *_, anywhere: anywhere or weight.storage_offset() % 8 == 0
+        )
     kinds = set()
     inputs = make_inputs(600, 24, 203, device=device, dtype=torch.bfloat16)
     flat = torch.randn(203 * 24 + 8, device=device).to(torch.bfloat16)
