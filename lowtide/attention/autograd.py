@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.attention import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.attention.problem import Operands, Options
+from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -45,7 +46,7 @@ class _Attention(torch.autograd.Function):
             return (*nothing, *(None,) * len(Operands._fields))
         *tensors, out, logsumexp = ctx.saved_tensors
         operands = Operands(*tensors)
-        if transforms.is_differentiated(upstream, logsumexp_upstream):
+        if is_differentiated(upstream, logsumexp_upstream):
             gradients = again(operands, ctx.options, ctx.wanted, (upstream, logsumexp_upstream))
         else:
             if upstream is None:
@@ -61,22 +62,8 @@ def again(
     operands: Operands, options: Options, wanted: Sequence[bool], upstream: Sequence[Tensor | None]
 ) -> Gradients:
     """The gradients, so that they can be differentiated."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views of their own: one tensor may be query, key and value at once.
-        own = [each if each is None else each.view_as(each) for each in operands.differentiable]
-        operands = operands._replace(**dict(zip(Operands._fields, own)))
-        outputs = transforms.attention(operands, options)
-        used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
-        found = torch.autograd.grad(
-            [out for out, _ in used],
-            [each for each, want in zip(own, wanted) if each is not None and want],
-            [gradient for _, gradient in used],
-            create_graph=create_graph,
-        )
-    return placed(found, wanted)
 
+    def attended(own: list[Tensor | None]) -> tuple[Tensor, ...]:
+        return transforms.attention(operands._replace(**dict(zip(Operands._fields, own))), options)
 
-def placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:
-    each = iter(found)
-    return tuple(next(each) if want else None for want in wanted)
+    return differentiable_gradients(attended, operands.differentiable, wanted, upstream)

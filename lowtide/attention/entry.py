@@ -11,6 +11,7 @@ from lowtide.attention import autograd, handed, reference, transforms
 from lowtide.attention.check import ArgumentError, check_operands
 from lowtide.attention.masks import AttentionBias, Band, LowerTriangularMask, intervals
 from lowtide.attention.problem import Operands, Options, sizes
+from lowtide.derivatives import active
 
 CAUSAL = LowerTriangularMask()
 
@@ -44,7 +45,7 @@ def attention(
         operands = operands._replace(seed=_drawn(seed, generator, operands.device))
     if way == "reference":
         return reference.attention(operands, options)
-    if transforms.active(*operands):
+    if active(*operands):
         return transforms.attention(operands, options)
     return autograd.attention(operands, options, with_logsumexp)
 
@@ -61,7 +62,7 @@ def _chosen(
     backend = options.backend
     if backend in ("auto", "sdpa"):
         reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
-        if reason is None and transforms.active(*operands[:3]):
+        if reason is None and active(*operands[:3]):
             reason = "it knows no transforms"
         if reason is None:
             return "sdpa"

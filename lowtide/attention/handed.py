@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 # By name: ours may have been put in its place there.
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
-from lowtide.attention import transforms
 from lowtide.attention.autograd import Gradients, again
 from lowtide.attention.masks import AttentionBias, Band, intervals, is_plain_causal
 from lowtide.attention.problem import Operands, Options, sizes
+from lowtide.derivatives import is_differentiated
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
@@ -91,7 +91,7 @@ class _Handed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Gradients:  # type: ignore[override]
         tensors = ctx.saved_tensors
-        if transforms.is_differentiated(upstream):
+        if is_differentiated(upstream):
             operands, M, N = Operands(*tensors), tensors[0].shape[2], tensors[1].shape[2]
             if ctx.causal:
                 found = intervals(None, Band(right=0), M, N, operands.device)

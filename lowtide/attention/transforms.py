@@ -4,9 +4,7 @@ definition itself, a chunk of queries at a time (rowwise.py): exact, O(M) memory
 Shapes: B batches, H query heads, G key heads, M queries (m in a chunk), N keys, K features, E of values.
 """
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lowtide.attention import reference
 from lowtide.attention.dropout import column_keys, kept, row_keys
@@ -18,27 +16,6 @@ from lowtide.rowwise import Rowwise, Tensors
 # at the least.
 WORKSPACE = 64 << 20
 COPIES = 12
-
-
-def active(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func, forward mode or a batched gradient is at work."""
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None:  # which torch.compile itself refuses to trace
-        return True
-    if torch.compiler.is_compiling():
-        if forward_ad._current_level >= 0:
-            raise NotImplementedError("forward mode inside torch.compile: compile what is outside of it")
-        return False
-    return any(
-        functorch.is_legacy_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in tensors
-        if tensor is not None
-    )
-
-
-def is_differentiated(*upstream: Tensor | None) -> bool:
-    """Whether backward is to be differentiated (create_graph), or its upstream gradients are batched."""
-    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or active(*upstream))
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:

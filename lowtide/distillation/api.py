@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from lowtide.derivatives import active
 from lowtide.distillation import autograd, transforms
 from lowtide.distillation.check import check_beta, check_heads, check_options
 from lowtide.distillation.heads import Heads, Options, Reduction
-from lowtide.linear_cross_entropy.transforms import active
 
 
 def forward_kl(

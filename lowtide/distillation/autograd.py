@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.derivatives import is_differentiated, placed
 from lowtide.distillation import ops, transforms
 from lowtide.distillation.heads import Heads, Options
 from lowtide.linear_cross_entropy.autograd import finished
-from lowtide.linear_cross_entropy.transforms import is_differentiated, placed
 
 
 def distillation(heads: Heads, options: Options) -> Tensor:

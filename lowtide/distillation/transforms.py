@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.derivatives import differentiable_gradients
 from lowtide.distillation import divergences
 from lowtide.distillation.heads import Heads, Options, Side
 from lowtide.linear_cross_entropy import transforms
@@ -52,7 +53,7 @@ def gradients(
     def losses(student: list[Any]) -> Tensors:
         return (distillation(Heads._make((*student, *heads.teacher, heads.ignored)), options),)
 
-    return transforms.gradients(losses, heads.student, wanted, (upstream,))
+    return differentiable_gradients(losses, heads.student, wanted, (upstream,))
 
 
 def _flat(heads: Heads, options: Options) -> Heads:

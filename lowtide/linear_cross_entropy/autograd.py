@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
-from lowtide.linear_cross_entropy.transforms import placed
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -57,12 +57,12 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
     head, (target, class_weight), rest = _saved(ctx)
-    if transforms.is_differentiated(upstream):
+    if is_differentiated(upstream):
 
         def losses(own: list[Any]) -> tuple[Tensor, ...]:
             return (transforms.linear_cross_entropy(head.of(own), target, class_weight, options),)
 
-        return _arguments(ctx, transforms.gradients(losses, head.tensors, wanted, (upstream,)))
+        return _arguments(ctx, differentiable_gradients(losses, head.tensors, wanted, (upstream,)))
     if options.reduction == "none":
         found = ops.linear_cross_entropy_backward(
             upstream, rest, *head, target, class_weight, wanted, *options
@@ -89,12 +89,12 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
     head, (target,), statistics = _saved(ctx)
-    if transforms.is_differentiated(*upstream):
+    if is_differentiated(*upstream):
 
         def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
             return transforms.linear_log_probs(head.of(own), target, options)
 
-        return _arguments(ctx, transforms.gradients(log_probs, head.tensors, wanted, upstream))
+        return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, wanted, upstream))
     found = ops.linear_log_probs_backward(*upstream, statistics, *head, target, wanted, *options)
     return _arguments(ctx, placed(found, wanted))
 

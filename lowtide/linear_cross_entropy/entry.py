@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.derivatives import active
 from lowtide.linear_cross_entropy import autograd, reference, transforms
 from lowtide.linear_cross_entropy.check import (
     check_arguments,
@@ -131,4 +132,4 @@ def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | N
     differentiated = (each for each in (target, class_weight_V) if each is not None)
     if torch.is_grad_enabled() and any(each.requires_grad for each in differentiated):
         return True
-    return transforms.active(*head.tensors, target, class_weight_V)
+    return active(*head.tensors, target, class_weight_V)
