@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.deferred import elementwise, functions, rows
-from lowtide.deferred.find import check_head, classes, find_head
+from lowtide.deferred.find import check_head, check_model, classes, find_head
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.logits import Source, user_stacklevel
 
@@ -37,6 +37,9 @@ class Deferral:
         self._plain = type(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
+
+    def __repr__(self) -> str:
+        return f"Deferral(head={self._plain.__name__}, fused={self.fused}, materialized={self.materialized})"
 
     def undo(self) -> None:
         """The head is again as it was. A second call does nothing."""
@@ -147,8 +150,8 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
     long as the logits do.
 
     Raises:
-        ValueError, TypeError: no linear head; more than one; deferred already; a `forward` replaced on the
-            instance; a head that DeepSpeed ZeRO-3 partitions.
+        ValueError, TypeError: no linear head; more than one; a head that is not the model's own; deferred
+            already; a `forward` replaced on the instance; a head that DeepSpeed ZeRO-3 partitions.
         RuntimeError: when logits are used, if the weight has been freed since (FSDP2 resharded the head after
             its forward: the message says what to set) or hidden states or weight have been changed in place
             since (an optimizer's step), which only eager code can see; for an in-place change of logits that
@@ -165,6 +168,7 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
         loss = model(input_ids, labels=labels).loss  # the model's own code, no logits
         loss.backward()
     """
+    check_model(model, head)
     found = find_head(model) if head is None else head
     check_head(found)
     return Deferral(found)

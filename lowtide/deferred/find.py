@@ -33,6 +33,17 @@ def find_head(model: nn.Module) -> nn.Module:
     )
 
 
+def check_model(model: object, head: object) -> None:
+    if not isinstance(model, nn.Module):
+        came = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise ArgumentTypeError(f"model must be a torch.nn.Module, got {came}")
+    if isinstance(head, nn.Module) and all(each is not head for each in model.modules()):
+        raise ArgumentError(
+            f"head must be a module of the model, and this {type(head).__name__} is not in "
+            f"{type(model).__name__}; pass the model that calls it"
+        )
+
+
 def classes(head: nn.Module) -> int:
     """How many outputs its product has."""
     weight = getattr(head, "weight", None)
@@ -44,7 +55,10 @@ def classes(head: nn.Module) -> int:
 
 def check_head(head: Any) -> None:
     if not isinstance(head, nn.Module):
-        raise ArgumentTypeError(f"head must be a torch.nn.Module, got {type(head).__name__}")
+        came = type(head).__name__
+        raise ArgumentTypeError(
+            f"head must be a torch.nn.Module, got {came}; pass the module, as model.lm_head"
+        )
     if any("lowtide_deferral" in vars(each) for each in type(head).__mro__):
         raise ArgumentError("the model's logits are deferred already; undo() the first deferral, or use it")
     for name, parameter in head.named_parameters():

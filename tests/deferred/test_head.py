@@ -13,7 +13,7 @@ import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.logits import DeferredLogits
 from tests.chunked_loss.helpers import close
-from tests.deferred.helpers import D, V, make, plain_and_deferred
+from tests.deferred.helpers import GPT, D, V, make, plain_and_deferred
 
 
 def test_only_in_training():
@@ -299,3 +299,18 @@ def test_a_weight_that_wraps_others():
     assert deferral.fused == 0
     close([found.a], [expected.a])
     assert model.mlp.weight.grad.any()
+
+
+@pytest.mark.parametrize("model", [GPT, torch.zeros(2), None])
+def test_a_model_that_is_none(model):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
+        lowtide.defer_logits(model)
+
+
+def test_a_head_of_another_model():
+    model, other = GPT(), GPT()
+    with pytest.raises(ValueError, match="head must be a module of the model"):
+        lowtide.defer_logits(model, head=other.lm_head)
+    assert type(other.lm_head) is nn.Linear
+    with lowtide.defer_logits(model, head=model.lm_head) as deferral:
+        assert repr(deferral) == "Deferral(head=Linear, fused=0, materialized={})"
