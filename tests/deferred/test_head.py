@@ -183,10 +183,11 @@ def test_two_heads():
 
 def test_a_head_that_is_no_product():
     model, _, _ = make()
-    for head in (nn.ReLU(), model.wte):
+    model.activation = nn.ReLU()
+    for head in (model.activation, model.wte):
         with pytest.raises(ValueError, match=r"is no linear head: pass head="):
             lowtide.defer_logits(model, head=head)
-    with pytest.raises(TypeError, match=r"head must be a torch.nn.Module, got Parameter"):
+    with pytest.raises(TypeError, match=r"head must be a torch\.nn\.Module, as model\.lm_head, got Param"):
         lowtide.defer_logits(model, head=model.lm_head.weight)
 
 
