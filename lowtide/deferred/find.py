@@ -56,9 +56,7 @@ def classes(head: nn.Module) -> int:
 def check_head(head: Any) -> None:
     if not isinstance(head, nn.Module):
         came = type(head).__name__
-        raise ArgumentTypeError(
-            f"head must be a torch.nn.Module, got {came}; pass the module, as model.lm_head"
-        )
+        raise ArgumentTypeError(f"head must be a torch.nn.Module, as model.lm_head, got {came}")
     if any("lowtide_deferral" in vars(each) for each in type(head).__mro__):
         raise ArgumentError("the model's logits are deferred already; undo() the first deferral, or use it")
     for name, parameter in head.named_parameters():
