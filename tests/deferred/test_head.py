@@ -187,9 +187,7 @@ def test_a_head_that_is_no_product():
     for head in (model.activation, model.wte):
         with pytest.raises(ValueError, match=r"is no linear head: pass head="):
             lowtide.defer_logits(model, head=head)
-    with pytest.raises(
-        TypeError, match=r"head must be a torch\.nn\.Module, as model\.lm_head, got Parameter"
-    ):
+    with pytest.raises(TypeError, match=r"as model\.lm_head, got Parameter"):
         lowtide.defer_logits(model, head=model.lm_head.weight)
 
 
