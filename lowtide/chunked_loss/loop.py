@@ -213,9 +213,16 @@ class _Loop:
             return {}
         self.reached = True
         asked = {place: leaf for place, leaf in enumerate((*leaves, *self.learned)) if self.wanted[place]}
-        with self.job.replay.no_autocast(), self.operators.collect():
-            found = torch.autograd.grad(value, list(asked.values()), upstream, allow_unused=True)
-        return dict(zip(asked, found))
+        with self.job.replay.no_autocast(), self.operators.collect(value):
+            found = dict(
+                zip(asked, torch.autograd.grad(value, list(asked.values()), upstream, allow_unused=True))
+            )
+        for place, leaf in asked.items():
+            if leaf.grad is not None:  # by a backward pass that head or loss_fn ran within this one
+                term = found[place]
+                found[place] = leaf.grad if term is None else term + leaf.grad
+                leaf.grad = None
+        return found
 
     def _take(self, start: int, stop: int, found: Found) -> None:
         for place, term in enumerate([found.pop(place, None) for place in range(self.job.cut)]):

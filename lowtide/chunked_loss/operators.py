@@ -37,17 +37,24 @@ class Operators(TorchFunctionMode):
         super().__init__()
         self.sums = {id(parameter): total for parameter, total in zip(parameters, sums) if total is not None}
         self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
-        self.collecting = False
+        self.task: int | None = None
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[None]:
-        """Around the backward pass that the sums are for. In any other (one that head or loss_fn runs, one
-        that measures) gradients go where autograd sends them."""
-        self.collecting = True
+    def collect(self, value: Tensor) -> Iterator[None]:
+        """Around the backward pass from `value` that the sums are for. In any other (one that head or loss_fn
+        runs, even within this one; one that measures) gradients go where autograd sends them."""
+
+        def enter(_: Any) -> None:
+            if self.task is None:
+                self.task = torch._C._current_graph_task_id()
+
+        handle = None if value.grad_fn is None else value.grad_fn.register_prehook(enter)
         try:
             yield
         finally:
-            self.collecting = False
+            self.task = None
+            if handle is not None:
+                handle.remove()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,7 +120,7 @@ class Linear(torch.autograd.Function):
         input, cast_VD, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         g_CV, x_CD = upstream.reshape(-1, upstream.shape[-1]), input.reshape(-1, input.shape[-1])
-        if not ctx.operators.collecting:
+        if ctx.operators.task != torch._C._current_graph_task_id():
             grad_input = upstream @ weight.to(upstream.dtype) if for_input else None
             grad_weight = g_CV.t() @ x_CD if for_weight else None
             return grad_input, grad_weight, g_CV.sum(0) if for_bias else None, *(None,) * 4

@@ -117,6 +117,76 @@ def test_a_head_that_uses_transforms_itself(device, transform, mode):
     check(partial(rows, head), hidden, labels, mode=mode, of=leaves(head, hidden))
 
 
+class Equilibrium(nn.Module):
+    """A fixed point whose gradient is one as well, found by a hook in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(D, D), nn.Linear(D, V)
+
+    def step(self, point, hidden):
+        return 0.3 * torch.tanh(self.inner(point)) + hidden
+
+    def forward(self, hidden):
+        point = torch.zeros_like(hidden)
+        with torch.no_grad():
+            for _ in range(40):
+                point = self.step(point, hidden)
+        last = point.requires_grad_()
+        image = self.step(last, hidden.detach())
+        point = self.step(point.detach(), hidden)
+
+        def solve(upstream):
+            pull = upstream
+            for _ in range(40):
+                pull = upstream + torch.autograd.grad(image, last, pull, retain_graph=True)[0]
+            return pull
+
+        point.register_hook(solve)
+        return self.outer(point)
+
+
+class Offloaded(torch.autograd.Function):
+    """A checkpoint whose backward runs a backward pass of its own, into .grad."""
+
+    @staticmethod
+    def forward(ctx, function, hidden):
+        ctx.function = function
+        ctx.save_for_backward(hidden)
+        return function(hidden)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        own = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.function(own), upstream)
+        return None, own.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_within_the_backward_pass(device, mode):
+    _, hidden, labels = make(device=device)
+    head = Equilibrium().to(device, torch.float64)
+    check(head, hidden, labels, mode=mode, of=leaves(head, hidden))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_into_grad_within_the_backward_pass(device, mode):
+    head, hidden, labels = make("norm", device=device)
+
+    def offloaded(module, hidden):
+        return Offloaded.apply(module, hidden) + module.linear(hidden)
+
+    results = []
+    for loss_of in (dense, chunked_loss):
+        options = {} if loss_of is dense else {"chunk_size": 5, "mode": mode}
+        loss_of(cross_entropy, partial(offloaded, head), hidden, labels, **options).backward()
+        results.append([each.grad for each in leaves(head, hidden)])
+        for each in leaves(head, hidden):
+            each.grad = None
+    close(*results)
+
+
 def test_what_float16_measures_is_not_added(device):
     """The backward pass that finds a chunk's scale goes through a linear layer of the loss."""
     _, hidden, labels = make("linear", device=device, dtype=torch.float32)
