@@ -95,16 +95,18 @@ def chunked_loss(
 
     Derivatives of higher order, torch.func's transforms and forward mode are exact, by recomputation chunk
     by chunk (of `chunk_size` rows: a workspace can't be measured there); parameters come in by a partial, as
-    in ``partial(functional_call, head, parameters)``. Dropout has one mask, the forward pass's; under vmap,
-    one for all elements (``randomness="same"``). torch.compile breaks the graph here, runs this as it is, and
+    in ``partial(functional_call, head, parameters)``. Dropout has one mask, the forward pass's (of
+    torch's default generators: one of your own is not wound back); under vmap, one for all elements
+    (``randomness="same"``). torch.compile breaks the graph here, runs this as it is, and
     goes on. DDP: pass ``model.module.head`` and call it in the model's forward, or outside of it. FSDP2: let
     `head` be one unit, or part of the unit whose forward calls this; its parameters are gathered once and
     their gradients reduced once, however many chunks, and no rank waits for another's chunks.
 
     Raises:
         ValueError, TypeError: for rows that disagree, for a result that is no sum (a mean, a value a
-            row), for parameters in closures, for buffers that change in the loop, for batch
-            normalisation, for tensors on several devices, for a call in which nothing needs a gradient
+            row), for parameters in closures, for buffers that change in the loop, for what changes before
+            it is used again (labels in place, a frozen weight, ``head.eval()``), for batch normalisation, for
+            tensors on several devices, for a call in which nothing needs a gradient
             outside of torch.no_grad(). Each is also a RuntimeError.
 
     Source: the loop is that of pytorch issue 124480 (detach, ``loss.backward()`` a chunk), asked for
@@ -172,6 +174,7 @@ def _run(
         has_aux=options["has_aux"],
         replay=Replay(tensors),
     )
+    job.state = job.state_of(tensors)
     if within_transforms:
         check.check_no_workspace(options["workspace"])
         loss = loss_within_transforms(job, tensors)
@@ -179,6 +182,7 @@ def _run(
         check.check_wanted(wanted)
         if options["workspace"] is not None:
             job.chunks = spans(job.rows, _rows_within(options["workspace"], job, tensors, (head, loss_fn)))
+            check.check_unchanged(job.changed(tensors))
         if not any(wanted):
             loss = loss_alone(job, tensors, graph=False)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.chunked_loss.check import ArgumentError
+from lowtide.chunked_loss.check import ArgumentError, check_unchanged
 from lowtide.chunked_loss.loop import Job, form, form_again, loss_alone
 from lowtide.chunked_loss.sums import HALVES, Kept
 from lowtide.chunked_loss.transforms import Rows
@@ -28,7 +28,7 @@ class GradientInForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
         loss, kept = form(job, tensors)
-        ctx.job = job
+        ctx.job, ctx.changed = job, job.changed(tensors)
         ctx.set_materialize_grads(False)
         ctx.places = [place for place, each in enumerate(kept) if each is not None]
         pairs = [each for each in kept if each is not None]
@@ -43,6 +43,7 @@ class GradientInForward(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, rest = saved[: len(needed)], saved[len(needed) :]
         if torch.is_grad_enabled():
+            check_unchanged(ctx.changed)
             return (None, *Rows.of(job, 0).pull_back(tensors, (upstream,), needed))
         gradients: list[Tensor | None] = [None] * len(needed)
         for place, gradient, factor in zip(ctx.places, rest[::2], rest[1::2]):
@@ -55,6 +56,7 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
         loss = loss_alone(job, tensors, graph=True)
+        check_unchanged(job.changed(tensors))
         ctx.job, ctx.results = job, int(loss.dim() > 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)

@@ -34,6 +34,7 @@ class Call:
         for k, argument in enumerate(arguments):
             brought += _brought(argument, f"token_tensors[{k}]")
         self.modules = {name: each for name, each in brought if isinstance(each, nn.Module)}
+        self._brought = {name: each for name, each in brought if isinstance(each, Tensor)}
         tensors = [(name, each) for name, each in brought if isinstance(each, Tensor)]
         for prefix, module in self.modules.items():
             parameters = module.named_parameters(remove_duplicate=False)
@@ -109,10 +110,24 @@ class Call:
     def buffers(self) -> dict[str, tuple[int, int]]:
         """Something that is different after any buffer was changed."""
         return {
-            f"{prefix}.{name}": (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            f"{prefix}.{name}": _version(buffer)
             for prefix, module in self.modules.items()
             for name, buffer in module.named_buffers()
         }
+
+    def state(self) -> dict[str, tuple[int, int]]:
+        """Something that is different once a chunk would be computed from other values, or in another way."""
+        found = {name: _version(tensor) for name, tensor in self._brought.items()} | self.buffers()
+        for prefix, module in self.modules.items():
+            found |= {f"{prefix}.{name}": _version(each) for name, each in module.named_parameters()}
+            for name, each in module.named_modules():
+                found[f"{prefix}.{name}".rstrip(".") + ".training"] = 0, int(each.training)
+        # These are put into their places by name, whatever the modules hold by then.
+        return found | {name: _version(tensor) for name, tensor in zip(self.names, self.learned)}
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def closure_error(names: Sequence[str]) -> ArgumentError:

@@ -146,6 +146,20 @@ def check_buffers(before: dict[str, tuple[int, int]], after: dict[str, tuple[int
         )
 
 
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in after if name in before and after[name] != before[name]]
+
+
+def check_unchanged(names: Sequence[str]) -> None:
+    """Before what a chunk is computed from is used once more."""
+    if names:
+        raise ArgumentError(
+            f"what the loss is computed from must not change until it is computed again, but did: "
+            f"{', '.join(names)}. mode='recompute', derivatives of higher order and a workspace run head and "
+            "loss_fn more than once: change a copy (labels = labels.clone()), or after backward"
+        )
+
+
 def is_cut(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.dim() > 0
 

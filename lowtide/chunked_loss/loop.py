@@ -43,6 +43,8 @@ class Job:
     has_aux: bool
     replay: Replay
     aux: dict[str, Sum] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    """Of what it is computed from, when it was first."""
     meter: Callable[[int], Any] = contextlib.nullcontext
     """Of a chunk's place: what surrounds its computation."""
 
@@ -52,6 +54,17 @@ class Job:
 
     def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
         return tuple(cut(tensor, len(self.leading), start, stop) for tensor in tensors)
+
+    def state_of(self, tensors: Tensors) -> dict[str, Any]:
+        """With the versions of what is cut; after the call these are for autograd to compare."""
+        hidden, rows = self.hidden, tensors[: self.cut]
+        names = [f"hidden[{k}]" if k < hidden else f"token_tensors[{k - hidden}]" for k in range(self.cut)]
+        versions = {name: 0 if row.is_inference() else row._version for name, row in zip(names, rows)}
+        return versions | self.call.state()
+
+    def changed(self, tensors: Tensors = ()) -> list[str]:
+        """What is not as it was, by name."""
+        return check.changed(self.state, self.state_of(tensors))
 
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
         """(what the head gave, the loss) of a chunk, for the first time: everything about it is checked."""
@@ -116,6 +129,7 @@ def form_again(
     job: Job, tensors: Tensors, wanted: Sequence[bool], upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, given that of the loss."""
+    check.check_unchanged(job.changed())
     loop = _Loop(job, tensors, wanted)
     with job.replay.autocast():
         for place, (start, stop) in enumerate(job.chunks):

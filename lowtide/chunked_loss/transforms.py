@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.chunked_loss.call import closure_error
+from lowtide.chunked_loss.check import check_unchanged
 from lowtide.chunked_loss.chunks import Replay, cut, ours
 from lowtide.chunked_loss.loop import Job, loss_alone
 from lowtide.chunked_loss.sums import Sum
@@ -42,17 +43,25 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
     for which they stand still, nothing varies."""
     still = tuple(_still(tensor) for tensor in tensors)
     sample = replace(job, aux={}, replay=Replay(still))
+    sample.state = sample.state_of(still)
+    whole = still[job.cut :]
+
+    def run(place: int, start: int, stop: int) -> Tensor:
+        rows = sample.piece(still[: job.cut], start, stop)
+        return job.call.within(whole, lambda: sample.loss_again(place, rows, whole))
+
     with torch.random.fork_rng(devices=job.replay.cuda):
-        rows, whole = sample.piece(still[: job.cut], *job.chunks[0]), still[job.cut :]
-        value = job.call.within(whole, lambda: sample.loss_again(0, rows, whole))
-        random = sample.replay.drew()
-    if random and any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value)):
-        raise RuntimeError(
-            "vmap: head or loss_fn draws random numbers, which chunked_loss draws once for all elements of "
-            "the batch: pass randomness='same' to vmap"
-        )
-    if _varies(value):
-        raise closure_error(job.call.reached(_varies) or ["a tensor"])
+        for place, (start, stop) in enumerate(job.chunks):
+            value = run(place, start, stop)
+            batched = any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value))
+            if batched and sample.replay.drew():
+                raise RuntimeError(
+                    "vmap: head or loss_fn draws random numbers, which chunked_loss draws once for all "
+                    "elements of the batch: pass randomness='same' to vmap"
+                )
+            if _varies(value):
+                raise closure_error(job.call.reached(_varies) or ["a tensor"])
+    check_unchanged(sample.changed(still))
 
 
 def _still(tensor: Tensor) -> Tensor:
@@ -104,6 +113,7 @@ class Rows(RowFunction):
 
     def run(self, *tensors: Tensor) -> Tensors:
         job, dims = self.job, len(self.job.leading)
+        check_unchanged(job.changed())
         results: list[Tensor] = []
         sums: list[Sum] = []
         with job.replay.autocast():

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from lowtide.chunked_loss import chunked_loss
-from tests.chunked_loss.helpers import MODES, B, D, T, V, cross_entropy, make
+from tests.chunked_loss.helpers import MODES, B, D, T, V, close, cross_entropy, dense, make
 
 WEIGHT = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
 
@@ -212,6 +213,62 @@ def test_buffers_that_change(mode):
 
     with pytest.raises(ValueError, match=r"must not change buffers, but did: head.calls"):
         call(head=Counted(), mode=mode)
+
+
+def lowered(logits, labels):
+    labels -= 1
+    return cross_entropy(logits, labels.clamp(min=0))
+
+
+def test_rows_that_change_before_they_are_used_again():
+    """In place, which dense computation does once."""
+    head, hidden, labels = make("linear", ignored=0)
+    message = r"must not change.*token_tensors\[0\].*change a copy"
+    with pytest.raises(ValueError, match=message):
+        chunked_loss(lowered, head, hidden, labels.clone(), chunk_size=5, mode="recompute")
+    for mode in MODES:
+        with pytest.raises(ValueError, match=message):
+            chunked_loss(lowered, head, hidden, labels.clone(), workspace=4000, mode=mode)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden.detach(), hidden.detach())
+        with pytest.raises(ValueError, match=message):
+            chunked_loss(lowered, head, dual, labels.clone(), chunk_size=5)
+    loss = chunked_loss(lowered, head, hidden, labels.clone(), chunk_size=5)
+    ours = torch.autograd.grad(loss, hidden, retain_graph=True)
+    close(ours, torch.autograd.grad(dense(lowered, head, hidden, labels.clone()), hidden))
+    with pytest.raises(ValueError, match=message):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["frozen", "partial", "eval", "buffer"])
+def test_what_changes_between_forward_and_backward(mode, what):
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V).double()).requires_grad_(False)
+    head.register_buffer("scale", torch.ones(()))
+    _, hidden, labels = make("linear")
+    temperature = torch.ones((), dtype=torch.float64)
+    own_loss = partial(
+        lambda temperature, logits, labels: cross_entropy(logits / temperature, labels), temperature
+    )
+    loss = chunked_loss(own_loss, head, hidden, labels, chunk_size=5, mode=mode)
+    before = torch.autograd.grad(loss, hidden, retain_graph=True)
+    if what == "eval":
+        head.eval()
+    else:
+        {"frozen": head[1].weight, "partial": temperature, "buffer": head.scale}[what].mul_(2)
+    name = {
+        "frozen": "head.1.weight",
+        "partial": "loss_fn.0",
+        "eval": "head.training",
+        "buffer": "head.scale",
+    }[what]
+    with pytest.raises(ValueError, match=f"must not change.*{name}"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    if mode == "recompute":
+        with pytest.raises(ValueError, match=f"must not change.*{name}"):
+            torch.autograd.grad(loss, hidden)
+    else:
+        close(torch.autograd.grad(loss, hidden), before)
 
 
 def test_a_failed_call_leaves_the_module_as_it_was():

@@ -281,6 +281,19 @@ def test_what_comes_in_through_a_closure(mode):
         )
 
 
+def test_what_only_a_later_chunk_reaches():
+    head, hidden, labels = make("linear")
+
+    def reached(weight):
+        def loss_fn(logits, labels):
+            return cross_entropy(logits if len(labels) == 5 else logits * weight.sum(), labels)
+
+        return chunked_loss(loss_fn, head, hidden.detach(), labels, chunk_size=5)
+
+    with pytest.raises(RuntimeError, match="through a closure"):
+        torch.func.grad(reached)(head.weight.detach())
+
+
 def test_a_workspace_is_not_measured_within_a_transform():
     head, hidden, labels = make("linear")
     with pytest.raises(ValueError, match="give chunk_size"):
