@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 MODES = ("gradient_in_forward", "recompute")
+MEANS = ("mean", "batchmean")
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -165,20 +166,51 @@ def is_cut(argument: Any) -> bool:
 
 
 def _is_mean(value: Tensor, rows: int) -> bool:
-    """Whether the last thing done is a mean over the rows; a sum may well be a mean over features."""
-    node: Any = value.grad_fn
-    if getattr(node, "_saved_reduction", None) == 1:
-        return value.dim() == 0
-    sizes = getattr(node, "_saved_self_sym_sizes", ())
-    is_mean = type(node).__name__ in ("MeanBackward0", "MeanBackward1")
-    return is_mean and not value.dim() and sizes[:1] == (rows,)
+    """Whether a mean over the rows is among the terms of a 0-d value. A mean over features may well be
+    summed, and a mean times a count is a sum."""
+    waiting, seen = [value.grad_fn if value.dim() == 0 else None], set[Any]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = type(node).__name__.removesuffix("Backward0").removesuffix("Backward1")
+        if getattr(node, "_saved_reduction", None) == 1:
+            return True
+        if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
+            return True
+        if kind == "Div" and type(node._saved_other) is int and node._saved_other == rows:
+            return True  # only torch's own code divides by what is no tensor: cross_entropy of probabilities
+        if kind in ("Add", "Sub", "Neg", "ToCopy") or (
+            kind in ("Mul", "Div") and _is_fraction(kind, node._saved_other)
+        ):
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_fraction(kind: str, other: Any) -> bool:
+    """Whether a product or a quotient with this is less than the whole: a count of rows may be any other."""
+    if isinstance(other, Tensor):
+        if (
+            other.dim()
+            or other.device.type != "cpu"
+            or torch._C._functorch.is_functorch_wrapped_tensor(other)
+        ):
+            return False
+        one = torch.ones((), dtype=torch.float32)
+        if other.is_floating_point() and (
+            other.dtype != torch.float64 or torch.result_type(one, other) != one.dtype
+        ):
+            return False  # a tensor; a Python number does not promote
+        other = other.item()
+    if not isinstance(other, (int, float)):
+        return False
+    return abs(other) >= 1 if kind == "Div" else 0 < abs(other) < 1
 
 
 def _reduces_by_mean(loss_fn: Any) -> bool:
     if isinstance(loss_fn, nn.Module):
-        return (
-            type(loss_fn).__module__.startswith("torch.nn.") and getattr(loss_fn, "reduction", "") == "mean"
-        )
+        return type(loss_fn).__module__.startswith("torch.nn.") and getattr(loss_fn, "reduction", "") in MEANS
     function: Any = loss_fn
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -186,4 +218,4 @@ def _reduces_by_mean(loss_fn: Any) -> bool:
     if getattr(function, "__module__", "") != "torch.nn.functional" or not inspect.isfunction(function):
         return False
     given = inspect.signature(function).parameters.get("reduction")
-    return given is not None and keywords.get("reduction", given.default) == "mean"
+    return given is not None and keywords.get("reduction", given.default) in MEANS

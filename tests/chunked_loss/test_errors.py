@@ -28,6 +28,21 @@ def call(loss_fn=cross_entropy, head=None, hidden=None, *rest, **options):
         (partial(cross_entropy, reduction="mean"), "got their mean"),
         (lambda logits, labels: logits.mean(), "got their mean"),
         (lambda logits, labels: logits.square().mean(-1).mean(), "got their mean"),
+        (
+            lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
+            "their mean",
+        ),
+        (lambda logits, labels: F.cross_entropy(logits.float(), labels).double(), "got their mean"),
+        (lambda logits, labels: 0.5 * F.cross_entropy(logits, labels), "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, labels) / 4, "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1), "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, logits.detach().softmax(-1)), "got their mean"),
+        (
+            lambda logits, labels: cross_entropy(logits, labels) + 0.1 * logits.square().mean(),
+            "got their mean",
+        ),
+        (partial(F.kl_div, reduction="batchmean"), "reduces by the mean"),
+        (nn.KLDivLoss(reduction="batchmean"), "reduces by the mean"),
         (F.cross_entropy, "reduces by the mean.*reduction='sum'"),
         (partial(F.cross_entropy, label_smoothing=0.1), "reduces by the mean"),
         (nn.CrossEntropyLoss(), "reduces by the mean"),
@@ -57,6 +72,13 @@ def test_a_sum_here_and_rows_there():
     [
         lambda logits, labels: logits.sum(0).mean(),
         lambda logits, labels: logits.mean(-1).sum(),
+        lambda logits, labels: F.cross_entropy(logits, labels) * (labels != -100).sum(),
+        lambda logits, labels: -F.cross_entropy(logits, labels) * int((labels != -100).sum()),
+        lambda logits, labels: 0.5 * (F.cross_entropy(logits, labels) * len(labels)) / 7,
+        lambda logits, labels: F.cross_entropy(logits, logits.detach().softmax(-1), reduction="sum") / 5,
+        lambda logits, labels: F.cross_entropy(
+            logits, labels.clamp(min=0), label_smoothing=0.1, reduction="sum"
+        ),
         partial(F.cross_entropy, reduction="sum"),
         nn.CrossEntropyLoss(reduction="sum"),
     ],
