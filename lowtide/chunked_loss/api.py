@@ -82,7 +82,8 @@ def chunked_loss(
         chunk before it is added, as autograd gives it. Each gradient is rounded once at the end, and in
         ``"gradient_in_forward"`` once more if the upstream gradient is no power of two. float16: a
         chunk's backward starts from a power of two that keeps its gradients in range, measured for each
-        chunk (one more backward pass through `loss_fn` alone), so that nothing underflows before a scaler
+        chunk (one more backward pass through `loss_fn` alone; through `head` as well, if it
+        returns an object that torch.utils._pytree does not look into), so that nothing underflows before a scaler
         sees it.
         On CUDA an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without weights or
         smoothing) is taken from the logits in one pass, in float32 as torch's.

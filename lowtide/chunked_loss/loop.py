@@ -173,7 +173,7 @@ class _Loop:
         def run() -> tuple[Tensor, Found]:
             with torch.enable_grad(), ours():
                 out, value = self.job.loss(place, leaves, self.learned)
-            seed = self._lift(out, value) if self.lifted else None
+            seed = self._lift(out, value, leaves) if self.lifted else None
             del out
             return value.detach(), self._pulled_back(value, leaves, seed)
 
@@ -259,16 +259,20 @@ class _Loop:
         buffer[:start].zero_()
         return buffer
 
-    def _lift(self, out: Any, value: Tensor) -> Tensor:
+    def _lift(self, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
         """What the chunk's backward starts from, a power of two; what is summed already is brought to it."""
         previous = self.lifts[-1] if self.lifts else torch.ones((), device=self.tensors[0].device)
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
+        if not ends:  # an object that hides them
+            ends = [each for each in (*leaves, *self.learned) if each.requires_grad]
         new = previous
         if value.requires_grad and ends:
             with self.job.replay.no_autocast():
                 found = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
             limit = 14 if value.dtype == torch.float16 else 60
             new = lift([each for each in found if each is not None], previous, limit)
+            for leaf in (*leaves, *self.learned):
+                leaf.grad = None  # where loss_fn's own backward put it
         for total in self.sums if self.lifts else ():
             if total is not None and total.total is not None:
                 total.total.mul_(new / previous)

@@ -1,6 +1,8 @@
 """Half precision, autocast, loss scaling: no less exact than dense."""
 
 import copy
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -91,6 +93,35 @@ def test_float16_gradients_do_not_underflow(device, mode, autocast):
     for ours, eager, want in zip(*results, truth):
         assert relative(ours.double() / scale, want) <= 2 * relative(eager.double() / scale, want) + 1e-3
         assert relative(ours.double() / scale, want) < 0.01
+
+
+@dataclass
+class Output:
+    """What pytree does not know."""
+
+    logits: torch.Tensor
+
+
+def test_float16_gradients_do_not_underflow_behind_an_object(device):
+    head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
+
+    def wrapped(module, hidden):
+        return Output(module(hidden))
+
+    def loss_fn(output, labels):
+        return cross_entropy(output.logits, labels) * 1e-6
+
+    scale, results = 2.0**24, []
+    for loss_of, (own, h), factor in (
+        (dense, cast(head, hidden), 1),
+        (dense, (head, hidden), scale),
+        (chunked_loss, (head, hidden), scale),
+    ):
+        loss = loss_of(loss_fn, partial(wrapped, own), h, labels, chunk_size=5)
+        found = torch.autograd.grad(loss * factor, leaves(own, h))
+        results.append([each.double() / factor for each in found])
+    for want, plain, found in zip(*results):
+        assert relative(found, want) <= 2 * relative(plain, want)
 
 
 @pytest.mark.parametrize("mode", MODES)
