@@ -82,9 +82,8 @@ def chunked_loss(
         chunk before it is added, as autograd gives it. Each gradient is rounded once at the end, and in
         ``"gradient_in_forward"`` once more if the upstream gradient is no power of two. float16: a
         chunk's backward starts from a power of two that keeps its gradients in range, measured for each
-        chunk (one more backward pass through `loss_fn` alone; through `head` as well, if it
-        returns an object that torch.utils._pytree does not look into), so that nothing underflows before a scaler
-        sees it.
+        chunk (one more backward pass through `loss_fn` alone; through `head` as well, if it returns an object
+        that torch.utils._pytree does not look into), so that nothing underflows before a scaler sees it.
         On CUDA an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without weights or
         smoothing) is taken from the logits in one pass, in float32 as torch's.
 
@@ -193,14 +192,18 @@ def _run(
     return loss, {name: total.total for name, total in job.aux.items()}
 
 
-_known: Any = weakref.WeakKeyDictionary()  # head -> loss_fn -> kinds of tensors -> rows
+_known: Any = (
+    weakref.WeakKeyDictionary()
+)  # head -> loss_fn (of methods, the owners) -> kinds of tensors -> rows
 
 
 def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
     """Measured once for these two functions and these kinds of tensors, then kept."""
     if job.rows < 2:
         return 1
-    head, loss_fn = functions
+    # A bound method is made anew each time it is asked for.
+    head, loss_fn = (getattr(function, "__self__", function) for function in functions)
+    methods = tuple(getattr(function, "__func__", None) for function in functions)
     try:
         sizes = _known.setdefault(head, weakref.WeakKeyDictionary()).setdefault(loss_fn, {})
     except TypeError:  # what has no weak references is measured every time
@@ -208,9 +211,9 @@ def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[An
     dims = len(job.leading)
     shapes = tuple(tensor.shape[dims:] if k < job.cut else tensor.shape for k, tensor in enumerate(tensors))
     kinds = tuple((tensor.dtype, str(tensor.device)) for tensor in tensors)
-    key = (workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
+    key = (methods, workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
     rows, all_of_them = sizes.get(key, (0, True))
-    if all_of_them and rows < job.rows - 1:
-        rows = most_rows(workspace, job.rows - 1, lambda rows: peak(job, tensors, rows))
-        sizes[key] = rows, rows == job.rows - 1
+    if all_of_them and rows < job.rows:
+        rows = most_rows(workspace, job.rows, lambda rows: peak(job, tensors, rows))
+        sizes[key] = rows, rows == job.rows
     return int(rows)

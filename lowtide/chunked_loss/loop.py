@@ -142,7 +142,7 @@ def peak(job: Job, tensors: Tensors, rows: int) -> int:
     meter = Meter()
     sample = replace(
         job,
-        chunks=((0, 1), (1, 1 + rows)),
+        chunks=((0, 1), (0, rows)),
         aux={},
         meter=lambda place: meter if place else contextlib.nullcontext(),
         replay=Replay(tensors),
@@ -173,6 +173,7 @@ class _Loop:
         def run() -> tuple[Tensor, Found]:
             with torch.enable_grad(), ours():
                 out, value = self.job.loss(place, leaves, self.learned)
+                value = value.sum() if value.dim() else value  # of each row, while a workspace is measured
             seed = self._lift(out, value, leaves) if self.lifted else None
             del out
             return value.detach(), self._pulled_back(value, leaves, seed)

@@ -138,3 +138,42 @@ def test_aux_is_added_up_and_detached(device, dtype, mode):
     with torch.no_grad():
         _, again = chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode, has_aux=True)
     assert torch.equal(again["right"], aux["right"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["module", "bound method"])
+def test_a_workspace_is_measured_once_and_filled(device, mode, form):
+    module, hidden, labels = make("linear", device=device)
+    sizes = []
+
+    def loss_fn(logits, labels):
+        sizes.append(len(logits))
+        return cross_entropy(logits, labels)
+
+    def step(workspace):
+        sizes.clear()
+        head = module if form == "module" else module.forward
+        loss = chunked_loss(loss_fn, head, hidden, labels, workspace=workspace, mode=mode)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves(module, hidden))]
+
+    expected = dense(cross_entropy, module, hidden, labels)
+    expected = [expected.detach(), *torch.autograd.grad(expected, leaves(module, hidden))]
+    times = 1 + (mode == "recompute")
+    for workspace in (2**30, 3000):
+        step(workspace)
+        close(step(workspace), expected)
+        assert len(sizes) % times == 0
+        own = sizes[: len(sizes) // times]
+        assert sum(own) == B * T, "measured anew"
+        assert own == [B * T] if workspace == 2**30 else 1 < own[0] < B * T
+
+
+def test_a_workspace_for_a_value_of_each_row(device):
+    head, hidden, labels = make("linear", device=device)
+    losses = chunked_loss(per_row, head, hidden, labels, workspace=3000, mode="recompute")
+    expected = dense(per_row, head, hidden, labels)
+    results = [
+        [each.detach(), *torch.autograd.grad(each.square().sum(), leaves(head, hidden))]
+        for each in (losses, expected)
+    ]
+    close(*results)
