@@ -155,6 +155,8 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     rows = (*parts, *(each for each in arguments if check.is_cut(each)))
+    if not torch.is_inference_mode_enabled():  # autograd keeps no inference tensors
+        rows = tuple(each.clone() if each.is_inference() else each for each in rows)
     placed = tuple(ROW if check.is_cut(each) else each for each in arguments)
     within_transforms = transformed()
     call = Call(loss_fn, head, placed, every=within_transforms)

@@ -282,7 +282,7 @@ class _Loop:
 
 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
-    leaves = _leaves(pieces, [graph] * len(pieces))
+    leaves = _leaves(pieces, [graph and each for each in job.wanted])
     with ours(), job.meter(place), Operators():
         return job.call.within(learned, lambda: job.loss(place, leaves, learned)[1].detach())
 

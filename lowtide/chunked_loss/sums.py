@@ -26,12 +26,13 @@ class Sum:
         self.total: Any = None
 
     def add(self, term: Any) -> None:
-        if not isinstance(term, Tensor):
-            self.total = term if self.total is None else self.total + term
-        elif self.total is None:
-            self.total = term.to(sum_dtype(term.dtype), copy=True)
-        else:
+        wide = sum_dtype(term.dtype) if isinstance(term, Tensor) else None
+        if self.total is None:
+            self.total = term if wide is None else term.to(wide, copy=True)
+        elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
             add(self.total, term)
+        else:  # a number, or a tensor that the sum so far has no room for
+            self.total = self.total + (term if wide is None else term.to(wide))
 
     def add_product(self, g_CV: Tensor, x_CD: Tensor) -> None:
         """g_CV^T x_CD, as float32 from half precision."""
@@ -50,7 +51,7 @@ class Sum:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype in HALVES:
         return torch.float32
-    return torch.int64 if dtype == torch.bool else dtype
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def add(total: Tensor, term: Tensor) -> None:

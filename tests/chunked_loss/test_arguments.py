@@ -140,6 +140,58 @@ def test_aux_is_added_up_and_detached(device, dtype, mode):
     assert torch.equal(again["right"], aux["right"])
 
 
+def test_aux_of_small_integers_and_of_numbers_here_and_tensors_there(device):
+    head, hidden, labels = make("linear", device=device)
+
+    def loss_fn(logits, labels):
+        mixed = torch.full((), 0.25) if len(labels) == 5 else 2
+        small = {
+            dtype: torch.full((2,), 100, dtype=dtype) for dtype in (torch.uint8, torch.int8, torch.int16)
+        }
+        aux = {"first": mixed, "last": 1 if len(labels) == 5 else torch.tensor([True]).sum()}
+        return cross_entropy(logits, labels), aux | {str(dtype): each for dtype, each in small.items()}
+
+    _, aux = chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, has_aux=True)
+    assert float(aux.pop("first")) == 2.75
+    assert int(aux.pop("last")) == 4
+    assert [each.tolist() for each in aux.values()] == [[400, 400]] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_tensors(device, mode):
+    """A teacher's hidden states; autograd would not keep them."""
+    head, hidden, _ = make("linear", device=device)
+    teacher = nn.Linear(D, V).to(device, torch.float64).requires_grad_(False)
+    with torch.inference_mode():
+        states = torch.randn(B, T, D, dtype=torch.float64, device=device)
+
+    def distilled(logits, states):
+        with torch.no_grad():
+            wanted = teacher(states).softmax(-1)
+        return -(wanted * logits.log_softmax(-1)).sum()
+
+    results = []
+    for loss_of, own in ((chunked_loss, states), (dense, states.clone())):
+        loss = loss_of(
+            distilled, head, hidden, own, **({"chunk_size": 5, "mode": mode} if own is states else {})
+        )
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves(head, hidden))])
+    close(*results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_without_gradients_stay_without(device, mode):
+    head, hidden, labels = make("linear", device=device)
+    weight, seen = torch.rand(B, T, dtype=torch.float64, device=device), set()
+
+    def weighted(logits, labels, weight):
+        seen.add((logits.requires_grad, weight.requires_grad))
+        return (per_row(logits, labels) * weight).sum()
+
+    chunked_loss(weighted, head, hidden, labels, weight, chunk_size=5, mode=mode).backward()
+    assert seen == {(True, False)}
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["module", "bound method"])
 def test_a_workspace_is_measured_once_and_filled(device, mode, form):
