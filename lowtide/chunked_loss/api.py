@@ -57,7 +57,8 @@ def chunked_loss(
             arguments, in dictionaries and lists too: ``partial(F.linear, weight=weight)``. The same goes for
             `loss_fn`. Parameters are found there; one that is reached only through a closure or a global is
             an error if it requires a gradient. Anything may be frozen, tied, adapted; one that no chunk
-            reaches gets no gradient.
+            reaches gets no gradient. Of a method the whole module counts, so that a trunk with batch
+            statistics, or on another device, is an error: ``partial(logits, model.lm_head)`` leaves it out.
         hidden: any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole. A tuple
             is given to `head` as several arguments.
         token_tensors: what is cut along the same rows: labels, weights, advantages, a teacher's hidden

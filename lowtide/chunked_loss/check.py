@@ -70,6 +70,11 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
 
 def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
     for name, tensor in zip(names, learned):
+        if tensor.is_complex():
+            raise ArgumentTypeError(
+                f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "
+                "torch.view_as_complex in head"
+            )
         if tensor.device != hidden.device and tensor.dim():
             raise ArgumentError(
                 f"{name} must be on hidden's device ({hidden.device}), got {tensor.device}; move one of them"

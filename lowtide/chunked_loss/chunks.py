@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -172,19 +173,24 @@ class Replay:
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now
 
 
-def ours() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
     """Within, saved tensors are held as they are. Hooks from outside (activation checkpointing, offloading)
     are for what waits for backward; a chunk's own graph is gone before. Where there are none, none are put
-    in their place: torch.func, which head or loss_fn may use, allows none."""
-    if _top_hooks() is None:
-        return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+    in their place: torch.func, which head or loss_fn may use, allows none. Forward mode, which they may use
+    as well, is off in an autograd.Function."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        if _top_hooks() is not None:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
+        yield
 
 
 def is_ours() -> bool:
-    """Whether nobody within has put hooks of their own on top, or transforms."""
+    """Whether nobody within has put hooks of their own on top, or transforms, or forward mode."""
     hooks = _top_hooks()
-    return torch._C._functorch.maybe_current_level() is None and (hooks is None or hooks[0] is _pack)
+    transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return not transformed and (hooks is None or hooks[0] is _pack)
 
 
 def _top_hooks() -> Any:

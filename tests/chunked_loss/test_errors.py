@@ -165,6 +165,14 @@ def test_another_device():
         call(head=nn.Linear(D, V, device="meta"))
 
 
+def test_a_complex_parameter():
+    weight = torch.randn(V, D, dtype=torch.complex128, requires_grad=True)
+    with pytest.raises(
+        TypeError, match=r"head.weight must not be complex, got torch.complex128.*view_as_real"
+    ):
+        call(head=partial(lambda hidden, weight: ((hidden + 0j) @ weight.t()).abs(), weight=weight))
+
+
 def test_nothing_to_train():
     head, hidden, labels = make("linear")
     head.requires_grad_(False)

@@ -80,111 +80,13 @@ def test_a_weight_used_otherwise_as_well(device, calls):
     assert calls["linear"] == 6
 
 
-class Energy(nn.Module):
-    """Logits from the slope of an energy: a head that asks for gradients itself."""
-
-    def __init__(self, create_graph):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(D, 3), nn.Linear(D, V)
-        self.create_graph = create_graph
-
-    def forward(self, hidden):
-        with torch.enable_grad():
-            inner = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-            energy = self.inner(inner).tanh().square().sum()
-            (slope,) = torch.autograd.grad(energy, inner, create_graph=self.create_graph)
-        return self.outer(hidden + slope) * self.inner(hidden).sum(1, keepdim=True)
-
-
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("create_graph", [True, False])
-def test_a_head_that_asks_for_gradients_itself(device, create_graph, mode):
+@pytest.mark.parametrize("shape", [(1, V), (1,), ()])
+def test_a_bias_of_another_shape(device, shape, mode):
+    weight = torch.randn(V, D, dtype=torch.float64, device=device, requires_grad=True)
+    bias = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
     _, hidden, labels = make(device=device)
-    check(Energy(create_graph).to(device, torch.float64), hidden, labels, mode=mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("transform", ["vmap", "vmap of grad"])
-def test_a_head_that_uses_transforms_itself(device, transform, mode):
-    head, hidden, labels = make("linear", device=device)
-
-    def rows(module, hidden):
-        if transform == "vmap":
-            return torch.vmap(module)(hidden)
-        slope = torch.vmap(torch.func.grad(lambda h: module(h).tanh().square().sum()))(hidden)
-        return module(hidden + slope)
-
-    check(partial(rows, head), hidden, labels, mode=mode, of=leaves(head, hidden))
-
-
-class Equilibrium(nn.Module):
-    """A fixed point whose gradient is one as well, found by a hook in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(D, D), nn.Linear(D, V)
-
-    def step(self, point, hidden):
-        return 0.3 * torch.tanh(self.inner(point)) + hidden
-
-    def forward(self, hidden):
-        point = torch.zeros_like(hidden)
-        with torch.no_grad():
-            for _ in range(40):
-                point = self.step(point, hidden)
-        last = point.requires_grad_()
-        image = self.step(last, hidden.detach())
-        point = self.step(point.detach(), hidden)
-
-        def solve(upstream):
-            pull = upstream
-            for _ in range(40):
-                pull = upstream + torch.autograd.grad(image, last, pull, retain_graph=True)[0]
-            return pull
-
-        point.register_hook(solve)
-        return self.outer(point)
-
-
-class Offloaded(torch.autograd.Function):
-    """A checkpoint whose backward runs a backward pass of its own, into .grad."""
-
-    @staticmethod
-    def forward(ctx, function, hidden):
-        ctx.function = function
-        ctx.save_for_backward(hidden)
-        return function(hidden)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        own = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.function(own), upstream)
-        return None, own.grad
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_pass_within_the_backward_pass(device, mode):
-    _, hidden, labels = make(device=device)
-    head = Equilibrium().to(device, torch.float64)
-    check(head, hidden, labels, mode=mode, of=leaves(head, hidden))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_pass_into_grad_within_the_backward_pass(device, mode):
-    head, hidden, labels = make("norm", device=device)
-
-    def offloaded(module, hidden):
-        return Offloaded.apply(module, hidden) + module.linear(hidden)
-
-    results = []
-    for loss_of in (dense, chunked_loss):
-        options = {} if loss_of is dense else {"chunk_size": 5, "mode": mode}
-        loss_of(cross_entropy, partial(offloaded, head), hidden, labels, **options).backward()
-        results.append([each.grad for each in leaves(head, hidden)])
-        for each in leaves(head, hidden):
-            each.grad = None
-    close(*results)
+    check(partial(F.linear, weight=weight, bias=bias), hidden, labels, mode=mode, of=[hidden, weight, bias])
 
 
 def test_what_float16_measures_is_not_added(device):
