@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.chunked_loss import check
 from lowtide.chunked_loss.autograd import GradientInForward, Recompute
-from lowtide.chunked_loss.call import ROW, Call, check_units, gathered
+from lowtide.chunked_loss.call import ROW, Call, alone, check_units, gathered
 from lowtide.chunked_loss.chunks import Replay, most_rows, spans
 from lowtide.chunked_loss.loop import Job, Tensors, loss_alone, peak
 from lowtide.chunked_loss.transforms import loss_within_transforms, transformed
@@ -150,7 +150,18 @@ def chunked_loss(
 def _run(
     loss_fn: Callable[..., Any],
     head: Callable[..., Any],
-    parts: tuple[Tensor, ...],
+    parts: Tensors,
+    arguments: Sequence[Any],
+    *rest: Any,
+) -> Any:
+    with alone((loss_fn, head, *arguments)):
+        return _run_alone(loss_fn, head, parts, arguments, *rest)
+
+
+def _run_alone(
+    loss_fn: Callable[..., Any],
+    head: Callable[..., Any],
+    parts: Tensors,
     arguments: Sequence[Any],
     leading: torch.Size,
     options: dict[str, Any],

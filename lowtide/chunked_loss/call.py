@@ -7,9 +7,11 @@ gradient. What a closure brings along can neither be found nor replaced; `unseen
 and it is an error.
 """
 
+import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -138,6 +140,36 @@ def closure_error(names: Sequence[str]) -> ArgumentError:
         "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
         "head=partial(F.linear, weight=weight); detach what needs no gradient"
     )
+
+
+_lock = threading.Lock()
+_threads: dict[int, list[int]] = {}  # module -> which run chunks with it
+
+
+@contextlib.contextmanager
+def alone(functions: Iterable[Any]) -> Iterator[None]:
+    """Within, another thread may not run chunks with a module of these: it would find, and leave behind, the
+    copies that stand in for its parameters. A backward pass may have threads of its own and is let in."""
+    brought = [each for function in functions for _, each in _brought(function, "")]
+    modules = {id(part) for each in brought if isinstance(each, nn.Module) for part in each.modules()}
+    own = threading.get_ident()
+    with _lock:
+        others = {thread for module in modules for thread in _threads.get(module, ())} - {own}
+        if others and torch._C._current_graph_task_id() == -1:
+            raise ArgumentError(
+                "another thread is running chunked_loss with the same module, whose parameters are replaced "
+                "meanwhile: one at a time (a lock), or a module for each thread (copy.deepcopy)"
+            )
+        for module in modules:
+            _threads.setdefault(module, []).append(own)
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in modules:
+                _threads[module].remove(own)
+                if not _threads[module]:
+                    del _threads[module]
 
 
 ROW = object()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowtide.chunked_loss import check
-from lowtide.chunked_loss.call import Call
+from lowtide.chunked_loss.call import Call, alone
 from lowtide.chunked_loss.chunks import Meter, Replay, cut, ours
 from lowtide.chunked_loss.operators import Operators
 from lowtide.chunked_loss.sums import Kept, Sum, lift, rounded
@@ -131,7 +131,7 @@ def form_again(
     """The gradients that are wanted, given that of the loss."""
     check.check_unchanged(job.changed())
     loop = _Loop(job, tensors, wanted)
-    with job.replay.autocast():
+    with job.replay.autocast(), alone(job.call.modules.values()):
         for place, (start, stop) in enumerate(job.chunks):
             loop.again(place, start, stop, upstream)
     return tuple(None if each is None else each.gradient for each in loop.kept())

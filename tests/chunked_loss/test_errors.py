@@ -1,5 +1,6 @@
 """Bad input: what is wrong, what came, and what to do."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -299,6 +300,33 @@ def test_what_changes_between_forward_and_backward(mode, what):
             torch.autograd.grad(loss, hidden)
     else:
         close(torch.autograd.grad(loss, hidden), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_threads_with_one_module(mode):
+    """The second would find the first one's copies in the places of the parameters."""
+    head, hidden, labels = make("linear")
+    raised = []
+
+    def other():
+        try:
+            chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5)
+        except ValueError as error:
+            raised.append(str(error))
+
+    def loss_fn(logits, labels):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return cross_entropy(logits, labels)
+
+    weight = head.weight
+    chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode).backward()
+    assert len(raised) == 4 * (1 + (mode == "recompute"))
+    assert all("another thread is running chunked_loss with the same module" in each for each in raised)
+    assert head.weight is weight
+    other()
+    assert len(raised) == 4 * (1 + (mode == "recompute"))
 
 
 def test_a_failed_call_leaves_the_module_as_it_was():
