@@ -1,36 +1,21 @@
 """Every kernel compiles ahead of time, without a GPU, and fits its card."""
 
 import importlib.util
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lowtide
 from tests.attention.compile_kernels import BUILDS
+from tests.linear_cross_entropy.test_kernels_compile import compile_all
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    import os
-
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.attention.compile_kernels"],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    results = [json.loads(line) for line in run.stdout.splitlines()]
-    return {(result["name"], result["capability"]): result for result in results}
+    return compile_all("tests.attention.compile_kernels")
 
 
 @pytest.mark.parametrize(
