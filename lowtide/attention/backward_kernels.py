@@ -15,6 +15,7 @@ from lowtide.attention.tile_kernels import (
     interval,
     kept,
     load_tile,
+    phase_of,
     product,
     seen_of_rows,
     store_tile,
@@ -29,7 +30,8 @@ def delta_kernel(
     """rowsum(o do) - dlse."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
-    i = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
+    i = start_m + row_m
     out_ptr, upstream_ptr = head(out_ptr, out_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
     delta_m = tl.zeros([BLOCK_M], tl.float32)
     if logsumexp_upstream_ptr is not None:
@@ -37,9 +39,9 @@ def delta_kernel(
         delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
     for start_e in range(0, E, BLOCK_E):
         e = start_e + tl.arange(0, BLOCK_E)
-        out = load_tile(out_ptr, i[:, None], e[None, :], out_strides, M, E).to(tl.float32)
-        upstream = load_tile(upstream_ptr, i[:, None], e[None, :], upstream_strides, M, E)
-        delta_m += tl.sum(out * upstream.to(tl.float32), 1)
+        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
+        upstream = load_tile((upstream_ptr, start_m, row_m, upstream_strides, M), e, E, True, True)
+        delta_m += tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)
     tl.store(delta_ptr + bh.to(tl.int64) * M + i, delta_m, mask=i < M)
 
 
@@ -70,7 +72,7 @@ def query_gradient_kernel(
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
@@ -82,58 +84,85 @@ def query_gradient_kernel(
     if row_key_ptr is not None:
         row_key_ptr += row
 
-    i, k, e = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i, k, e = start_m + row_m, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     own_k = tl.program_id(1) * BLOCK_K + k
-    query = load_tile(query_ptr, i[:, None], k[None, :], query_strides, M, K)
-    upstream = load_tile(upstream_ptr, i[:, None], e[None, :], upstream_strides, M, E)
+    query_place = query_ptr, start_m, row_m, query_strides, M
+    upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
+    query = load_tile(query_place, k, K, True, CUT_K)
+    upstream = load_tile(upstream_place, e, E, True, CUT_E)
     delta, logsumexp = rows_of(delta_ptr + row, i, M)[:, None], rows_of(logsumexp_ptr + row, i, M)[:, None]
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for start_n in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
-        j = start_n + tl.arange(0, BLOCK_N)
-        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        scores = product(query, query_ptr, i, query_strides, M, key_ptr, j, key_strides, N,
-            K, zero, PRECISION, BLOCK_K, BLOCKS_K)  # fmt: skip
-        inside = (start_n >= whole_low) & (start_n + BLOCK_N <= whole_high)
-        z2, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None], inside,
-            bias_ptr, bias_strides, M, N, scale, SOFTCAP)  # fmt: skip
-        of_weight = product(upstream, upstream_ptr, i, upstream_strides, M, value_ptr, j, value_strides, N,
-            E, zero, PRECISION, BLOCK_E, BLOCKS_E)  # fmt: skip
-        stays = inside
-        if row_key_ptr is not None:
-            stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
-        grad = gradient_of_scores(
-            weights(z2, logsumexp), of_weight, delta, stays, rescale, row_key_ptr is not None
-        )
-        if SOFTCAP > 0:
-            grad *= 1.0 - capped * capped
-        key = load_tile(key_ptr, j[:, None], own_k[None, :], key_strides, N, K)
-        grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
+    for phase in tl.static_range(0 if first_ptr is not None else 1, 3):
+        phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_N)
+        for start_n in range(phase_start, phase_end, BLOCK_N):
+            key_place = key_ptr, start_n, row_n, key_strides, N
+            value_place = value_ptr, start_n, row_n, value_strides, N
+            key = load_tile(key_place, k, K, phase != 1, CUT_K)
+            value = load_tile(value_place, e, E, phase != 1, CUT_E)
+            j = start_n + row_n
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            scores = product(
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
+            )
+            z2, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
+            of_weight = product(
+                upstream,
+                value,
+                upstream_place,
+                value_place,
+                E,
+                zero,
+                PRECISION,
+                BLOCKS_E,
+                True,
+                phase != 1,
+                CUT_E,
+            )
+            stays = phase != 1
+            if row_key_ptr is not None:
+                stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
+            grad = gradient_of_scores(
+                weights(z2, logsumexp), of_weight, delta, stays, rescale, row_key_ptr is not None
+            )
+            if SOFTCAP > 0:
+                grad *= 1.0 - capped * capped
+            if BLOCKS_K > 1:
+                key = load_tile(key_place, own_k, K, phase != 1, CUT_K)
+            grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
     grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, h)
-    store_tile(grad_query_ptr, i[:, None], own_k[None, :], grad_query_strides, M, K, grad_query * scale)
+    store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
 
 
 @triton.jit
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     row_first_ptr, row_end_ptr, upstream_ptr, delta_ptr, logsumexp_ptr, grad_key_ptr, grad_value_ptr,
+    bias_sum_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
     grad_key_strides, grad_value_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key."""
+    """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key.
+
+    bias_sum [B, H, N] are the sums of dz over the queries: the gradient of a bias that is the same for all."""
     start_n, bg = tl.program_id(0) % tiles * BLOCK_N, tl.program_id(0) // tiles
     b, g = bg // (H // R), bg % (H // R)
     key_ptr, value_ptr = head(key_ptr, key_strides, b, g), head(value_ptr, value_strides, b, g)
 
-    j, k, e = start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    j, k, e = start_n + row_n, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     own_k, own_e = tl.program_id(1) * BLOCK_K + k, tl.program_id(1) * BLOCK_E + e
-    key = load_tile(key_ptr, j[:, None], k[None, :], key_strides, N, K)
-    value = load_tile(value_ptr, j[:, None], e[None, :], value_strides, N, E)
+    key_place = key_ptr, start_n, row_n, key_strides, N
+    value_place = value_ptr, start_n, row_n, value_strides, N
+    key = load_tile(key_place, k, K, True, CUT_K)
+    value = load_tile(value_place, e, E, True, CUT_E)
     low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     grad_key = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
@@ -146,35 +175,57 @@ def key_value_gradient_kernel(
             head_bias_ptr = head(bias_ptr, bias_strides, b, h)
         if row_key_ptr is not None:
             head_row_key_ptr = row_key_ptr + row
-        for start_m in range(low // BLOCK_M * BLOCK_M, high, BLOCK_M):
-            i = start_m + tl.arange(0, BLOCK_M)
-            zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            scores = product(key, key_ptr, j, key_strides, N, q_ptr, i, query_strides, M,
-                K, zero, PRECISION, BLOCK_K, BLOCKS_K)  # fmt: skip
-            first, end = interval(first_ptr, end_ptr, i, M, N)
-            inside = (start_m >= whole_low) & (start_m + BLOCK_M <= whole_high)
-            z2, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :], inside,
-                head_bias_ptr, bias_strides, M, N, scale, SOFTCAP)  # fmt: skip
-            weight = weights(z2, rows_of(logsumexp_ptr + row, i, M)[None, :])
-            used, stays = weight, inside
-            if row_key_ptr is not None:
-                stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
-                used = tl.where(stays, weight * rescale, 0.0)
-            if grad_value_ptr is not None:
-                upstream = load_tile(do_ptr, i[:, None], own_e[None, :], upstream_strides, M, E)
-                grad_value = tl.dot(used.to(upstream.dtype), upstream, grad_value, input_precision=PRECISION)
-            if grad_key_ptr is not None:
-                of_weight = product(value, value_ptr, j, value_strides, N, do_ptr, i, upstream_strides, M,
-                    E, zero, PRECISION, BLOCK_E, BLOCKS_E)  # fmt: skip
-                delta = rows_of(delta_ptr + row, i, M)[None, :]
-                grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
-                if SOFTCAP > 0:
-                    grad *= 1.0 - capped * capped
-                query = load_tile(q_ptr, i[:, None], own_k[None, :], query_strides, M, K)
-                grad_key = tl.dot(grad.to(query.dtype), query, grad_key, input_precision=PRECISION)
+        bias_sum_n = tl.zeros([BLOCK_N], tl.float32)
+        for phase in tl.static_range(0 if row_first_ptr is not None else 1, 3):
+            phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_M)
+            for start_m in range(phase_start, phase_end, BLOCK_M):
+                query_place = q_ptr, start_m, row_m, query_strides, M
+                upstream_place = do_ptr, start_m, row_m, upstream_strides, M
+                query = load_tile(query_place, k, K, phase != 1, CUT_K)
+                upstream = load_tile(upstream_place, e, E, phase != 1, CUT_E)
+                i = start_m + row_m
+                zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                scores = product(
+                    key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
+                )
+                first, end = i, i
+                if phase != 1:
+                    first, end = interval(first_ptr, end_ptr, i, M, N)
+                z2, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
+                weight = weights(z2, rows_of(logsumexp_ptr + row, i, M)[None, :])
+                used, stays = weight, phase != 1
+                if row_key_ptr is not None:
+                    stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+                    used = tl.where(stays, weight * rescale, 0.0)
+                if grad_value_ptr is not None:
+                    own = upstream
+                    if BLOCKS_E > 1 or BLOCKS_K > 1:
+                        own = load_tile(upstream_place, own_e, E, phase != 1, True)
+                    grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
+                if grad_key_ptr is not None or bias_sum_ptr is not None:
+                    of_weight = product(
+                        value, upstream, value_place, upstream_place, E, zero, PRECISION, BLOCKS_E,
+                        True, phase != 1, CUT_E,
+                    )  # fmt: skip
+                    delta = rows_of(delta_ptr + row, i, M)[None, :]
+                    grad = gradient_of_scores(
+                        weight, of_weight, delta, stays, rescale, row_key_ptr is not None
+                    )
+                    if bias_sum_ptr is not None:
+                        bias_sum_n += tl.sum(grad, 1)
+                if grad_key_ptr is not None:
+                    if SOFTCAP > 0:
+                        grad *= 1.0 - capped * capped
+                    own = query
+                    if BLOCKS_E > 1 or BLOCKS_K > 1:
+                        own = load_tile(query_place, own_k, K, phase != 1, True)
+                    grad_key = tl.dot(grad.to(own.dtype), own, grad_key, input_precision=PRECISION)
+        if bias_sum_ptr is not None and tl.program_id(1) == 0:
+            tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)
     if grad_key_ptr is not None:
         own_ptr = head(grad_key_ptr, grad_key_strides, b, g)
-        store_tile(own_ptr, j[:, None], own_k[None, :], grad_key_strides, N, K, grad_key * scale)
+        store_tile(own_ptr, j, own_k, grad_key_strides, N, K, grad_key * scale)
     if grad_value_ptr is not None:
         own_ptr = head(grad_value_ptr, grad_value_strides, b, g)
-        store_tile(own_ptr, j[:, None], own_e[None, :], grad_value_strides, N, E, grad_value)
+        store_tile(own_ptr, j, own_e, grad_value_strides, N, E, grad_value)

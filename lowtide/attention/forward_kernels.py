@@ -15,6 +15,7 @@ from lowtide.attention.tile_kernels import (
     interval,
     kept,
     load_tile,
+    phase_of,
     product,
     seen_of_rows,
     store_tile,
@@ -29,7 +30,7 @@ def forward_kernel(
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
@@ -41,36 +42,44 @@ def forward_kernel(
     if row_key_ptr is not None:
         row_key_ptr += bh.to(tl.int64) * M
 
-    i, e = start_m + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    query = load_tile(query_ptr, i[:, None], tl.arange(0, BLOCK_K)[None, :], query_strides, M, K)
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    k, e = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    i = start_m + row_m
+    query_place = query_ptr, start_m, row_m, query_strides, M
+    query = load_tile(query_place, k, K, True, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_m = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for start_n in range(low // BLOCK_N * BLOCK_N, high, BLOCK_N):
-        j = start_n + tl.arange(0, BLOCK_N)
-        zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        scores = product(query, query_ptr, i, query_strides, M, key_ptr, j, key_strides, N,
-            K, zero, PRECISION, BLOCK_K, BLOCKS_K)  # fmt: skip
-        inside = (start_n >= whole_low) & (start_n + BLOCK_N <= whole_high)
-        z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None], inside,
-            bias_ptr, bias_strides, M, N, scale, SOFTCAP)  # fmt: skip
-        new_max_m = tl.maximum(max_m, tl.max(z2, 1))
-        weight = tl.exp2(z2 - new_max_m[:, None])
-        fade_m = tl.exp2(max_m - new_max_m)
-        max_m = new_max_m
-        sum_m = sum_m * fade_m + tl.sum(weight, 1)
-        if row_key_ptr is not None:
-            weight = tl.where(
-                kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
+    for phase in tl.static_range(0 if first_ptr is not None else 1, 3):
+        phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_N)
+        for start_n in range(phase_start, phase_end, BLOCK_N):
+            key_place = key_ptr, start_n, row_n, key_strides, N
+            key = load_tile(key_place, k, K, phase != 1, CUT_K)
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            scores = product(
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
             )
-        value = load_tile(value_ptr, j[:, None], e[None, :], value_strides, N, E)
-        out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
+            j = start_n + row_n
+            z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
+            new_max_m = tl.maximum(max_m, tl.max(z2, 1))
+            weight = tl.exp2(z2 - new_max_m[:, None])
+            fade_m = tl.exp2(max_m - new_max_m)
+            max_m = new_max_m
+            sum_m = sum_m * fade_m + tl.sum(weight, 1)
+            if row_key_ptr is not None:
+                weight = tl.where(
+                    kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
+                )
+            value_place = value_ptr, start_n, row_n, value_strides, N
+            value = load_tile(value_place, e, E, phase != 1, CUT_E)
+            out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
 
     nothing_m = sum_m == 0.0
     sum_m = tl.where(nothing_m, 1.0, sum_m)
-    store_tile(out_ptr, i[:, None], e[None, :], out_strides, M, E, out * (rescale / sum_m)[:, None])
+    store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / sum_m)[:, None])
     if logsumexp_ptr is not None and tl.program_id(1) == 0:
         logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + tl.log2(sum_m)) / LOG2E)
         tl.store(logsumexp_ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)

@@ -3,6 +3,7 @@
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,14 +46,20 @@ def forward_blocks(half: bool, features: int) -> Blocks:
     return Blocks(64, 64, 256, 256, 8, 2) if features <= 256 else Blocks(64, 64, 128, 256, 8, 2)
 
 
-def backward_blocks(half: bool, features: int) -> Blocks:
+def query_blocks(half: bool, features: int) -> Blocks:
+    if not half:
+        return Blocks(32, 32, 64, 64, 4 if features <= 64 else 8, 2)
+    return Blocks(64, 64, 64, 64, 4, 2) if features <= 64 else Blocks(64, 64, 128, 128, 8, 2)
+
+
+def key_value_blocks(half: bool, features: int) -> Blocks:
     if not half:
         return Blocks(32, 32, 64, 64, 4 if features <= 64 else 8, 2)
     return Blocks(64, 64, 64, 64, 4, 2) if features <= 64 else Blocks(64, 64, 128, 128, 8, 2)
 
 
 def bias_blocks(half: bool, features: int) -> Blocks:
-    return backward_blocks(half, features)._replace(warps=8)
+    return query_blocks(half, features)._replace(warps=8)
 
 
 class Kernels:
@@ -89,13 +96,12 @@ class Kernels:
         out = allocate(query, (B, H, M, E), self.options.rows_first)
         logsumexp = query.new_empty(B, H, M, dtype=torch.float32) if keep_logsumexp else None
         blocks = forward_blocks(self.half, max(K, E))
-        (block_k, blocks_k), (block_e, blocks_e) = cut(K, blocks.K), cut(E, blocks.E)
+        cut = _cut(K, E, blocks)
         if out.numel():
             tiles = triton.cdiv(M, blocks.M)
-            forward_kernel[(tiles * B * H, blocks_e)](
-                **self.tensors, **self.numbers, tiles=tiles, out_ptr=out, logsumexp_ptr=logsumexp,
-                out_strides=out.stride(), BLOCK_M=blocks.M, BLOCK_N=blocks.N, BLOCK_K=block_k,
-                BLOCKS_K=blocks_k, BLOCK_E=block_e, num_warps=blocks.warps, num_stages=blocks.stages,
+            forward_kernel[(tiles * B * H, cut["BLOCKS_E"])](
+                **self.tensors, **self.numbers, **cut, tiles=tiles, out_ptr=out, logsumexp_ptr=logsumexp,
+                out_strides=out.stride(),
             )  # fmt: skip
         return [out] if logsumexp is None else [out, logsumexp]
 
@@ -109,14 +115,10 @@ class Kernels:
     ) -> list[Tensor]:
         """The gradients of query, key, value and bias that are wanted."""
         B, H, G, M, N, K, E = self.size
-        blocks = backward_blocks(self.half, max(K, E))
-        (block_k, blocks_k), (block_e, blocks_e) = cut(K, blocks.K), cut(E, blocks.E)
         delta = torch.empty_like(logsumexp)
         given = {
             **self.tensors, **self.numbers, "upstream_ptr": upstream, "upstream_strides": upstream.stride(),
-            "delta_ptr": delta, "logsumexp_ptr": logsumexp, "BLOCK_M": blocks.M, "BLOCK_N": blocks.N,
-            "BLOCK_K": block_k, "BLOCKS_K": blocks_k, "BLOCK_E": block_e, "BLOCKS_E": blocks_e,
-            "num_warps": blocks.warps, "num_stages": blocks.stages,
+            "delta_ptr": delta, "logsumexp_ptr": logsumexp,
         }  # fmt: skip
         empty = 0 in (B, H, M, N)
         grad_query, grad_key, grad_value = (
@@ -127,31 +129,55 @@ class Kernels:
             gradients = [grad.zero_() for grad in (grad_query, grad_key, grad_value) if grad is not None]
             bias = self.operands.bias
             return gradients if bias is None or not wanted[3] else [*gradients, torch.zeros_like(bias)]
-        tiles = triton.cdiv(M, 64)
-        delta_kernel[(tiles * B * H,)](
+        delta_kernel[(triton.cdiv(M, 64) * B * H,)](
             out, upstream, logsumexp_upstream, delta, out.stride(), upstream.stride(),
-            (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E, tiles,
-            BLOCK_M=64, BLOCK_E=block_e,
+            (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E,
+            triton.cdiv(M, 64), BLOCK_M=64, BLOCK_E=min(128, max(16, triton.next_power_of_2(E))),
         )  # fmt: skip
         if grad_query is not None:
-            tiles = triton.cdiv(M, blocks.M)
-            query_gradient_kernel[(tiles * B * H, blocks_k)](
-                **given, tiles=tiles, grad_query_ptr=grad_query, grad_query_strides=grad_query.stride()
-            )
-        if grad_key is not None or grad_value is not None:
-            tiles = triton.cdiv(N, blocks.N)
-            row_first, row_end = self._rows_of_keys()
-            features = max(blocks_k if grad_key is not None else 1, blocks_e if grad_value is not None else 1)
-            key_value_gradient_kernel[(tiles * B * G, features)](
-                **given, tiles=tiles, row_first_ptr=row_first, row_end_ptr=row_end,
-                grad_key_ptr=grad_key, grad_key_strides=_strides(grad_key),
-                grad_value_ptr=grad_value, grad_value_strides=_strides(grad_value),
-            )  # fmt: skip
+            self._query_gradient(given, grad_query)
+        # A bias that is the same for all queries: the sums over them, where the keys' gradients are made.
+        bias = self.operands.bias
+        bias_sum = None
+        if wanted[3] and bias is not None and bias.shape[2] == 1:
+            bias_sum = logsumexp.new_empty(B, H, 1, N)
+        if grad_key is not None or grad_value is not None or bias_sum is not None:
+            self._key_value_gradient(given, grad_key, grad_value, bias_sum)
         gradients = [grad for grad in (grad_query, grad_key, grad_value) if grad is not None]
         if not wanted[3]:
             return gradients
-        blocks = bias_blocks(self.half, max(K, E))
-        return [*gradients, self._bias_gradient({**given, "num_warps": blocks.warps}, blocks)]
+        assert bias is not None
+        if bias_sum is None:
+            return [*gradients, self._bias_gradient(given, bias)]
+        return [*gradients, bias_sum.sum_to_size(bias.shape).to(bias.dtype)]
+
+    def _query_gradient(self, given: dict[str, Any], grad_query: Tensor) -> None:
+        B, H, _, M, _, K, E = self.size
+        blocks = query_blocks(self.half, max(K, E))
+        cut, tiles = _cut(K, E, blocks), triton.cdiv(M, blocks.M)
+        query_gradient_kernel[(tiles * B * H, cut["BLOCKS_K"])](
+            **given, **cut, tiles=tiles, grad_query_ptr=grad_query, grad_query_strides=grad_query.stride()
+        )
+
+    def _key_value_gradient(
+        self,
+        given: dict[str, Any],
+        grad_key: Tensor | None,
+        grad_value: Tensor | None,
+        bias_sum: Tensor | None,
+    ) -> None:
+        B, _, G, _, N, K, E = self.size
+        blocks = key_value_blocks(self.half, max(K, E))
+        cut, tiles = _cut(K, E, blocks), triton.cdiv(N, blocks.N)
+        row_first, row_end = self._rows_of_keys()
+        features = max(
+            cut["BLOCKS_K"] if grad_key is not None else 1, cut["BLOCKS_E"] if grad_value is not None else 1
+        )
+        key_value_gradient_kernel[(tiles * B * G, features)](
+            **given, **cut, tiles=tiles, row_first_ptr=row_first, row_end_ptr=row_end, bias_sum_ptr=bias_sum,
+            grad_key_ptr=grad_key, grad_key_strides=_strides(grad_key),
+            grad_value_ptr=grad_value, grad_value_strides=_strides(grad_value),
+        )  # fmt: skip
 
     def _rows_of_keys(self) -> tuple[Tensor | None, Tensor | None]:
         """[N] and [N]: the queries that see each key, which are an interval too."""
@@ -163,27 +189,32 @@ class Kernels:
         row_end = torch.searchsorted(first, key_N, right=True, out_int32=True)
         return torch.minimum(row_first, row_end), row_end
 
-    def _bias_gradient(self, given: dict[str, Any], blocks: Blocks) -> Tensor:
-        bias = self.operands.bias
-        assert bias is not None
-        B, H, _, M, N, _, _ = self.size
-        tiles = (B, H, triton.cdiv(M, blocks.M), triton.cdiv(N, blocks.N))
-        own = tuple(1 if size == 1 else count for size, count in zip(bias.shape, tiles))
-        loops = tuple(count if size == 1 else 1 for size, count in zip(bias.shape, tiles))
-        programs, steps = own[0] * own[1] * own[2] * own[3], loops[0] * loops[1] * loops[2] * loops[3]
+    def _bias_gradient(self, given: dict[str, Any], bias: Tensor) -> Tensor:
+        B, H, _, M, N, K, E = self.size
+        blocks = bias_blocks(self.half, max(K, E))
+        tiles = (B, H, triton.cdiv(N, blocks.N))
+        sizes = bias.shape[0], bias.shape[1], bias.shape[3]
+        own = tuple(1 if size == 1 else count for size, count in zip(sizes, tiles))
+        loops = tuple(count if size == 1 else 1 for size, count in zip(sizes, tiles))
+        programs, steps = math.prod(own) * triton.cdiv(M, blocks.M), math.prod(loops)
         parts = max(1, min(steps, PROGRAMS // programs, PARTIAL_BYTES // (4 * bias.numel())))
         part = bias.new_empty(parts, *bias.shape, dtype=torch.float32)
         bias_gradient_kernel[(programs * parts,)](
-            **given, part_ptr=part, part_strides=part.stride(), own_sizes=own, loop_sizes=loops,
-            FULL_M=bias.shape[2] > 1, FULL_N=bias.shape[3] > 1, parts=parts,
+            **given, **_cut(K, E, blocks), part_ptr=part, part_strides=part.stride(), own_sizes=own,
+            loop_sizes=loops, FULL_N=bias.shape[3] > 1, parts=parts,
         )  # fmt: skip
         return part.sum(0).to(bias.dtype)
 
 
-def cut(features: int, most: int) -> tuple[int, int]:
-    """Features to a block, of which a product takes 16 at the least, and blocks."""
-    block = max(16, min(triton.next_power_of_2(features), most))
-    return block, triton.cdiv(features, block)
+def _cut(K: int, E: int, blocks: Blocks) -> dict[str, Any]:
+    """The sizes of a kernel's tiles; of features a product takes 16 at the least."""
+    block_k = max(16, min(triton.next_power_of_2(K), blocks.K))
+    block_e = max(16, min(triton.next_power_of_2(E), blocks.E))
+    return {
+        "BLOCK_M": blocks.M, "BLOCK_N": blocks.N, "BLOCK_K": block_k, "BLOCKS_K": triton.cdiv(K, block_k),
+        "BLOCK_E": block_e, "BLOCKS_E": triton.cdiv(E, block_e), "CUT_K": K % block_k > 0,
+        "CUT_E": E % block_e > 0, "num_warps": blocks.warps, "num_stages": blocks.stages,
+    }  # fmt: skip
 
 
 def _strides(tensor: Tensor | None) -> tuple[int, ...]:

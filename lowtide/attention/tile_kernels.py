@@ -14,16 +14,30 @@ LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
-def load_tile(ptr, i, j, strides, I, J):
-    """X[i, j] of a tensor [., ., I, J]; 0 outside."""
-    offsets = i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    return tl.load(ptr + offsets, mask=(i < I) & (j < J), other=0.0)
+def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
+    """X[start + i, f] of a matrix [I, F], whose place is (pointer, start, i, strides, I).
+
+    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is outside. The start is a number, the rest the
+    same for every tile of a loop: one address is computed a tile, not one a thread.
+    """
+    ptr, start, i, strides, I = place
+    ptr += tl.cast(start, tl.int64) * strides[2]
+    ptrs = ptr + (i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3])
+    if CUT_I and CUT_F:
+        tile = tl.load(ptrs, mask=(start + i < I)[:, None] & (f < F)[None, :], other=0.0)
+    elif CUT_I:
+        tile = tl.load(ptrs, mask=(start + i < I)[:, None], other=0.0)
+    elif CUT_F:
+        tile = tl.load(ptrs, mask=(f < F)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
 
 
 @triton.jit
-def store_tile(ptr, i, j, strides, I, J, tile):
-    offsets = i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
-    tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(i < I) & (j < J))
+def store_tile(ptr, i, f, strides, I, F, tile):
+    offsets = i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3]
+    tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(i < I)[:, None] & (f < F)[None, :])
 
 
 @triton.jit
@@ -34,19 +48,16 @@ def head(ptr, strides, b, h):
 
 @triton.jit
 def product(
-    a, a_ptr, a_i, a_strides, a_rows,
-    b_ptr, b_i, b_strides, b_rows,
-    features, tile, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
+    CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr,
 ):  # fmt: skip
-    """tile + a b^T, over all features, of which a tile of `a` that is loaded already has all or the first."""
-    f = tl.arange(0, BLOCK)
-    b = load_tile(b_ptr, b_i[:, None], f[None, :], b_strides, b_rows, features)
+    """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first."""
     tile = tl.dot(a, tl.trans(b), tile, input_precision=PRECISION)
     if BLOCKS > 1:
         for block in range(1, BLOCKS):
-            g = block * BLOCK + f
-            a = load_tile(a_ptr, a_i[:, None], g[None, :], a_strides, a_rows, features)
-            b = load_tile(b_ptr, b_i[:, None], g[None, :], b_strides, b_rows, features)
+            f = block * a.shape[1] + tl.arange(0, a.shape[1])
+            a = load_tile(a_place, f, F, CUT_A, CUT_F)
+            b = load_tile(b_place, f, F, CUT_B, CUT_F)
             tile = tl.dot(a, tl.trans(b), tile, input_precision=PRECISION)
     return tile
 
@@ -63,9 +74,9 @@ def tanh(x):
 
 @triton.jit
 def finished(
-    product, i, j, first, end, inside, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr
+    product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """z2, and the soft cap's tanh (without one, anything); `inside`: no score of the tile is hidden."""
+    """z2, and the soft cap's tanh (without one, anything); MASKED: a score of the tile may be hidden."""
     capped = product
     if SOFTCAP > 0:
         capped = tanh(product * (scale / SOFTCAP))
@@ -79,9 +90,24 @@ def finished(
             z2 = tl.where(bias != 0, z2, -float("inf"))
         else:
             z2 += bias.to(tl.float32) * LOG2E
-    if not inside:
+    if MASKED:
         z2 = tl.where((j >= first) & (j < end), z2, -float("inf"))
     return z2, capped
+
+
+@triton.jit
+def phase_of(phase: tl.constexpr, low, whole_low, whole_high, high, BLOCK: tl.constexpr):
+    """A loop over tiles from `low` to `high` in three: before, within and after those that are seen whole."""
+    start = low // BLOCK * BLOCK
+    whole_start = tl.minimum(tl.maximum((whole_low + BLOCK - 1) // BLOCK * BLOCK, start), high)
+    whole_end = tl.maximum(whole_high // BLOCK * BLOCK, whole_start)
+    if phase == 0:
+        result = start, whole_start
+    elif phase == 1:
+        result = whole_start, whole_end
+    else:
+        result = whole_end, high
+    return result
 
 
 @triton.jit

@@ -56,7 +56,7 @@ SPILLS = {
 def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> dict[str, Any]:
     tensor = "*bf16" if half else F32
     names = ("query", "key", "value", "upstream", "out", "grad_query", "grad_key", "grad_value")
-    absent = ("bias", "first", "end", "row_key", "column_key", "row_first", "row_end")
+    absent = ("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum")
     given = {
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
@@ -66,11 +66,10 @@ def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> d
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
         "part_strides": ("i32", "i32", "i32", "i32", 1),
-        "own_sizes": (1, "i32", "i32", "i32"),
-        "loop_sizes": ("i32", 1, 1, 1),
+        "own_sizes": (1, "i32", "i32"),
+        "loop_sizes": ("i32", 1, 1),
         "SOFTCAP": 0.0,
         "PRECISION": "tf32x3",
-        "FULL_M": True,
         "FULL_N": True,
         **changes,
     }
