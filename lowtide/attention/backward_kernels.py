@@ -15,10 +15,11 @@ from lowtide.attention.tile_kernels import (
     interval,
     kept,
     load_tile,
-    phase_of,
     product,
     seen_of_rows,
     store_tile,
+    tile_start,
+    tiles_seen,
 )
 
 
@@ -46,8 +47,12 @@ def delta_kernel(
 
 
 @triton.jit
-def rows_of(pointer, i, M):
-    return tl.load(pointer + i, mask=i < M, other=0.0)
+def rows_of(pointer, i, M, CUT: tl.constexpr):
+    if CUT:
+        rows = tl.load(pointer + i, mask=i < M, other=0.0)
+    else:
+        rows = tl.load(pointer + i)
+    return rows
 
 
 @triton.jit
@@ -91,24 +96,26 @@ def query_gradient_kernel(
     upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
     query = load_tile(query_place, k, K, True, CUT_K)
     upstream = load_tile(upstream_place, e, E, True, CUT_E)
-    delta, logsumexp = rows_of(delta_ptr + row, i, M)[:, None], rows_of(logsumexp_ptr + row, i, M)[:, None]
+    delta = rows_of(delta_ptr + row, i, M, True)[:, None]
+    logsumexp = rows_of(logsumexp_ptr + row, i, M, True)[:, None]
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for phase in tl.static_range(0 if first_ptr is not None else 1, 3):
-        phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_N)
-        for start_n in range(phase_start, phase_end, BLOCK_N):
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             key_place = key_ptr, start_n, row_n, key_strides, N
             value_place = value_ptr, start_n, row_n, value_strides, N
-            key = load_tile(key_place, k, K, phase != 1, CUT_K)
-            value = load_tile(value_place, e, E, phase != 1, CUT_E)
+            key = load_tile(key_place, k, K, MASKED, CUT_K)
+            value = load_tile(value_place, e, E, MASKED, CUT_E)
             j = start_n + row_n
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
-                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
             z2, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
             of_weight = product(
                 upstream,
                 value,
@@ -119,10 +126,10 @@ def query_gradient_kernel(
                 PRECISION,
                 BLOCKS_E,
                 True,
-                phase != 1,
+                MASKED,
                 CUT_E,
             )
-            stays = phase != 1
+            stays = MASKED
             if row_key_ptr is not None:
                 stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
             grad = gradient_of_scores(
@@ -131,7 +138,7 @@ def query_gradient_kernel(
             if SOFTCAP > 0:
                 grad *= 1.0 - capped * capped
             if BLOCKS_K > 1:
-                key = load_tile(key_place, own_k, K, phase != 1, CUT_K)
+                key = load_tile(key_place, own_k, K, MASKED, CUT_K)
             grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
     grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, h)
     store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
@@ -176,39 +183,40 @@ def key_value_gradient_kernel(
         if row_key_ptr is not None:
             head_row_key_ptr = row_key_ptr + row
         bias_sum_n = tl.zeros([BLOCK_N], tl.float32)
-        for phase in tl.static_range(0 if row_first_ptr is not None else 1, 3):
-            phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_M)
-            for start_m in range(phase_start, phase_end, BLOCK_M):
+        first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_M)
+        for MASKED in tl.static_range(2):
+            for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+                start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 query_place = q_ptr, start_m, row_m, query_strides, M
                 upstream_place = do_ptr, start_m, row_m, upstream_strides, M
-                query = load_tile(query_place, k, K, phase != 1, CUT_K)
-                upstream = load_tile(upstream_place, e, E, phase != 1, CUT_E)
+                query = load_tile(query_place, k, K, MASKED, CUT_K)
+                upstream = load_tile(upstream_place, e, E, MASKED, CUT_E)
                 i = start_m + row_m
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
-                    key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
+                    key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
                 )
                 first, end = i, i
-                if phase != 1:
+                if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
                 z2, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
-                weight = weights(z2, rows_of(logsumexp_ptr + row, i, M)[None, :])
-                used, stays = weight, phase != 1
+                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
+                weight = weights(z2, rows_of(logsumexp_ptr + row, i, M, MASKED)[None, :])
+                used, stays = weight, MASKED
                 if row_key_ptr is not None:
                     stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
                     used = tl.where(stays, weight * rescale, 0.0)
                 if grad_value_ptr is not None:
                     own = upstream
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_tile(upstream_place, own_e, E, phase != 1, True)
+                        own = load_tile(upstream_place, own_e, E, MASKED, True)
                     grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
                 if grad_key_ptr is not None or bias_sum_ptr is not None:
                     of_weight = product(
                         value, upstream, value_place, upstream_place, E, zero, PRECISION, BLOCKS_E,
-                        True, phase != 1, CUT_E,
+                        True, MASKED, CUT_E,
                     )  # fmt: skip
-                    delta = rows_of(delta_ptr + row, i, M)[None, :]
+                    delta = rows_of(delta_ptr + row, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None
                     )
@@ -219,7 +227,7 @@ def key_value_gradient_kernel(
                         grad *= 1.0 - capped * capped
                     own = query
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_tile(query_place, own_k, K, phase != 1, True)
+                        own = load_tile(query_place, own_k, K, MASKED, True)
                     grad_key = tl.dot(grad.to(own.dtype), own, grad_key, input_precision=PRECISION)
         if bias_sum_ptr is not None and tl.program_id(1) == 0:
             tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)

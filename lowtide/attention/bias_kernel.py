@@ -60,8 +60,8 @@ def bias_gradient_kernel(
         stays = True
         if row_key_ptr is not None:
             stays = kept(row_key_ptr + row, column_key_ptr, i[:, None], j[None, :], M, N, limit)
-        weight = weights(z2, rows_of(logsumexp_ptr + row, i, M)[:, None])
-        delta = rows_of(delta_ptr + row, i, M)[:, None]
+        weight = weights(z2, rows_of(logsumexp_ptr + row, i, M, True)[:, None])
+        delta = rows_of(delta_ptr + row, i, M, True)[:, None]
         total += gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
 
     j = own_n * BLOCK_N + row_n

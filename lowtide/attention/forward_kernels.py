@@ -15,10 +15,11 @@ from lowtide.attention.tile_kernels import (
     interval,
     kept,
     load_tile,
-    phase_of,
     product,
     seen_of_rows,
     store_tile,
+    tile_start,
+    tiles_seen,
 )
 
 
@@ -52,18 +53,19 @@ def forward_kernel(
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_m = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for phase in tl.static_range(0 if first_ptr is not None else 1, 3):
-        phase_start, phase_end = phase_of(phase, low, whole_low, whole_high, high, BLOCK_N)
-        for start_n in range(phase_start, phase_end, BLOCK_N):
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             key_place = key_ptr, start_n, row_n, key_strides, N
-            key = load_tile(key_place, k, K, phase != 1, CUT_K)
+            key = load_tile(key_place, k, K, MASKED, CUT_K)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
-                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, phase != 1, CUT_K
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
             j = start_n + row_n
             z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, phase != 1)  # fmt: skip
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
             new_max_m = tl.maximum(max_m, tl.max(z2, 1))
             weight = tl.exp2(z2 - new_max_m[:, None])
             fade_m = tl.exp2(max_m - new_max_m)
@@ -74,7 +76,7 @@ def forward_kernel(
                     kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
                 )
             value_place = value_ptr, start_n, row_n, value_strides, N
-            value = load_tile(value_place, e, E, phase != 1, CUT_E)
+            value = load_tile(value_place, e, E, MASKED, CUT_E)
             out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
 
     nothing_m = sum_m == 0.0

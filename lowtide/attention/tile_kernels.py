@@ -22,7 +22,7 @@ def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
     """
     ptr, start, i, strides, I = place
     ptr += tl.cast(start, tl.int64) * strides[2]
-    ptrs = ptr + (i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3])
+    ptrs = ptr + (i[:, None] * strides[2] + f[None, :] * strides[3])
     if CUT_I and CUT_F:
         tile = tl.load(ptrs, mask=(start + i < I)[:, None] & (f < F)[None, :], other=0.0)
     elif CUT_I:
@@ -96,18 +96,28 @@ def finished(
 
 
 @triton.jit
-def phase_of(phase: tl.constexpr, low, whole_low, whole_high, high, BLOCK: tl.constexpr):
-    """A loop over tiles from `low` to `high` in three: before, within and after those that are seen whole."""
-    start = low // BLOCK * BLOCK
-    whole_start = tl.minimum(tl.maximum((whole_low + BLOCK - 1) // BLOCK * BLOCK, start), high)
-    whole_end = tl.maximum(whole_high // BLOCK * BLOCK, whole_start)
-    if phase == 0:
-        result = start, whole_start
-    elif phase == 1:
-        result = whole_start, whole_end
-    else:
-        result = whole_end, high
-    return result
+def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
+    """Of the tiles that touch low <= n < high, in numbers of tiles: the first; the first and the last + 1 of
+    those that are seen whole; how many these and the others are."""
+    first, last = low // BLOCK, tl.cdiv(high, BLOCK)
+    whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
+    whole_last = tl.maximum(whole_high // BLOCK, whole_first)
+    wholes = whole_last - whole_first
+    return first, whole_first, whole_last, wholes, last - first - wholes
+
+
+@triton.jit
+def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where the tile of a step lies: the whole ones in one loop; those before and after them in another.
+
+    Two loops, so that only the second looks at masks; and the second without a pipeline of its own (one
+    stage), or ptxas makes the matrix products of both wait for each other.
+    """
+    tile = whole_first + step
+    if MASKED:
+        before = whole_first - first
+        tile = tl.where(step < before, first + step, whole_last + step - before)
+    return tile * BLOCK
 
 
 @triton.jit
