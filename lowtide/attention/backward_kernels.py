@@ -196,6 +196,10 @@ def key_value_gradient_kernel(
                 scores = product(
                     key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
                 )
+                of_weight = product(
+                    value, upstream, value_place, upstream_place, E, zero, PRECISION, BLOCKS_E,
+                    True, MASKED, CUT_E,
+                )  # fmt: skip
                 first, end = i, i
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
@@ -212,10 +216,6 @@ def key_value_gradient_kernel(
                         own = load_tile(upstream_place, own_e, E, MASKED, True)
                     grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
                 if grad_key_ptr is not None or bias_sum_ptr is not None:
-                    of_weight = product(
-                        value, upstream, value_place, upstream_place, E, zero, PRECISION, BLOCKS_E,
-                        True, MASKED, CUT_E,
-                    )  # fmt: skip
                     delta = rows_of(delta_ptr + row, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None

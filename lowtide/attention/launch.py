@@ -36,26 +36,34 @@ class Blocks(NamedTuple):
 def forward_blocks(half: bool, features: int) -> Blocks:
     """By the larger of K and E; "half" are 16-bit operands."""
     if not half:
-        if features <= 128:
-            return Blocks(64, 32, 128, 128, 4 if features <= 64 else 8, 2)
-        return Blocks(64, 32, 64, 128, 8, 2)
+        if features <= 64:
+            return Blocks(128, 64, 64, 64, 8, 3)
+        return Blocks(128, 64, 128, 128, 8, 1)
     if features <= 64:
-        return Blocks(128, 64, 64, 64, 4, 3)
+        return Blocks(64, 64, 64, 64, 4, 3)
     if features <= 128:
         return Blocks(128, 64, 128, 128, 8, 3)
-    return Blocks(64, 64, 256, 256, 8, 2) if features <= 256 else Blocks(64, 64, 128, 256, 8, 2)
+    return Blocks(128, 64, 256, 256, 8, 2) if features <= 256 else Blocks(128, 32, 512, 256, 8, 2)
 
 
 def query_blocks(half: bool, features: int) -> Blocks:
     if not half:
-        return Blocks(32, 32, 64, 64, 4 if features <= 64 else 8, 2)
-    return Blocks(64, 64, 64, 64, 4, 2) if features <= 64 else Blocks(64, 64, 128, 128, 8, 2)
+        return Blocks(128, 64, 64, 64, 8, 1) if features <= 64 else Blocks(32, 32, 128, 128, 4, 2)
+    if features <= 64:
+        return Blocks(64, 64, 64, 64, 4, 3)
+    if features <= 128:
+        return Blocks(128, 64, 128, 128, 8, 3)
+    return Blocks(128, 64, 256, 256, 8, 1) if features <= 256 else Blocks(64, 32, 512, 512, 8, 1)
 
 
 def key_value_blocks(half: bool, features: int) -> Blocks:
     if not half:
-        return Blocks(32, 32, 64, 64, 4 if features <= 64 else 8, 2)
-    return Blocks(64, 64, 64, 64, 4, 2) if features <= 64 else Blocks(64, 64, 128, 128, 8, 2)
+        return Blocks(32, 128, 64, 64, 8, 2) if features <= 64 else Blocks(32, 32, 128, 128, 4, 2)
+    if features <= 64:
+        return Blocks(64, 64, 64, 64, 4, 3)
+    if features <= 128:
+        return Blocks(64, 128, 128, 128, 8, 3)
+    return Blocks(64, 64, 256, 256, 8, 2) if features <= 256 else Blocks(32, 32, 256, 256, 8, 2)
 
 
 def bias_blocks(half: bool, features: int) -> Blocks:

@@ -124,7 +124,7 @@ def resources(name: str, build: Build, capability: int) -> dict[str, int]:
     def place(path: tuple[int, ...], value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(place((*path, at), each) for at, each in enumerate(value))
-        if not isinstance(value, str) or value == "tf32x3":
+        if not isinstance(value, str) or value[0] not in "*if":
             constants[path] = value
             return "constexpr"
         if value[0] in "*i":
