@@ -75,7 +75,7 @@ def query_gradient_kernel(
     upstream_ptr, delta_ptr, logsumexp_ptr, grad_query_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def query_gradient_kernel(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
             z2, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
             of_weight = product(
                 upstream,
                 value,
@@ -152,13 +152,15 @@ def key_value_gradient_kernel(
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
     grad_key_strides, grad_value_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key.
 
-    bias_sum [B, H, N] are the sums of dz over the queries: the gradient of a bias that is the same for all."""
+    bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is the same for
+    all of them.
+    """
     start_n, bg = tl.program_id(0) % tiles * BLOCK_N, tl.program_id(0) // tiles
     b, g = bg // (H // R), bg % (H // R)
     key_ptr, value_ptr = head(key_ptr, key_strides, b, g), head(value_ptr, value_strides, b, g)
@@ -183,7 +185,9 @@ def key_value_gradient_kernel(
         if row_key_ptr is not None:
             head_row_key_ptr = row_key_ptr + row
         bias_sum_n = tl.zeros([BLOCK_N], tl.float32)
-        first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_M)
+        first_tile, whole_first, whole_last, wholes, rest = tiles_seen(
+            low, whole_low, whole_high, high, BLOCK_M
+        )
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
@@ -204,7 +208,7 @@ def key_value_gradient_kernel(
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
                 z2, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
+                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
                 weight = weights(z2, rows_of(logsumexp_ptr + row, i, M, MASKED)[None, :])
                 used, stays = weight, MASKED
                 if row_key_ptr is not None:

@@ -1,9 +1,9 @@
 """The gradient of the bias in Triton: a third pass over the scores, on the bias's own tiles.
 
-A program has one tile of the bias, and goes over the batches, heads and, of a bias that is the same for all
-keys, tiles of keys; where these are many and the bias small, several programs share them, and write partial
-sums. No atomics: memory is that of the bias, times the parts, and the order of all sums is fixed. (The gradient
-of a bias that is the same for all queries falls off where keys and values get theirs.)
+A program has one tile of the bias, and goes over the batches, heads and, of a bias that is the same for
+all keys, tiles of keys; where these are many and the bias small, several programs share them, and write
+partial sums. No atomics: memory is that of the bias, times the parts, and the order of all sums is fixed.
+(The gradient of a bias that is the same for all queries falls off where keys and values get theirs.)
 """
 
 import triton
@@ -19,7 +19,7 @@ def bias_gradient_kernel(
     upstream_ptr, delta_ptr, logsumexp_ptr, part_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, part_strides,
     own_sizes, loop_sizes, parts, H, R, M, N, K, E, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, FULL_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr, FULL_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def bias_gradient_kernel(
     first, end = interval(first_ptr, end_ptr, i, M, N)
     steps = loop_sizes[0] * loop_sizes[1] * loop_sizes[2]
     if FULL_N and first_ptr is not None:
-        low, _, _, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+        low, _low, _high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
         steps = tl.where((own_n * BLOCK_N < high) & (own_n * BLOCK_N + BLOCK_N > low), steps, 0)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(part, steps, parts):
@@ -53,7 +53,7 @@ def bias_gradient_kernel(
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         scores = product(query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, True, CUT_K)
         z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-            head(bias_ptr, bias_strides, b, h), bias_strides, M, N, scale, SOFTCAP, True)  # fmt: skip
+            head(bias_ptr, bias_strides, b, h), bias_strides, M, N, scale, SOFTCAP, False, True)  # fmt: skip
         of_weight = product(
             upstream, value, upstream_place, value_place, E, zero, PRECISION, BLOCKS_E, True, True, CUT_E
         )
@@ -70,7 +70,9 @@ def bias_gradient_kernel(
     i_offsets, j_offsets = i.to(tl.int64) * part_strides[3], j.to(tl.int64) * part_strides[4]
     if FULL_N:
         tl.store(
-            own_ptr + i_offsets[:, None] + j_offsets[None, :], total, (i < M)[:, None] & (j < N)[None, :]
+            own_ptr + i_offsets[:, None] + j_offsets[None, :],
+            total.to(part_ptr.dtype.element_ty),
+            (i < M)[:, None] & (j < N)[None, :],
         )
     else:
-        tl.store(own_ptr + i_offsets, tl.sum(total, 1), mask=i < M)
+        tl.store(own_ptr + i_offsets, tl.sum(total, 1).to(part_ptr.dtype.element_ty), mask=i < M)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from lowtide.attention.blockwise import Blockwise
 from lowtide.attention.blockwise_backward import BlockwiseBackward
 from lowtide.attention.check import ArgumentError
@@ -27,10 +29,12 @@ def _kernels(operands: Operands, options: Options) -> Any:
 
 
 def _chosen(operands: Operands, options: Options) -> str:
-    # The kernels are right in the interpreter, and compile; until a card has measured them, by name only.
-    if options.backend != "triton":
+    if options.backend == "torch":
         return "torch"
     reason = _reason_against_triton(operands)
+    if options.backend == "auto":
+        # Not the interpreter: it is for tests.
+        return "triton" if reason is None and operands.device.type == "cuda" else "torch"
     if reason is not None:
         raise ArgumentError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
     return "triton"
@@ -45,4 +49,14 @@ def _reason_against_triton(operands: Operands) -> str | None:
         return f"its kernels run on CUDA tensors, and query is on {operands.device}"
     if operands.query.dtype.itemsize == 8:
         return "its kernels sum in float32, and query is float64"
+    if any(is_far(tensor) for tensor in operands[:3]):
+        return "its kernels count within a tile in 32 bits, and a stride is too large for that"
+    known = operands.device.type == "cuda" and torch.cuda.is_available()
+    if known and (torch.version.hip or torch.cuda.get_device_capability(operands.device) < (8, 0)):
+        return "its kernels are for NVIDIA cards from compute capability 8.0 on"
     return None
+
+
+def is_far(tensor: torch.Tensor) -> bool:
+    """Whether the elements of 128 rows lie further apart than 32 bits can say."""
+    return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31

@@ -29,7 +29,7 @@ def forward_kernel(
     out_ptr, logsumexp_ptr,
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def forward_kernel(
             )
             j = start_n + row_n
             z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, MASKED)  # fmt: skip
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
             new_max_m = tl.maximum(max_m, tl.max(z2, 1))
             weight = tl.exp2(z2 - new_max_m[:, None])
             fade_m = tl.exp2(max_m - new_max_m)

@@ -17,8 +17,8 @@ LOWEST = tl.constexpr(-3.0e38)
 def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
     """X[start + i, f] of a matrix [I, F], whose place is (pointer, start, i, strides, I).
 
-    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is outside. The start is a number, the rest the
-    same for every tile of a loop: one address is computed a tile, not one a thread.
+    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is outside. The start is a number, the rest
+    the same for every tile of a loop: one address is computed a tile, not one a thread.
     """
     ptr, start, i, strides, I = place
     ptr += tl.cast(start, tl.int64) * strides[2]
@@ -74,9 +74,11 @@ def tanh(x):
 
 @triton.jit
 def finished(
-    product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+    product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
+    COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """z2, and the soft cap's tanh (without one, anything); MASKED: a score of the tile may be hidden."""
+    """z2, and the soft cap's tanh (without one, anything); COLUMN_BIAS: one that is the same for
+    all queries; MASKED: a score of the tile may be hidden."""
     capped = product
     if SOFTCAP > 0:
         capped = tanh(product * (scale / SOFTCAP))
@@ -84,8 +86,11 @@ def finished(
     else:
         z2 = product * (scale * LOG2E)
     if bias_ptr is not None:
-        offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-        bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
+        if COLUMN_BIAS:
+            bias = tl.load(bias_ptr + j.to(tl.int64) * bias_strides[3], mask=j < N, other=0)
+        else:
+            offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
+            bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
         if bias_ptr.dtype.element_ty == tl.uint8:  # bool: whether a score takes part
             z2 = tl.where(bias != 0, z2, -float("inf"))
         else:

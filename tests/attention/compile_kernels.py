@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from tests.linear_cross_entropy.compile_kernels import _assembled as assembled
 
 TARGETS = (80, 90)
+# Bytes a block may have: what consumer cards of the older generation have; and an H100.
+SHARED = {80: 99 << 10, 90: 227 << 10}
 F32, I32_PTR = "*fp32", "*i32"
 STRIDES = ("i32", "i32", "i32", 1)
 
@@ -32,29 +34,20 @@ MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "r
 BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
 DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
-KERNELS = {
-    "forward": ("forward_kernels", "forward_kernel"),
-    "query": ("backward_kernels", "query_gradient_kernel"),
-    "key and value": ("backward_kernels", "key_value_gradient_kernel"),
-    "bias": ("bias_kernel", "bias_gradient_kernel"),
+KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "forward": ("forward_kernels", "forward_kernel", ()),
+    "query": ("backward_kernels", "query_gradient_kernel", ()),
+    "key and value": ("backward_kernels", "key_value_gradient_kernel", ()),
+    "key": ("backward_kernels", "key_value_gradient_kernel", ("grad_value_ptr",)),
+    "value": ("backward_kernels", "key_value_gradient_kernel", ("grad_key_ptr",)),
+    "bias": ("bias_kernel", "bias_gradient_kernel", ()),
 }
 # With any of Triton 3.6 to 3.9.
-SPILLS = {
-    "forward, half, 512": 32,
-    "forward, float32, 64": 64,
-    "query, half, 512": 192,
-    "key and value, half, 128": 64,
-    "key and value, half, 512": 384,
-    "key and value, half, all": 320,
-    "key and value, float32, 64": 96,
-    "bias, half, 128": 96,
-    "bias, half, 512": 320,
-    "bias, float32, 64": 128,
-}
+SPILLS: dict[str, int] = {}
 
 
-def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> dict[str, Any]:
-    tensor = "*bf16" if half else F32
+def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
+    tensor = "*bf16" if build.half else F32
     names = ("query", "key", "value", "upstream", "out", "grad_query", "grad_key", "grad_value")
     absent = ("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum")
     given = {
@@ -69,37 +62,39 @@ def _given(kernel: str, half: bool, features: int, changes: dict[str, Any]) -> d
         "own_sizes": (1, "i32", "i32"),
         "loop_sizes": ("i32", 1, 1),
         "SOFTCAP": 0.0,
-        "PRECISION": "tf32x3",
+        "PRECISION": "bf16x6",
+        "COLUMN_BIAS": False,
         "FULL_N": True,
-        **changes,
+        **build.arguments,
     }
-    return {**given, **_blocks(kernel, half, features)}
+    return {**given, **_blocks(kernel, build.half, build.features, capability)}
 
 
-def _blocks(kernel: str, half: bool, features: int) -> dict[str, Any]:
-    from lowtide.attention.launch import backward_blocks, bias_blocks, cut, forward_blocks
+def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str, Any]:
+    from lowtide.attention.blocks import blocks, cut
 
-    of_kernel = {"forward": forward_blocks, "bias": bias_blocks}
-    blocks = of_kernel.get(kernel, backward_blocks)(half, features)
-    (block_k, blocks_k), (block_e, blocks_e) = cut(features, blocks.K), cut(features, blocks.E)
-    sizes = {"BLOCK_M": blocks.M, "BLOCK_N": blocks.N, "BLOCK_K": block_k, "BLOCK_E": block_e}
-    return {
-        **sizes, "BLOCKS_K": blocks_k, "BLOCKS_E": blocks_e, "warps": blocks.warps, "stages": blocks.stages
-    }  # fmt: skip
+    size = blocks(kernel, half, features, SHARED[capability])
+    assert size is not None
+    given = cut(features, features, size)
+    return {**given, "warps": given.pop("num_warps"), "stages": given.pop("num_stages")}
 
 
 def _builds() -> dict[str, Build]:
     builds = {
         "delta": Build("backward_kernels", "delta_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)})
     }
-    for name, (module, kernel) in KERNELS.items():
-        own = BIASED if name == "bias" else {}
+    for name, (module, kernel, absent) in KERNELS.items():
+        own = dict.fromkeys(absent) | (BIASED if name == "bias" else {})
+        together = name == "key and value"
         for label, half, features, arguments, targets in (
             ("half, 128", True, 128, own, TARGETS),
-            ("half, 512", True, 512, own, (90,)),
-            ("half, all", True, 64, ALL, (90,)),
+            ("half, 512", True, 512, own, TARGETS),
+            ("half, all", True, 64, {**ALL, **own}, (90,)),
             ("float32, 64", False, 64, own, TARGETS),
+            ("float32, 128", False, 128, own, TARGETS),
         ):
+            if together != (features <= (128 if half else 64)) and name in ("key and value", "key", "value"):
+                continue  # these gradients have one kernel for few features, two for many
             spills = SPILLS.get(f"{name}, {label}", 0)
             build = Build(module, kernel, half, features, arguments, targets, spills)
             builds[f"{name}, {label}"] = build
@@ -115,7 +110,7 @@ def resources(name: str, build: Build, capability: int) -> dict[str, int]:
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(f"lowtide.attention.{build.module}"), build.kernel)
-    given = _given(name.split(",")[0], build.half, build.features, build.arguments)
+    given = _given(build, name.split(",")[0], capability)
     options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}

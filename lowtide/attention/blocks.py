@@ -1,0 +1,128 @@
+"""How large the tiles of each Triton kernel are: by the card's shared memory, the operands' width and the
+features. Those for large cards were the fastest of some ten candidates each on an H200 (docs/log.md); those
+for small ones are the largest that fit.
+
+Shapes: M queries, N keys; K features of queries and keys, E of values.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+# Of an H100's 227 KiB a block may have; consumer cards have 99.
+LARGE = 227 << 10
+
+
+class Blocks(NamedTuple):
+    M: int
+    N: int
+    K: int
+    """Features of queries and keys at a time, at most."""
+    E: int
+    """Of values."""
+    warps: int
+    stages: int
+
+
+# By kernel: the most features (the larger of K and E) that a size is for, and the size. The gradients of key
+# and value share a kernel as long as both fit into its registers; beyond, each has its own.
+Table = dict[str, tuple[tuple[int, Blocks], ...]]
+ANY = 1 << 30
+LARGE_HALF: Table = {
+    "forward": (
+        (64, Blocks(64, 64, 64, 64, 4, 3)),
+        (128, Blocks(128, 64, 128, 128, 8, 3)),
+        (256, Blocks(128, 64, 256, 256, 8, 2)),
+        (512, Blocks(128, 32, 512, 256, 8, 2)),
+        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
+    ),
+    "query": (
+        (64, Blocks(64, 64, 64, 64, 4, 3)),
+        (128, Blocks(128, 64, 128, 128, 8, 3)),
+        (256, Blocks(128, 64, 256, 256, 8, 1)),
+        (512, Blocks(64, 32, 512, 512, 8, 1)),
+        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
+    ),
+    "key and value": ((64, Blocks(64, 64, 64, 64, 4, 3)), (128, Blocks(64, 128, 128, 128, 8, 3))),
+    "key": (
+        (256, Blocks(32, 128, 256, 256, 8, 2)),
+        (512, Blocks(32, 64, 512, 512, 8, 1)),
+        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
+    ),
+    "value": (
+        (256, Blocks(64, 128, 256, 256, 8, 2)),
+        (512, Blocks(64, 128, 512, 256, 8, 1)),
+        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
+    ),
+    "bias": (
+        (64, Blocks(64, 64, 64, 64, 4, 3)),
+        (128, Blocks(64, 64, 128, 128, 8, 2)),
+        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
+    ),
+}
+LARGE_FLOAT: Table = {
+    "forward": (
+        (64, Blocks(128, 64, 64, 64, 8, 3)),
+        (128, Blocks(128, 64, 128, 128, 8, 1)),
+        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+    ),
+    "query": (
+        (64, Blocks(64, 64, 64, 64, 4, 1)),
+        (128, Blocks(128, 32, 128, 128, 8, 1)),
+        (ANY, Blocks(64, 32, 64, 64, 4, 1)),
+    ),
+    "key and value": ((64, Blocks(64, 64, 64, 64, 4, 1)),),
+    "key": ((128, Blocks(32, 128, 128, 128, 8, 1)), (ANY, Blocks(32, 64, 64, 64, 4, 1))),
+    "value": ((128, Blocks(64, 128, 128, 128, 8, 1)), (ANY, Blocks(32, 64, 64, 64, 4, 1))),
+    "bias": ((64, Blocks(64, 64, 64, 64, 4, 1)), (ANY, Blocks(64, 32, 64, 64, 4, 1))),
+}
+SMALL_HALF: Table = {
+    "forward": (
+        (64, Blocks(64, 64, 64, 64, 4, 3)),
+        (128, Blocks(64, 64, 128, 128, 4, 2)),
+        (ANY, Blocks(64, 32, 128, 256, 8, 1)),
+    ),
+    "query": (
+        (64, Blocks(64, 64, 64, 64, 4, 2)),
+        (128, Blocks(64, 32, 128, 128, 4, 2)),
+        (ANY, Blocks(64, 32, 128, 128, 8, 1)),
+    ),
+    "key and value": ((64, Blocks(32, 64, 64, 64, 4, 2)), (128, Blocks(32, 64, 128, 128, 8, 1))),
+    "key": ((ANY, Blocks(32, 64, 128, 128, 8, 1)),),
+    "value": ((ANY, Blocks(32, 64, 128, 128, 8, 1)),),
+    "bias": ((64, Blocks(64, 64, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 128, 128, 8, 1))),
+}
+SMALL_FLOAT: Table = {
+    "forward": ((64, Blocks(64, 32, 64, 64, 4, 1)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
+    "query": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "key and value": ((64, Blocks(32, 32, 64, 64, 4, 1)),),
+    "key": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "value": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "bias": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+}
+
+
+def blocks(kernel: str, half: bool, features: int, shared_memory: int) -> Blocks | None:
+    """None: a kernel that is not for so many features; "half" are 16-bit operands."""
+    tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
+    table = tables[0 if half else 1][kernel]
+    return next((size for most, size in table if features <= most), None)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes a block may have; in the interpreter, which has no limit, those of a large card."""
+    if device.type != "cuda":
+        return LARGE
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def cut(K: int, E: int, size: Blocks) -> dict[str, Any]:
+    """A kernel's arguments; of features a product takes 16 at the least."""
+    block_k = max(16, min(triton.next_power_of_2(K), size.K))
+    block_e = max(16, min(triton.next_power_of_2(E), size.E))
+    return {
+        "BLOCK_M": size.M, "BLOCK_N": size.N, "BLOCK_K": block_k, "BLOCKS_K": triton.cdiv(K, block_k),
+        "BLOCK_E": block_e, "BLOCKS_E": triton.cdiv(E, block_e), "CUT_K": K % block_k > 0,
+        "CUT_E": E % block_e > 0, "num_warps": size.warps, "num_stages": size.stages,
+    }  # fmt: skip
