@@ -4,6 +4,8 @@ engines), the transforms' way, or the dense reference.
 Shapes: B batches; H query heads; M queries, N keys; E features of values.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,14 @@ from lowtide.attention.problem import Operands, Options, sizes
 from lowtide.derivatives import active
 
 CAUSAL = LowerTriangularMask()
+
+
+class Choice(NamedTuple):
+    backend: str
+    """"sdpa", or what was asked for: which of its engines an operator takes for "auto" is decided where it
+    runs (engines.py)."""
+    reason: str | None = None
+    """Why "auto" is not "sdpa"."""
 
 
 def attention(
@@ -35,7 +45,7 @@ def attention(
             raise ArgumentError(
                 f"query must be a batch of one for a mask of several sequences, got {operands.query.shape[0]}"
             )
-    way = _chosen(operands, mask, window, options, with_logsumexp)
+    way = choose(operands, mask, window, options, with_logsumexp).backend
     if way == "sdpa":
         return handed.attention(operands, mask is not None, options), None
     options = options._replace(backend=way)
@@ -50,25 +60,25 @@ def attention(
     return autograd.attention(operands, options, with_logsumexp)
 
 
-def _chosen(
+def choose(
     operands: Operands,
     mask: AttentionBias | None,
     window: Band | None,
     options: Options,
     with_logsumexp: bool,
-) -> str:
-    """Torch's own kernels where these are asked for, or what "auto" stands for; which of its engines an
-    operator takes is decided where it runs (engines.py)."""
+) -> Choice:
+    """Torch's own kernels, where these are asked for or "auto" stands for them."""
     backend = options.backend
-    if backend in ("auto", "sdpa"):
-        reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
-        if reason is None and active(*operands[:3]):
-            reason = "it knows no transforms"
-        if reason is None:
-            return "sdpa"
-        if backend == "sdpa":
-            raise ArgumentError(f"backend='sdpa' cannot run this call: {reason}; use backend='auto'")
-    return backend
+    if backend not in ("auto", "sdpa"):
+        return Choice(backend)
+    reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
+    if reason is None and active(*operands[:3]):
+        reason = "it knows no transforms"
+    if reason is None:
+        return Choice("sdpa")
+    if backend == "sdpa":
+        raise ArgumentError(f"backend='sdpa' cannot run this call: {reason}; use backend='auto'")
+    return Choice(backend, reason)
 
 
 def _autocast(operands: Operands) -> Operands:

@@ -17,6 +17,7 @@ ALLOWED = {
     "api": {"check", "entry", "layouts", "masks", "problem"},
     "merge": {"check"},
     "entry": {"autograd", "check", "handed", "masks", "problem", "reference", "transforms"},
+    "choice": {"check", "engines", "entry", "masks", "problem"},
     "layouts": {"check"},
     "check": {"masks", "problem"},
     "masks": set(),
