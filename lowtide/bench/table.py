@@ -3,12 +3,12 @@
 import csv
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from rich import box
@@ -22,8 +22,9 @@ from lowtide.bench.measure import Row
 TIMES = ("ms", "ms_p20", "ms_p80", "floor_ms", "ratio")
 PLAIN = ("plain_ms", "over_plain")
 ERRORS = ("loss_error", "grad_input_error", "grad_weight_error")
+ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
 COLUMNS = (
-    *("date", "card", "torch", "triton", "lowtide"),
+    *ENVIRONMENT,
     *("case", "tokens", "features", "classes", "dtype", "mode"),
     *("provider", "version", "status", "reason"),
     *(*TIMES, "peak_bytes", *ERRORS),
@@ -52,16 +53,24 @@ class Environment:
         )
 
 
+class Format(NamedTuple):
+    """How the rows of one command are shown and written."""
+
+    columns: Sequence[str]
+    record: Callable[[Any], dict[str, object]]
+    render: Callable[[Any], Group]
+
+
 class CsvWriter:
     """Writes each row as it comes: a run that is cut short keeps what it has measured."""
 
-    def __init__(self, file: TextIO, environment: Environment):
-        self.file, self.environment = file, environment
-        self.writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+    def __init__(self, file: TextIO, environment: Environment, form: Format):
+        self.file, self.environment, self.form = file, environment, form
+        self.writer = csv.DictWriter(file, form.columns, restval="", lineterminator="\n")
         self.writer.writeheader()
 
-    def write(self, row: Row) -> None:
-        self.writer.writerow(asdict(self.environment) | record(row))
+    def write(self, row: Any) -> None:
+        self.writer.writerow(asdict(self.environment) | self.form.record(row))
         self.file.flush()
 
 
@@ -84,10 +93,14 @@ def record(row: Row) -> dict[str, object]:
         fields |= {name: getattr(figures, name) for name in (*TIMES, *PLAIN)}
         fields["peak_bytes"] = figures.peak_bytes
         fields |= zip(ERRORS, figures.errors)
+    return rounded(fields)
+
+
+def rounded(fields: Mapping[str, object]) -> dict[str, object]:
     return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in fields.items()}
 
 
-def status(row: Row) -> str:
+def status(row: Any) -> str:
     if row.figures is not None:
         return "ok"
     return "failed" if row.failed else "unavailable"
@@ -119,6 +132,9 @@ def render(rows: Sequence[Row]) -> Group:
     # Text, because brackets in a reason would be markup.
     absent = (row for row in rows if row.figures is None)
     return Group(table, *(Text(f"  {row.provider.name} {status(row)}: {row.reason}") for row in absent))
+
+
+LOSS = Format(COLUMNS, record, render)
 
 
 def version(distribution: str) -> str:

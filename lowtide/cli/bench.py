@@ -3,18 +3,22 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 
-from lowtide.bench.cases import CASES, Case
+from lowtide.bench.attention import attention_rows
+from lowtide.bench.attention_cases import ATTENTION_CASES
+from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
+from lowtide.bench.attention_table import ATTENTION
+from lowtide.bench.cases import CASES
 from lowtide.bench.chunked import entries as chunked_entries
-from lowtide.bench.measure import Mode, Row, rows
+from lowtide.bench.measure import Mode, rows
 from lowtide.bench.options import WORKSPACE, options
 from lowtide.bench.providers import GIB, PROVIDERS
-from lowtide.bench.table import CsvWriter, Environment, render
+from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
@@ -137,13 +141,42 @@ def chunked_loss(
     _print(tables, device, smoke, out)
 
 
+@app.command("attention")
+def attention(
+    case: Annotated[
+        list[str] | None,
+        typer.Option(help="A shape by name; repeatable.", show_default="all of the device but the longest"),
+    ] = None,
+    provider: Annotated[
+        list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
+    ] = None,
+    device: Device = None,
+    smoke: Smoke = False,
+    out: Out = None,
+) -> None:
+    """Time attention, forward and backward, beside torch's own and the peers.
+
+    Each row is one provider on one case: its times, its rates, what they are of
+    the best peer's (forward, backward, both together), its peak memory beyond
+    inputs, result and gradients, and its errors against products in a wider
+    dtype. The providers of a case take turns. The cases million, half-million
+    and quarter-million run by name only.
+    """
+    device = _known_device(device)
+    known = [one for one in ATTENTION_CASES if one.device == device and (case or not one.by_name)]
+    cases = _choose(known, case, smoke, "--case")
+    providers = _choose(ATTENTION_PROVIDERS, provider, smoke, "--provider")
+    tables = [_Table(each, len(providers), attention_rows(each, providers)) for each in cases]
+    _print(tables, device, smoke, out, ATTENTION)
+
+
 class _Table(NamedTuple):
-    case: Case
+    case: Named
     total: int
-    rows: Iterator[Row]  # nothing is measured, or made, before they are asked for
+    rows: Iterator[Any]  # nothing is measured, or made, before they are asked for
 
 
-def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None) -> None:
+def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None, form: Format = LOSS) -> None:
     """Measure, and exit: in a smoke run with 1 if a row failed."""
     console = Console()
     if not console.is_terminal:
@@ -153,16 +186,16 @@ def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None)
         writer = None
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            writer = CsvWriter(stack.enter_context(out.open("w", newline="")), Environment.of(device))
+            writer = CsvWriter(stack.enter_context(out.open("w", newline="")), Environment.of(device), form)
         for table in tables:
-            measured: list[Row] = []
+            measured: list[Any] = []
             with console.status(table.case.name) as spinner:
                 for row in table.rows:
                     measured.append(row)
                     if writer is not None:
                         writer.write(row)
                     spinner.update(f"{table.case.name}: {len(measured)} of {table.total} rows")
-            console.print(render(measured))
+            console.print(form.render(measured))
             failed |= any(row.failed for row in measured)
     raise typer.Exit(int(smoke and failed))
 

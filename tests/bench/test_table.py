@@ -24,7 +24,7 @@ BROKEN = Row(CASE, Mode.STEP, BAD, None, "RuntimeError: x", failed=True)
 
 def test_the_csv_says_what_where_and_with_which_versions():
     file = io.StringIO()
-    writer = table.CsvWriter(file, table.Environment.of("cpu"))
+    writer = table.CsvWriter(file, table.Environment.of("cpu"), table.LOSS)
     for row in (RAN, ABSENT, BROKEN):
         writer.write(row)
     ran, absent, broken = csv.DictReader(io.StringIO(file.getvalue()))

@@ -1,0 +1,85 @@
+"""`lowtide bench attention`, as a user runs it."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.bench.attention_cases import ATTENTION_CASES
+from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
+from lowtide.cli import bench
+
+SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"]
+
+
+def test_a_smoke_run_measures_every_provider(tmp_path):
+    out = tmp_path / "results" / "attention.csv"
+    command = [sys.executable, "-m", "lowtide", "bench", "attention", "--smoke", "--device", "cpu", "--csv"]
+    # Threads that spin while they wait make a tiny run many times longer where other tests share the cores.
+    patient = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([*command, out], capture_output=True, text=True, timeout=120, env=patient)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(SMOKE) * len(ATTENTION_PROVIDERS)
+    found = {(row["case"], row["provider"]): row for row in rows}
+    assert found.keys() == {(case.name, each.name) for case in SMOKE for each in ATTENTION_PROVIDERS}
+    for (case, provider), row in found.items():
+        assert provider in done.stdout
+        assert row["status"] in ("ok", "unavailable"), row["reason"]
+        if row["status"] == "unavailable":
+            assert row["reason"] in done.stdout
+            continue
+        for name in ("forward", "backward"):
+            ms, rate, ratio = (float(row[f"{name}_{field}"]) for field in ("ms", "tflops", "ratio"))
+            assert all(math.isfinite(value) and value > 0 for value in (ms, rate, ratio))
+        errors = [row[f"{name}_error"] for name in ("out", "grad_query", "grad_key", "grad_value")]
+        if case == "smoke-cpu-dropout":
+            assert set(errors) == {""}
+        else:
+            assert max(map(float, errors)) < 1e-6
+        assert (row["grad_bias_error"] != "") == (case == "smoke-cpu-bias")
+    for case in SMOKE:
+        assert {found[case.name, name]["status"] for name in ("lowtide", "sdpa", "eager")} == {"ok"}
+        best = [row for row in rows if row["case"] == case.name and row["step_ratio"] and not row["engine"]]
+        assert max(float(row["step_ratio"]) for row in best) == 1
+    assert found["smoke-cpu", "lowtide"]["engine"] == "sdpa"
+    assert found["smoke-cpu-bias", "lowtide"]["engine"] == "torch"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(bench.app, ["attention", "--device", "cpu", *arguments])
+
+
+def test_named_cases_and_providers(tmp_path):
+    out = tmp_path / "attention.csv"
+    chosen = ("--case", "smoke-cpu", "--provider", "eager", "--provider", "lowtide")
+    done = invoke(*chosen, "--csv", str(out))
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        assert [row["provider"] for row in csv.DictReader(file)] == ["eager", "lowtide"]
+
+
+def test_the_longest_cases_run_by_name_only(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
+    monkeypatch.setattr(bench, "_known_device", lambda device: "cuda")
+    assert invoke().exit_code == 0
+    assert "bias-scores" in seen
+    assert "million" not in seen
+    seen.clear()
+    assert invoke("--case", "million").exit_code == 0
+    assert seen == ["million"]
+
+
+@pytest.mark.parametrize(
+    ("option", "typo", "known"), [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu")]
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(option, typo, known):
+    done = invoke(option, typo)
+    assert done.exit_code == 2
+    assert known in done.output
