@@ -47,8 +47,11 @@ class Plan:
     options: Options
     job: Job
     backend: str
-    exponentials: bool
-    """Whether the path of exponentials.py takes the call, or that of streamed.py, which takes any."""
+    against_exponentials: str | None
+    """Why not the path of exponentials.py but that of streamed.py, which takes any call; None if it is the
+    former."""
+    workspace: int
+    """Bytes that the call may hold beside inputs, outputs and gradients."""
     compute_dtype: torch.dtype
     """Operands of the products: that of the options, but float32 for half precision on the CPU."""
     copies_rows: tuple[bool, ...]
@@ -69,6 +72,10 @@ class Plan:
         return self.job.wanted
 
     @property
+    def exponentials(self) -> bool:
+        return self.against_exponentials is None
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """Of logits, statistics and accumulators: float32, or float64 for float64."""
         return self.options.sum_dtype
@@ -82,7 +89,8 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         options=options,
         job=job,
         backend=route.backend,
-        exponentials=route.exponentials,
+        against_exponentials=route.against_exponentials,
+        workspace=workspace,
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
         rows=sizes.rows,
@@ -108,9 +116,13 @@ def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
 
 class _Route(NamedTuple):
     backend: str
-    exponentials: bool
+    against_exponentials: str | None
     compute_dtype: torch.dtype
     copies_rows: tuple[bool, ...]
+
+    @property
+    def exponentials(self) -> bool:
+        return self.against_exponentials is None
 
 
 def _route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> _Route:
@@ -123,17 +135,35 @@ def _route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> 
     copies_rows = tuple(
         selects or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
     )
-    exponentials = (
-        backend == "triton"
-        and _has_tensor_maps(head.device)
-        and compute_dtype in EXPONENTIAL_DTYPES
-        and len(head.inputs) == 1
-        and not job.probabilities
+    against = _reason_against_exponentials(head, options, job, backend, compute_dtype, copies_rows, aligned)
+    return _Route(backend, against, compute_dtype, copies_rows)
+
+
+def _reason_against_exponentials(
+    head: Head,
+    options: Options,
+    job: Job,
+    backend: str,
+    dtype: torch.dtype,
+    copies_rows: tuple[bool, ...],
+    aligned: bool,
+) -> str | None:
+    if backend != "triton":
+        return f"its kernels are Triton's, and the backend is {backend!r}"
+    if not _has_tensor_maps(head.device):
+        return "it needs the tensor maps of a Hopper card"
+    if dtype not in EXPONENTIAL_DTYPES:
+        return f"it takes bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
+    if len(head.inputs) != 1:
+        return "it takes one linear term"
+    if job.probabilities:
+        return "it takes class indices"
+    if options.label_smoothing and options.softcap:
         # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
-        and not (options.label_smoothing and options.softcap)
-        and _maps(head.inputs[0], head.weights[0], copies_rows[0], compute_dtype, anywhere=aligned)
-    )
-    return _Route(backend, exponentials, compute_dtype, copies_rows)
+        return "it takes label smoothing without a soft cap"
+    if not _maps(head.inputs[0], head.weights[0], copies_rows[0], dtype, anywhere=aligned):
+        return "it takes features that are a multiple of 8 and lie side by side, aligned to 16 bytes"
+    return None
 
 
 def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, Needs]:
