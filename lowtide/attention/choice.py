@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lowtide.attention import engines, entry
 from lowtide.attention.check import check_operands
 from lowtide.attention.masks import AttentionBias, Band
-from lowtide.attention.problem import Operands, Options, sizes
+from lowtide.attention.problem import Operands, Options
 
 
 class Engine(NamedTuple):
@@ -26,7 +26,7 @@ def engine(
     """Of the call that `entry.attention` takes with these. Raises what that raises."""
     check_operands(operands)
     if mask is not None:
-        mask.check(sizes(operands).M, sizes(operands).N)
+        entry.check_mask(operands, mask)
     choice = entry.choose(operands, mask, window, options, with_logsumexp)
     if choice.backend == "sdpa":
         return Engine("sdpa", "torch's own kernels compute the same exactly, in O(M) memory")

@@ -40,11 +40,7 @@ def attention(
     check_operands(operands)
     M, N = sizes(operands).M, sizes(operands).N
     if mask is not None:
-        mask.check(M, N)
-        if mask.blocks(operands.device) is not None and operands.query.shape[0] != 1:
-            raise ArgumentError(
-                f"query must be a batch of one for a mask of several sequences, got {operands.query.shape[0]}"
-            )
+        check_mask(operands, mask)
     way = choose(operands, mask, window, options, with_logsumexp).backend
     if way == "sdpa":
         return handed.attention(operands, mask is not None, options), None
@@ -58,6 +54,13 @@ def attention(
     if active(*operands):
         return transforms.attention(operands, options)
     return autograd.attention(operands, options, with_logsumexp)
+
+
+def check_mask(operands: Operands, mask: AttentionBias) -> None:
+    B, M, N = sizes(operands).B, sizes(operands).M, sizes(operands).N
+    mask.check(M, N)
+    if B != 1 and mask.blocks(operands.device) is not None:
+        raise ArgumentError(f"query must be a batch of one for a mask of several sequences, got {B}")
 
 
 def choose(

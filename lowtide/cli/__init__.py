@@ -12,7 +12,7 @@ def main() -> None:
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
 
-    from lowtide.cli import bench, train
+    from lowtide.cli import bench, doctor, train
 
     app = typer.Typer(
         name="lowtide",
@@ -22,5 +22,6 @@ def main() -> None:
         pretty_exceptions_enable=False,
     )
     app.add_typer(bench.app, name="bench")
+    app.add_typer(doctor.app, name="doctor")
     app.command("train")(train.train)
     app()

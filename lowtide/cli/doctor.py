@@ -1,0 +1,198 @@
+"""`lowtide doctor`: what this machine has, and which way a call takes on it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.doctor import attention as of_attention
+from lowtide.doctor import linear_cross_entropy as of_loss
+from lowtide.doctor.attention import Layout, Mask
+from lowtide.doctor.environment import environment
+
+
+class DType(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return getattr(torch, self.value)  # type: ignore[no-any-return]
+
+
+Dtype = Annotated[DType, typer.Option(help="Of the tensors.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")]
+Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
+Backend = Annotated[str, typer.Option(help="As the call is told.")]
+
+STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left"}
+
+app = typer.Typer(invoke_without_command=True)
+
+
+@app.callback()
+def doctor(context: typer.Context) -> None:
+    """Say what this machine has, and which way a call takes on it.
+
+    Alone it prints versions and devices, and which engine of attention takes
+    which calls. The commands below describe one call, and are answered by the
+    functions that choose when it runs; nothing is computed.
+    """
+    if context.invoked_subcommand is None:
+        console = _console()
+        _print(console, "This machine", environment())
+        table = Table(title="memory_efficient_attention, backend='auto'", **STYLE)
+        for heading in ("call", "on the CPU", "on CUDA"):
+            table.add_column(heading)
+        for row in of_attention.table():
+            table.add_row(*row)
+        console.print(table)
+
+
+@app.command("attention")
+def attention(
+    batch: Annotated[int, typer.Option(min=0, help="B.")] = 1,
+    queries: Annotated[int, typer.Option(min=0, help="M, of each sequence.")] = 4096,
+    keys: Annotated[int | None, typer.Option(min=0, help="N.", show_default="as many as queries")] = None,
+    heads: Annotated[int, typer.Option(min=0, help="H, of queries.")] = 16,
+    key_heads: Annotated[int | None, typer.Option(min=0, show_default="as many as heads")] = None,
+    features: Annotated[int, typer.Option(min=0, help="K, of a head.")] = 64,
+    value_features: Annotated[
+        int | None, typer.Option(min=0, help="E, of a value.", show_default="as many as features")
+    ] = None,
+    dtype: Dtype = DType.bfloat16,
+    device: Device = None,
+    layout: Annotated[
+        Layout, typer.Option(help="BHMK is that of scaled_dot_product_attention.")
+    ] = Layout.BMHK,
+    mask: Annotated[Mask | None, typer.Option(help="A mask of attn_bias.", show_default="none")] = None,
+    bias: Annotated[
+        str | None, typer.Option(help="Shape of a bias, as 1,H,M,N or 1,16,1,4096.", show_default="none")
+    ] = None,
+    bias_gradient: Annotated[bool, typer.Option(help="Whether the bias needs one.")] = True,
+    dropout: Annotated[float, typer.Option(help="Rate of dropout.")] = 0.0,
+    softcap: Softcap = None,
+    window: Annotated[
+        tuple[int, int] | None, typer.Option(help="Left and right; -1 is no limit.", show_default="none")
+    ] = None,
+    logsumexp: Annotated[bool, typer.Option("--logsumexp", help="Ask for it as well.")] = False,
+    backend: Backend = "auto",
+) -> None:
+    """Which engine memory_efficient_attention takes for a call, and why."""
+    sizes = {"B": batch, "H": heads, "M": queries, "N": queries if keys is None else keys}
+    call = of_attention.Call(
+        B=batch,
+        M=queries,
+        N=keys,
+        H=heads,
+        G=key_heads,
+        K=features,
+        E=value_features,
+        dtype=dtype.torch,
+        device=_device(device),
+        layout=layout,
+        mask=mask,
+        bias=None if bias is None else _shape(bias, sizes),
+        bias_gradient=bias_gradient,
+        dropout=dropout,
+        softcap=softcap,
+        window=window,
+        with_logsumexp=logsumexp,
+        backend=backend,
+    )
+    with _answered():
+        found = call.engine()
+    heads_of_keys = heads if key_heads is None else key_heads
+    title = (
+        f"memory_efficient_attention: B {batch} M {queries} N {sizes['N']} H {heads}/{heads_of_keys} "
+        f"K {features} {dtype.value} on {call.device}"
+    )
+    _print(_console(), title, {"engine": found.name, "why": found.reason})
+
+
+@app.command("linear-cross-entropy")
+def linear_cross_entropy(
+    tokens: Annotated[int, typer.Option(min=0, help="N.")] = 8192,
+    features: Annotated[int, typer.Option(min=1, help="D.")] = 4096,
+    classes: Annotated[int, typer.Option(min=1, help="V.")] = 128_256,
+    dtype: Dtype = DType.bfloat16,
+    device: Device = None,
+    bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
+    gradients: Annotated[bool, typer.Option(help="Whether the call needs them.")] = True,
+    softcap: Softcap = None,
+    label_smoothing: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
+    workspace: Annotated[
+        float | None, typer.Option(help="MiB that the call may hold.", show_default="the default")
+    ] = None,
+    backend: Backend = "auto",
+) -> None:
+    """Which way linear_cross_entropy takes for a call, and in what pieces."""
+    call = of_loss.Call(
+        tokens,
+        features,
+        classes,
+        dtype=dtype.torch,
+        device=_device(device),
+        bias=bias,
+        gradients=gradients,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+        workspace=None if workspace is None else int(workspace * 2**20),
+        backend=backend,
+    )
+    with _answered():
+        found = call.describe()
+    title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"
+    _print(_console(), title, found)
+
+
+def _print(console: Console, title: str, found: Mapping[str, str]) -> None:
+    table = Table(title=title, show_header=False, **STYLE)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, value in found.items():
+        table.add_row(name, Text(value))  # Text, because brackets would be markup
+    console.print(table)
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file has no width, and sentences should not be wrapped in it
+    return console
+
+
+@contextlib.contextmanager
+def _answered() -> Iterator[None]:
+    """What the call itself would raise, in its words."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        Console(stderr=True).print(f"lowtide doctor: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+
+
+def _device(device: str | None) -> str:
+    if device not in (None, "cpu", "cuda"):
+        raise typer.BadParameter(f"{device!r} is not one of cpu, cuda", param_hint="--device")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _shape(words: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    try:
+        return tuple(sizes[word] if word in sizes else int(word) for word in words.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{words!r} must be sizes or {', '.join(sizes)} between commas", param_hint="--bias"
+        ) from None

@@ -1,0 +1,99 @@
+"""Which way linear_cross_entropy takes, and in what pieces: the plan that it would make, of tensors without
+data.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.linear_cross_entropy.check import ArgumentError, check_arguments, check_loss_options
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
+
+WEIGHT_GRADIENTS = {
+    "accumulate": "summed over the chunks in {sum_dtype}",
+    "split": "summed over the chunks in 24 bits, a byte for each weight beside the gradient",
+    "by_class": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
+    "one product more",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    N: int
+    D: int
+    V: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    bias: bool = False
+    gradients: bool = True
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    workspace: int | None = None
+    backend: str = "auto"
+
+    def plan(self) -> Plan:
+        """Raises what the call itself would raise."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError(
+                "device must be one of this machine, as the plan depends on the card, got 'cuda'"
+            )
+        wants = self.gradients
+        job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, False, False)
+        with FakeTensorMode(), torch.no_grad():
+            input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
+            bias_V = self._empty(self.V) if self.bias else None
+            target_N = torch.empty(self.N, dtype=torch.int64, device=self.device)
+            check_arguments(
+                *((input_ND,), (weight_VD,), target_N, bias_V, None),
+                *(None, self.softcap, self.workspace, self.backend),
+            )
+            check_loss_options(target_N, None, self.reduction, None, self.label_smoothing, 0.0)
+            options = Options.of(
+                input_ND,
+                ignore_index=None,
+                softcap=self.softcap,
+                workspace=self.workspace,
+                backend=self.backend,
+                reduction=self.reduction,
+                label_smoothing=self.label_smoothing,
+            )
+            return make_plan(Head((input_ND,), (weight_VD,), bias_V), options, job)
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def describe(self) -> dict[str, str]:
+        """Each decision by its name, in the order to be read."""
+        if self.backend == "reference":
+            return {"engine": "reference", "why": "it is named: all logits at once"}
+        plan = self.plan()
+        chunks = -(-self.N // plan.rows) if self.N else 0
+        found = {
+            "engine": "exponentials.py, no pass over the logits" if plan.exponentials else "streamed.py",
+            "kernels": "Triton" if plan.backend == "triton" else "plain torch",
+        }
+        if plan.against_exponentials is not None:
+            found["why"] = f"not exponentials.py: {plan.against_exponentials}"
+        found["workspace"] = f"{plan.workspace / 2**20:,.0f} MiB"
+        if self.workspace is None:
+            found["workspace"] += ", the default"
+        found["products in"] = _name(plan.compute_dtype)
+        found["rows"] = f"{plan.rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
+        if plan.operand_classes < self.V:
+            found["weight"] = f"copied {plan.operand_classes} classes at a time, for its dtype or its strides"
+        if self.gradients:
+            found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
+                sum_dtype=_name(plan.sum_dtype),
+                block_classes=plan.block_classes,
+                block_rows=plan.block_rows,
+            )
+        return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
