@@ -129,6 +129,7 @@ ATTENTION_CASES = (
     _cuda("smoke-cuda-bias", 2, 2, 256, 64, bias=BY_BATCH_AND_KEY, smoke=True),
     _cuda("smoke-cuda-dropout", 1, 2, 256, 64, dropout=0.1, smoke=True),
     _cpu("cpu", 1, 4, 4096, 64),
+    _cpu("cpu-causal", 1, 4, 4096, 64, causal=True),
     _cpu("cpu-bias-keys", 1, 4, 4096, 64, bias=BY_HEAD_AND_KEY),
     _cpu("cpu-dropout", 1, 4, 4096, 64, dropout=0.1),
     _cpu("smoke-cpu", 1, 4, 96, 8, G=2, causal=True, smoke=True),
