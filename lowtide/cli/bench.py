@@ -165,8 +165,11 @@ def attention(
     device = _known_device(device)
     known = [one for one in ATTENTION_CASES if one.device == device and (case or not one.by_name)]
     cases = _choose(known, case, smoke, "--case")
-    providers = _choose(ATTENTION_PROVIDERS, provider, smoke, "--provider")
-    tables = [_Table(each, len(providers), attention_rows(each, providers)) for each in cases]
+    chosen = _choose(ATTENTION_PROVIDERS, provider, smoke, "--provider")
+    tables = []
+    for one in cases:
+        providers = [each for each in chosen if provider or each.name not in one.without]
+        tables.append(_Table(one, len(providers), attention_rows(one, providers)))
     _print(tables, device, smoke, out, ATTENTION)
 
 

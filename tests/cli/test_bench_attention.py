@@ -76,6 +76,20 @@ def test_the_longest_cases_run_by_name_only(monkeypatch):
     assert seen == ["million"]
 
 
+def test_some_cases_leave_out_providers_that_are_not_named(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "_print", lambda tables, *rest: None)
+    monkeypatch.setattr(bench, "_known_device", lambda device: "cuda")
+    monkeypatch.setattr(
+        bench, "attention_rows", lambda case, providers: seen.append([p.name for p in providers])
+    )
+    names = [provider.name for provider in ATTENTION_PROVIDERS]
+    for arguments in ((), ("--provider", "flex")):
+        assert invoke("--case", "plain-64", "--case", "bias-keys", *arguments).exit_code == 0
+    left_out = [name for name in names if name not in ("lowtide-triton", "flex")]
+    assert seen == [left_out, names, ["flex"], ["flex"]]
+
+
 @pytest.mark.parametrize(
     ("option", "typo", "known"), [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu")]
 )
