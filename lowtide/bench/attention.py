@@ -29,7 +29,7 @@ from lowtide.attention.problem import Operands, Options
 from lowtide.bench.attention_cases import AttentionCase, Inputs
 from lowtide.bench.attention_providers import Attention, AttentionProvider
 from lowtide.bench.attention_truth import exact
-from lowtide.bench.measure import alternate, one_line, quantiles, relative_error
+from lowtide.bench.measure import _one_line, alternate, quantiles, relative_error
 from lowtide.bench.memory import peak_memory
 from lowtide.bench.providers import Unavailable
 
@@ -120,8 +120,10 @@ def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) 
                 runners.append(_prepared(case, provider, shared))
             except Unavailable as unavailable:
                 yield AttentionRow(case, provider, None, reason=str(unavailable))
+            except torch.OutOfMemoryError as error:
+                yield AttentionRow(case, provider, None, reason=f"does not fit in memory: {_one_line(error)}")
             except Exception as error:  # whatever a peer raises is its row, not the end of the run
-                yield AttentionRow(case, provider, None, reason=one_line(error), failed=True)
+                yield AttentionRow(case, provider, None, reason=_one_line(error), failed=True)
             if case.device == "cuda":
                 # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
                 gc.collect()

@@ -73,7 +73,7 @@ def rows(case: Case, providers: Iterable[Entry], mode: Mode, plain: Entry | None
         except Unavailable as unavailable:
             row = Row(case, mode, provider, None, str(unavailable))
         except Exception as error:  # whatever a peer raises is its row, not the end of the run
-            row = Row(case, mode, provider, None, one_line(error), failed=True)
+            row = Row(case, mode, provider, None, _one_line(error), failed=True)
         # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
         gc.collect()
         if case.device == "cuda":
@@ -211,6 +211,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return (torch.linalg.vector_norm(got.to(want.dtype) - want) / torch.linalg.vector_norm(want)).item()
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     first, *_ = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {first}"[:200]
