@@ -135,3 +135,19 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
     rows = list(attention_rows(case, ATTENTION_PROVIDERS))
     assert [row.provider.name for row in rows] == [provider.name for provider in ATTENTION_PROVIDERS]
     assert all(row.failed for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["smoke-cuda", "smoke-cuda-bias", "smoke-cuda-dropout"])
+def test_every_provider_of_a_card(name):
+    (case,) = (case for case in ATTENTION_CASES if case.name == name)
+    rows = {row.provider.name: row for row in attention_rows(case, ATTENTION_PROVIDERS)}
+    assert not [row.reason for row in rows.values() if row.failed and row.provider.backend]
+    assert rows["flex"].figures is not None or case.dropout, rows["flex"].reason
+    ran = {name: row.figures for name, row in rows.items() if row.figures}
+    assert {"lowtide", "sdpa", "eager"} <= ran.keys()
+    assert {"lowtide", "lowtide-triton"} & {name for name, row in rows.items() if row.engine == "triton"}
+    eager = ran["eager"].errors
+    for name, figures in ran.items():
+        assert all(error <= 2 * max(eager) for error in figures.errors), name
