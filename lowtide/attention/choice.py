@@ -38,5 +38,5 @@ def engine(
     reasons = [f"not sdpa: {choice.reason}"]
     if name == "torch":
         refusal = engines._reason_against_triton(operands)
-        reasons.append(f"not triton: {refusal or 'its kernels could, but run by name only'}")
+        reasons.append(f"not triton: {refusal or 'its kernels could run, but by name only'}")
     return Engine(name, "; ".join(reasons))

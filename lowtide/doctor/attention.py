@@ -119,10 +119,8 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
-    "the same, float32 or float64": (
-        *({"dtype": torch.float32}, {"dtype": torch.float32, **_CAUSAL}),
-        {"dtype": torch.float64},
-    ),
+    "the same, float32": ({"dtype": torch.float32}, {"dtype": torch.float32, **_CAUSAL}),
+    "the same, float64": ({"dtype": torch.float64}, {"dtype": torch.float64, **_CAUSAL}),
     "the same, K above 256 or no multiple of 8": ({"K": 512}, {"K": 260}, {"K": 20}),
     "the same, causal with M ≠ N": ({**_CAUSAL, "N": 2048}, {**_CAUSAL, "N": 8192}),
     "a bias of any shape, with a gradient or without": (
@@ -140,6 +138,13 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
     "dropout, a soft cap": ({"dropout": 0.1}, {"softcap": 30.0}, {"softcap": 30.0, "dtype": torch.float32}),
     "the logsumexp": ({"with_logsumexp": True}, {"with_logsumexp": True, **_CAUSAL}),
     "K ≠ E": ({"E": 128}, {"E": 128, **_CAUSAL}),
+    "any of the last five, float64": (
+        {"dtype": torch.float64, "bias": (1, 16, 1, 4096)},
+        {"dtype": torch.float64, "window": (128, 0)},
+        {"dtype": torch.float64, "dropout": 0.1},
+        {"dtype": torch.float64, "with_logsumexp": True},
+        {"dtype": torch.float64, "E": 128},
+    ),
 }
 
 
