@@ -7,7 +7,7 @@ import torch
 from lowtide.attention.blockwise import Blockwise
 from lowtide.attention.blockwise_backward import BlockwiseBackward
 from lowtide.attention.check import ArgumentError
-from lowtide.attention.problem import Operands, Options
+from lowtide.attention.problem import Operands, Options, is_far
 
 
 def forward(operands: Operands, options: Options, keep_logsumexp: bool) -> Any:
@@ -55,8 +55,3 @@ def _reason_against_triton(operands: Operands) -> str | None:
     if known and (torch.version.hip or torch.cuda.get_device_capability(operands.device) < (8, 0)):
         return "its kernels are for NVIDIA cards from compute capability 8.0 on"
     return None
-
-
-def is_far(tensor: torch.Tensor) -> bool:
-    """Whether the elements of 128 rows lie further apart than 32 bits can say."""
-    return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31

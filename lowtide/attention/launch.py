@@ -16,9 +16,8 @@ from lowtide.attention.backward_kernels import delta_kernel, key_value_gradient_
 from lowtide.attention.bias_kernel import bias_gradient_kernel
 from lowtide.attention.blocks import Blocks, blocks, cut, shared_memory
 from lowtide.attention.chunk import allocate
-from lowtide.attention.engines import is_far
 from lowtide.attention.forward_kernels import forward_kernel
-from lowtide.attention.problem import Operands, Options, sizes
+from lowtide.attention.problem import Operands, Options, is_far, sizes
 
 # Programs that keep a large card busy; and what the partial sums of a bias's gradient may take.
 PROGRAMS, PARTIAL_BYTES = 512, 16 << 20

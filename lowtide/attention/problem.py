@@ -63,3 +63,8 @@ def sizes(operands: Operands) -> Sizes:
     B, H, M, K = operands.query.shape
     G, N, E = operands.value.shape[1:]
     return Sizes(B, H, G, M, N, K, E)
+
+
+def is_far(tensor: Tensor) -> bool:
+    """Whether the elements of 128 rows lie further apart than 32 bits can say."""
+    return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31

@@ -34,14 +34,15 @@ ALLOWED = {
     "chunk": set(),
     "tiles": {"problem"},
     "dropout": set(),
-    "launch": {"backward_kernels", "bias_kernel", "chunk", "dropout", "forward_kernels", "problem"},
+    "launch": {"backward_kernels", "bias_kernel", "blocks", "chunk", "dropout", "forward_kernels", "problem"},
+    "blocks": set(),
     "forward_kernels": {"tile_kernels"},
     "backward_kernels": {"tile_kernels"},
     "bias_kernel": {"backward_kernels", "tile_kernels"},
     "tile_kernels": set(),
 }
 # Imported only where a call runs them.
-TRITON = {"launch", "forward_kernels", "backward_kernels", "bias_kernel", "tile_kernels"}
+TRITON = {"launch", "blocks", "forward_kernels", "backward_kernels", "bias_kernel", "tile_kernels"}
 OUTSIDE = {
     "lowtide.derivatives",
     "lowtide.rowwise",
