@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from lowtide.bench import style
+from lowtide.bench.style import COLORS, INK
 from lowtide.train import files
 from lowtide.train.loop import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-COLORS = {"lowtide": "#0b7285", "eager": "#e8590c"}
-INK, GRID = "#343a40", "#e9ecef"
 
 
 def seconds_per_step(run: Run) -> float:
@@ -61,35 +60,12 @@ def table(runs: list[Run]) -> Table:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {
-        "font.size": 11,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "axes.edgecolor": "#ced4da",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": GRID,
-        "axes.titlelocation": "left",
-        "axes.titleweight": "bold",
-        "axes.titlepad": 12,
-        "figure.constrained_layout.w_pad": 0.15,
-        "figure.constrained_layout.h_pad": 0.15,
-    }
-    with pyplot.rc_context(style):
-        figure, (losses, memory) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    with style.figure(10, 4.2) as figure:
+        losses, memory = figure.subplots(1, 2)
         draw_losses(losses, runs)
         draw_memory(memory, runs)
         with files.whole_file(path) as file:
-            figure.savefig(file, format="png", dpi=160)
-        pyplot.close(figure)
+            figure.savefig(file, format="png")
 
 
 def draw_losses(axes: "Axes", runs: list[Run]) -> None:
@@ -122,8 +98,7 @@ def draw_memory(axes: "Axes", runs: list[Run]) -> None:
             (step.number, step.peak_bytes / unit) for step in run.history if step.peak_bytes is not None
         ]
         axes.plot(*zip(*measured), color=color, linewidth=2, marker="o", markersize=4)
-        label = f"{run.config.loss}  {readable(peak_bytes(run))}"
-        axes.annotate(label, measured[0], (0, 8), textcoords="offset points", color=color, weight="bold")
+        style.label(axes, f"{run.config.loss}  {readable(peak_bytes(run))}", measured[0], color)
     middle = sum(axes.get_xlim()) / 2
     axes.annotate(
         "",
