@@ -12,7 +12,14 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.workspace import Needs, WeightGradient, allowed, spend, weight_gradient
+from lowtide.linear_cross_entropy.workspace import (
+    Needs,
+    WeightGradient,
+    allowed,
+    spend,
+    spent,
+    weight_gradient,
+)
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
@@ -105,6 +112,12 @@ def keeps_sum(head: Head, options: Options, job: Job) -> bool:
     """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
     the outputs depend on, and as little as possible of N, which may be symbolic."""
     return _weight_gradient(head, options, job) == "accumulate"
+
+
+def held(head: Head, options: Options, job: Job) -> int:
+    """Bytes of the workspace that a call takes beside what it is given and returns."""
+    workspace, needs = _needs(head, options, job, _route(head, options, job))
+    return spent(needs, spend(workspace, needs, _weight_gradient(head, options, job)))
 
 
 def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
@@ -261,8 +274,9 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _has_tensor_maps(device: torch.device) -> bool:
-    """Hopper: later cards have them too, but the tiles were measured, and fit its shared memory, there."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
+    """Hopper: later cards have them too, but the tiles were measured, and fit its shared memory, there.
+    (Without a card a CUDA tensor is a fake one.)"""
+    nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -1,5 +1,5 @@
-"""What a graph knows of the operators without running them: the shapes and dtypes of their outputs, and
-FLOPs.
+"""What is known of the operators without running them: the shapes and dtypes of their outputs, FLOPs, and the
+workspace that they take.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from lowtide.linear_cross_entropy import ops
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.ops import job_of
-from lowtide.linear_cross_entropy.plan import keeps_sum
+from lowtide.linear_cross_entropy.plan import held, keeps_sum
 
 # In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
 
@@ -108,3 +108,25 @@ def _(*arguments: Any, **_out: Any) -> int:
 def _(*arguments: Any, **_out: Any) -> int:
     *_upstream, _statistics, inputs, weights, _bias, _scale, _target, wanted = arguments[:10]
     return _products(inputs, weights, wanted)
+
+
+# Where HEAD begins among the arguments of each operator.
+_HEAD = {
+    "lowtide::linear_cross_entropy": 0,
+    "lowtide::linear_cross_entropy_backward": 2,
+    "lowtide::linear_log_probs": 0,
+    "lowtide::linear_log_probs_backward": 4,
+}
+
+
+def is_loss(operator: Any) -> bool:
+    return operator.name() in _HEAD
+
+
+def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
+    """Bytes that a call holds beside what it is given and returns."""
+    inputs, weights, bias, scale, target, *rest = arguments[_HEAD[operator] :]
+    log_probs = "log_probs" in operator
+    class_weight, wanted, *options = [None, *rest] if log_probs else rest
+    head, job = job_of(inputs, weights, bias, scale, target, class_weight, wanted, log_probs=log_probs)
+    return held(head, Options(*options), job)

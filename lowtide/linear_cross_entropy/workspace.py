@@ -129,6 +129,17 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     return Sizes(rows, operand_classes, kind, block_rows, block_classes)
 
 
+def spent(needs: Needs, sizes: Sizes) -> int:
+    """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
+    copies = sizes.operand_classes * needs.weight_copy
+    chunk = sizes.rows * needs.row + copies + (needs.split_sum if sizes.weight_gradient == "split" else 0)
+    block = 0
+    if sizes.weight_gradient == "by_class":
+        of_a_row = sizes.block_classes * needs.block_logit + needs.block_row
+        block = sizes.block_rows * of_a_row + sizes.block_classes * (needs.class_sum + needs.weight_copy)
+    return needs.fixed + max(chunk, block)
+
+
 def _classes(room: int, size: int, V: int) -> int:
     """As many as fit; fewer than V in whole tiles, as products of an odd width are slow."""
     classes = max(1, min(V, room // max(1, size)))
