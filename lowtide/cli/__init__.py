@@ -12,7 +12,7 @@ def main() -> None:
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
 
-    from lowtide.cli import bench, doctor, train
+    from lowtide.cli import bench, doctor, estimate, train
 
     app = typer.Typer(
         name="lowtide",
@@ -23,5 +23,6 @@ def main() -> None:
     )
     app.add_typer(bench.app, name="bench")
     app.add_typer(doctor.app, name="doctor")
+    app.command("estimate")(estimate.estimate)
     app.command("train")(train.train)
     app()

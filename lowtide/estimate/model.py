@@ -1,0 +1,160 @@
+"""A model by name or from a `config.json`, and what its training step needs to know of it.
+
+The step is the same whatever computes the loss: `lowtide.defer_logits` alone decides that.
+
+Shapes: B sequences, T tokens of each.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.deferred.find import find_head
+from lowtide.estimate.setting import Dtype, Setting
+from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.train.config import SIZES, UserError
+from lowtide.train.model import GPT
+
+BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
+BUILT_IN_CLASSES = 32_768
+FILE = "config.json"
+
+
+@dataclass(frozen=True)
+class Model:
+    module: nn.Module
+    loss: Callable[[Tensor], Tensor]  # of tokens_BT
+    classes: int
+    width: int
+    depth: int
+
+
+def build(setting: Setting) -> Model:
+    """On the default device, in training mode."""
+    sizes = BUILT_IN.get(setting.model)
+    model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
+    try:
+        find_head(model.module)
+    except ArgumentError as reason:
+        raise UserError(f"{setting.model}: {reason}") from reason
+    model.module.train()
+    return model
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Any) -> Any:
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+def _built_in(setting: Setting, sizes: dict[str, int]) -> Model:
+    if setting.dtype.weights is not torch.float32:
+        raise UserError(
+            f"{setting.model} trains with float32 weights: give --dtype {Dtype.autocast.value} or float32"
+        )
+    width, depth = sizes["width"], sizes["depth"]
+    gpt = GPT(BUILT_IN_CLASSES, width, depth, tied=False)
+    if setting.checkpointing:
+        gpt.blocks = nn.ModuleList(map(_Checkpointed, gpt.blocks))
+
+    def loss(tokens_BT: Tensor) -> Tensor:
+        logits = gpt.head(gpt(tokens_BT)).float()
+        return F.cross_entropy(logits.flatten(0, -2), tokens_BT.flatten())
+
+    return Model(gpt, loss, BUILT_IN_CLASSES, width, depth)
+
+
+def _from_file(setting: Setting) -> Model:
+    content, path = _read(Path(setting.model))
+    try:
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"{path} needs {missing.name}; install it with: pip install 'lowtide[hf]'"
+        ) from missing
+    kind = content.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(content)
+        module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
+    except Exception as problem:  # a config can be wrong in as many ways as there are models
+        reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+        if "Unrecognized configuration class" in reason:
+            reason = f"{kind} is no causal language model of transformers"
+        raise UserError(f"{path}: {reason}") from problem
+    if setting.checkpointing:
+        # The second is the name before transformers 5.20 or so.
+        enable = (
+            getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+    text = config.get_text_config()
+
+    def loss(tokens_BT: Tensor) -> Tensor:
+        return module(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+
+    return Model(module, loss, text.vocab_size, text.hidden_size, text.num_hidden_layers)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Path]:
+    path = path / FILE if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as missing:
+        names = ", ".join(BUILT_IN)
+        raise UserError(f"{path}: no such file, and no model of this name; there are {names}") from missing
+    except ValueError as damaged:
+        raise UserError(f"{path} is not JSON: {damaged}") from damaged
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not the config of a model: no JSON object")
+    return content, path
+
+
+def fake(setting: Setting) -> Model:
+    """The model with fake tensors on the CPU as its parameters and buffers; within a FakeTensorMode."""
+    with _disable_current_modes(), torch.device("meta"):
+        model = build(setting)
+    _mask_as_on_data(model.module)
+    made: dict[int, Tensor] = {}
+    for owner in model.module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:  # a tied one stays tied
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = empty
+                tensors[name] = made[id(tensor)]
+    return model
+
+
+def _mask_as_on_data(module: nn.Module) -> None:
+    """For fake tensors, whose positions it can't look at, Transformers makes a mask [T, T] where none is
+    needed."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    attention, masks = AttentionInterface(), AttentionMaskInterface()
+    mask = masks["sdpa"]
+
+    def without_packing(*args: Any, **options: Any) -> Any:
+        return mask(*args, **options | {"allow_is_causal_skip": True})
+
+    AttentionInterface.register("lowtide-fake", attention["sdpa"])
+    AttentionMaskInterface.register("lowtide-fake", without_packing)
+    module.set_attn_implementation("lowtide-fake")  # type: ignore[operator]

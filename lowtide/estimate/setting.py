@@ -1,0 +1,57 @@
+"""What a training step is, as far as its memory goes."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import nn
+
+
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    autocast = "autocast"  # float32 weights, bfloat16 products
+
+    @property
+    def weights(self) -> torch.dtype:
+        return torch.float32 if self is Dtype.autocast else getattr(torch, self.value)
+
+    def precision(self, device: str) -> AbstractContextManager:
+        return torch.autocast(device, torch.bfloat16) if self is Dtype.autocast else nullcontext()
+
+
+class Optimizer(str, Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+    adafactor = "adafactor"
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Fused where torch has it: without temporaries of the size of the model."""
+        if self is Optimizer.adamw:
+            return torch.optim.AdamW(parameters, fused=True)
+        if self is Optimizer.sgd:
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)
+        return torch.optim.Adafactor(parameters, foreach=False)
+
+
+class Loss(str, Enum):
+    eager = "eager"
+    lowtide = "lowtide"
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str  # a name, or the path of a config.json
+    batch: int
+    length: int
+    dtype: Dtype = Dtype.bfloat16
+    optimizer: Optimizer = Optimizer.adamw
+    checkpointing: bool = False
+    workspace: int | None = None  # of lowtide, in bytes
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length

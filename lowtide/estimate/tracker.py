@@ -1,0 +1,77 @@
+"""Which bytes are held, and when most: every storage from the operator that makes it to its end.
+
+(torch's own MemTracker does the same by module. It cannot tell logits from other activations, and knows no
+category but its own.)
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS = "activations", "logits"
+CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
+
+GRAIN = 512  # the unit in which CUDA's caching allocator counts
+
+
+class Tracker(TorchDispatchMode):
+    """While it is active, `held` and `peak` are bytes by category; `when` is the phase of the peak.
+
+    A new storage is of the logits if one of its dimensions is that of the classes, a gradient if it has the
+    shape of a parameter, and else an activation; temporaries count as what they are shaped like.
+    """
+
+    def __init__(self, module: nn.Module, classes: int) -> None:
+        super().__init__()
+        self.classes = classes
+        self.shapes = {parameter.shape for parameter in module.parameters() if parameter.dim() > 1}
+        self.phase, self.when = "", ""
+        self.held = dict.fromkeys(CATEGORIES, 0)
+        self.peak = dict(self.held)
+        self._known = WeakIdKeyDictionary()  # of storages: [category, bytes]
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.put(tensor, WEIGHTS)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda tensor: self.put(tensor.grad, GRADIENTS))
+
+    def put(self, tensor: Tensor, category: str) -> None:
+        """Its storage is of this category from here on, whatever it was before."""
+        storage = tensor.untyped_storage()
+        entry = self._known.get(storage)
+        if entry is None:
+            entry = self._known[storage] = [category, -(-storage.nbytes() // GRAIN) * GRAIN]
+            weakref.finalize(storage, self._free, entry).atexit = False
+        else:
+            self.held[entry[0]] -= entry[1]
+            entry[0] = category
+        self.held[category] += entry[1]
+
+    def start(self, phase: str) -> None:
+        self.phase = phase
+
+    def forget_peak(self) -> None:
+        self.peak = dict(self.held)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **kwargs or {})
+        for each in tree_leaves(results):
+            if isinstance(each, Tensor) and not each.is_meta and each.untyped_storage() not in self._known:
+                self.put(each, self._category(each.shape))
+        if sum(self.held.values()) > sum(self.peak.values()):
+            self.peak, self.when = dict(self.held), self.phase
+        return results
+
+    def _free(self, entry: list) -> None:
+        category, size = entry
+        self.held[category] -= size
+
+    def _category(self, shape: torch.Size) -> str:
+        if shape in self.shapes:
+            return GRADIENTS
+        return LOGITS if self.classes in shape else ACTIVATIONS

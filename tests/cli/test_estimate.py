@@ -1,0 +1,87 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lowtide.cli.estimate import estimate
+from tests.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
+
+
+def lowtide(*arguments):
+    command = [sys.executable, "-m", "lowtide", "estimate", *map(str, arguments)]
+    patient = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=patient)
+
+
+def invoke(*arguments):
+    app = typer.Typer()
+    app.command()(estimate)
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def refused(*arguments):
+    done = invoke(*arguments)
+    assert done.exit_code == 1, done.output
+    (line,) = done.output.splitlines()
+    return line
+
+
+def test_the_arithmetic_of_the_first_request(tmp_path):
+    """Llama 3 8B, 81,920 tokens: logits of 19.57 GiB in bfloat16, checkpointed hidden states of 20."""
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    done = lowtide(tmp_path, "--length", 81_920, "--checkpointing", "--out", tmp_path / "peak.png")
+    assert done.returncode == 0, done.stderr
+    assert "8.030 billion parameters" in done.stdout
+    assert "one copy of the logits 19.57 GiB, one hidden state a layer 20.00 GiB" in done.stdout
+    rows = [line.replace("│", " ").split() for line in done.stdout.splitlines()]
+    found = {
+        row[0]: [float(each) for each in row[1:]] for row in rows if len(row) == 3 and row[2][0].isdigit()
+    }
+    assert found["weights"] == [14.96, 14.96]
+    assert found["optimizer"] == [29.92, 29.92]
+    # Three copies in float32: the log-softmax, its gradient, the gradient of what picks the target.
+    assert found["logits"][0] == pytest.approx(6 * 19.57, rel=1e-3)
+    assert min(found["activations"]) > 20
+    assert found["peak"][1] < found["peak"][0] - 90
+    assert (tmp_path / "peak.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_built_in_model_needs_nothing_else():
+    arguments = ("demo-cpu", "--batch", 12, "--length", 256, "--length", 512, "--dtype", "float32")
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "12 x 256 tokens, float32, adamw" in done.output
+    assert "12 x 512 tokens, float32, adamw" in done.output
+
+
+def test_what_cannot_be_estimated_is_one_clear_line(tmp_path):
+    path = tmp_path / "config.json"
+    assert f"{tmp_path / 'none'}: no such file" in refused(tmp_path / "none")
+    assert f"{path}: no such file" in refused(tmp_path)
+    path.write_text("not json")
+    assert f"{path} is not JSON" in refused(path)
+    path.write_text("[1]")
+    assert "is not the config of a model" in refused(path)
+    assert "demo-cpu trains with float32 weights: give --dtype autocast" in refused("demo-cpu")
+    assert "torch sees no CUDA device" in refused("demo-cpu", "--dtype", "float32", "--measure")
+
+
+def test_what_is_no_language_model_is_one_clear_line(tmp_path):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    for content, message in [
+        ({}, "knows no model_type None"),
+        ({"model_type": "lama"}, "knows no model_type 'lama'"),
+        ({"model_type": "vit"}, "vit is no causal language model"),
+        (TINY_LLAMA | {"num_attention_heads": 5}, "attention heads (5)"),
+        (TINY_LLAMA | {"hidden_size": "wide"}, "hidden_size"),
+    ]:
+        path.write_text(json.dumps(content))
+        line = refused(path)
+        assert line.startswith(f"lowtide estimate: {path}: ")
+        assert message in line

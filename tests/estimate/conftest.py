@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+TINY_LLAMA = LLAMA_3_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 8192,
+}
+TINY_GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "vocab_size": 8192,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_zero_by_luck():
+    """Not here, where tensors have no data: filling them takes the time of the rest."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a config.json as the Hub has them, and says where."""
+
+    def write(content, **changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(content | changes))
+        return str(path)
+
+    return write
