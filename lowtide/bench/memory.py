@@ -8,15 +8,17 @@ missed.
 
 On CUDA the caching allocator's own trace is read; on the CPU, the profiler's allocation events. Both count
 the bytes that were asked for by tensors and by temporaries inside an operator, in the thread of the
-backward pass too."""
+backward pass too. `cpu_allocations` are the CPU's events one by one."""
 
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 
 
@@ -34,22 +36,53 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         yield peak
 
 
+@dataclass(frozen=True)
+class Allocation:
+    time_ns: int
+    address: int
+    bytes: int  # negative where they are given back
+    operators: tuple[str, ...]  # it happened in, the outermost first
+
+
 @contextlib.contextmanager
-def _cpu(peak: Peak) -> Iterator[None]:
+def cpu_allocations() -> Iterator[list[Allocation]]:
+    """A list of all that the block allocates and gives back on the CPU, filled when the block ends."""
     profiler = profile(use_kineto=True, profile_memory=True)
+    found: list[Allocation] = []
     with _stderr_silenced():
         profiler.__enter__()
     try:
-        yield
+        yield found
     finally:
         with _stderr_silenced():
             profiler.__exit__(None, None, None)
-        events = (event for event in profiler.kineto_results.events() if event.name() == "[memory]")
+        waiting: list[tuple[Any, tuple[str, ...]]] = [
+            (event, ()) for event in reversed(profiler.kineto_results.experimental_event_tree())
+        ]
+        while waiting:
+            event, operators = waiting.pop()
+            if event.tag == _EventType.Allocation:
+                fields = event.extra_fields
+                if fields.device.type == "cpu":
+                    found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, operators))
+            else:
+                within = (*operators, event.name)
+                waiting += [(child, within) for child in reversed(event.children)]
+        found.sort(key=lambda each: each.time_ns)
+
+
+@contextlib.contextmanager
+def _cpu(peak: Peak) -> Iterator[None]:
+    allocations: list[Allocation] = []
+    try:
+        with cpu_allocations() as allocations:
+            yield
+    finally:
         held = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
+        for each in allocations:
+            held += each.bytes
             peak.bytes = max(peak.bytes, held)
-            peak.largest = max(peak.largest, event.nbytes())
+            peak.largest = max(peak.largest, each.bytes)
 
 
 @contextlib.contextmanager

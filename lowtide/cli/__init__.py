@@ -12,7 +12,7 @@ def main() -> None:
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
 
-    from lowtide.cli import bench, doctor, estimate, train
+    from lowtide.cli import bench, doctor, estimate, profile, train
 
     app = typer.Typer(
         name="lowtide",
@@ -24,5 +24,6 @@ def main() -> None:
     app.add_typer(bench.app, name="bench")
     app.add_typer(doctor.app, name="doctor")
     app.command("estimate")(estimate.estimate)
+    app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
     app.command("train")(train.train)
     app()
