@@ -12,7 +12,7 @@ def main() -> None:
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
 
-    from lowtide.cli import bench, doctor, estimate, profile, train
+    from lowtide.cli import bench, doctor, estimate, profile, timeline, train
 
     app = typer.Typer(
         name="lowtide",
@@ -21,6 +21,7 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    bench.app.command("memory-timeline")(timeline.memory_timeline)
     app.add_typer(bench.app, name="bench")
     app.add_typer(doctor.app, name="doctor")
     app.command("estimate")(estimate.estimate)

@@ -1,0 +1,143 @@
+"""The memory story of a decoder's last stage: norm, head and loss of Llama 3 8B's shape, a few steps forward
+and backward, as the allocator saw them, eager against lowtide.
+
+Measuring writes a CSV, drawing reads it: a row for each change of the bytes held that can be seen.
+
+Shapes: B sequences, T tokens of each, D features, V classes.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide import linear_cross_entropy
+from lowtide.bench import style
+from lowtide.bench.table import Environment
+from lowtide.profile.record import recording
+from lowtide.profile.timeline import Timeline, plot, timeline, unit_of
+
+STEPS = 3
+COLUMNS = ("date", "card", "torch", "triton", "lowtide", "batch", "length", "features", "classes", "dtype")
+OWN = ("provider", "end", "ms", "bytes")
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    length: int
+    features: int
+    classes: int
+
+
+SHAPES = (Shape(1, 32_768, 4096, 128_256), Shape(4, 20_480, 4096, 128_256))
+SMOKE = (Shape(1, 128, 32, 2048), Shape(4, 64, 32, 2048))
+
+
+def eager(hidden_BTD: Tensor, weight_VD: Tensor, target_BT: Tensor) -> Tensor:
+    logits_BTV = F.linear(hidden_BTD, weight_VD).float()
+    return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
+
+
+LOSSES = {"eager": eager, "lowtide": linear_cross_entropy}
+
+
+@dataclass(frozen=True)
+class Line:
+    shape: Shape
+    provider: str
+    end: str  # "", or why it ended early
+    timeline: Timeline
+
+
+def measure(shapes: Iterable[Shape], device: str) -> Iterator[Line]:
+    """Memory is what the allocator holds in all, on the CPU what it holds beyond the inputs."""
+    for shape in shapes:
+        for provider, loss in LOSSES.items():
+            norm = nn.RMSNorm(shape.features, device=device, dtype=torch.bfloat16)
+            weight_VD = torch.randn(shape.classes, shape.features, device=device, dtype=torch.bfloat16)
+            weight_VD.mul_(shape.features**-0.5).requires_grad_()
+            size = (shape.batch, shape.length, shape.features)
+            hidden_BTD = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
+            target_BT = torch.randint(shape.classes, size[:2], device=device)
+            leaves = (hidden_BTD, weight_VD, norm.weight)
+
+            def step(
+                loss: Any = loss, norm: Any = norm, leaves: Any = leaves, target: Any = target_BT
+            ) -> None:
+                loss(norm(leaves[0]), leaves[1], target).backward()
+                for leaf in leaves:
+                    leaf.grad = None
+
+            end = ""
+            try:
+                step()  # compiles and tunes
+            except torch.OutOfMemoryError:
+                end = "out of memory"
+            with recording(device) as record:
+                try:
+                    for _ in range(1 if end else STEPS):
+                        step()
+                except torch.OutOfMemoryError:
+                    end = "out of memory"
+            del norm, weight_VD, hidden_BTD, target_BT, leaves, step
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            yield Line(shape, provider, end, timeline(record.snapshot).thinned())
+
+
+def write(lines: Iterable[Line], path: Path, device: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *OWN), lineterminator="\n")
+        writer.writeheader()
+        environment = asdict(Environment.of(device))
+        for line in lines:
+            about = environment | asdict(line.shape) | {"dtype": "bfloat16"}
+            for ms, held in zip(line.timeline.ms, line.timeline.bytes):
+                own = (line.provider, line.end, f"{ms:.3f}", held)
+                writer.writerow(about | dict(zip(OWN, own)))
+            file.flush()
+
+
+def read(path: Path) -> list[Line]:
+    """ValueError where it is no such CSV."""
+    lines: dict[tuple[Shape, str], Line] = {}
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        if set(rows.fieldnames or ()) != {*COLUMNS, *OWN}:
+            raise ValueError(f"{path} is not a CSV of lowtide bench memory-timeline")
+        for row in rows:
+            shape = Shape(*(int(row[name]) for name in ("batch", "length", "features", "classes")))
+            fresh = Line(shape, row["provider"], row["end"], Timeline([], []))
+            line = lines.setdefault((shape, row["provider"]), fresh)
+            line.timeline.ms.append(float(row["ms"]))
+            line.timeline.bytes.append(int(row["bytes"]))
+    if not lines:
+        raise ValueError(f"{path} has no rows")
+    return list(lines.values())
+
+
+def draw(lines: list[Line], path: Path) -> None:
+    """A panel for each shape, on one scale of bytes, from zero."""
+    top = max(line.timeline.peak for line in lines)
+    unit, name = unit_of(top)
+    shapes = list(dict.fromkeys(line.shape for line in lines))
+    with style.figure(10, 4.2) as figure:
+        panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)
+        for axes, shape in zip(panels.flat, shapes):
+            for line in lines:
+                if line.shape == shape:
+                    label = f"{line.provider}, {line.end}" if line.end else line.provider
+                    plot(axes, label, line.timeline, unit, name, style.COLORS.get(line.provider))
+            tokens = f"[B, T] = [{shape.batch}, {shape.length:,}]"
+            axes.set(title=tokens, xlabel=f"ms, {STEPS} steps forward and backward")
+            axes.set_ylim(0, 1.12 * top / unit)
+        panels.flat[0].set_ylabel(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)

@@ -1,0 +1,57 @@
+"""`lowtide bench memory-timeline`: the memory of a decoder's last stage over time, eager against lowtide."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lowtide.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
+from lowtide.profile.timeline import unit_of
+from lowtide.train.config import Device, UserError, choose_device
+
+
+def memory_timeline(
+    csv: Annotated[Path, typer.Option("--csv", help="Measure, and write this file.", dir_okay=False)] = Path(
+        "memory_timeline.csv"
+    ),
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the CSV to this file, .png or .svg.", dir_okay=False)
+    ] = None,
+    draw_only: Annotated[
+        bool, typer.Option("--draw-only", help="Measure nothing: the CSV is there.")
+    ] = False,
+    device: Annotated[Device, typer.Option(help="Auto: the GPU if there is one.")] = Device.auto,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes.")] = False,
+) -> None:
+    """Record three steps of norm, head and loss of Llama 3 8B's shape in the allocator.
+
+    [B, T] = [1, 32768] and [4, 20480], in bfloat16, eager with float32 logits
+    for the loss, as Transformers has it, and lowtide. Needs about 130 GB.
+    """
+    console = Console()
+    try:
+        if picture is not None and find_spec("matplotlib") is None:
+            raise UserError("--picture needs matplotlib; install it with: pip install 'lowtide[plot]'")
+        if not draw_only:
+            # Read when CUDA starts. The host hands out memory, and would do so seconds ahead of the GPU.
+            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+            chosen = choose_device(device)
+            if chosen == "cpu" and not smoke:
+                raise UserError("these shapes are for a GPU of 140 GB, and torch sees none here; add --smoke")
+            write(measure(SMOKE if smoke else SHAPES, chosen), csv, chosen)
+        lines = read(csv)
+        for line in lines:
+            unit, name = unit_of(line.timeline.peak)
+            peak = f"{line.timeline.peak / unit:,.2f} {name}"
+            shape = f"[{line.shape.batch}, {line.shape.length}]"
+            console.print(f"{shape} {line.provider}: {peak} {line.end}", markup=False, highlight=False)
+        if picture is not None:
+            draw(lines, picture)
+            console.print(f"picture: {picture}", soft_wrap=True)
+    except (UserError, ValueError, OSError) as error:
+        message = f"lowtide bench memory-timeline: {error}"
+        Console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
