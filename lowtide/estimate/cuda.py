@@ -105,14 +105,14 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 class Workspace(TorchDispatchMode):
-    """Every loss of lowtide is given this workspace, in bytes; None leaves each its own."""
+    """Every loss of lowtide is given this workspace, in bytes: defer_logits has no argument for it."""
 
-    def __init__(self, workspace: int | None) -> None:
+    def __init__(self, workspace: int) -> None:
         super().__init__()
         self.workspace = workspace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.workspace is not None and is_loss(func):
+        if is_loss(func):
             *others, _, backend = args
             args = (*others, self.workspace, backend)
         return func(*args, **kwargs or {})

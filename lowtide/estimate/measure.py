@@ -29,7 +29,8 @@ def measure(setting: Setting, loss: Loss) -> int | None:
 def _steps(setting: Setting, loss: Loss) -> int:
     with torch.device("cuda"), ExitStack() as stack:
         model = build(setting)
-        stack.enter_context(Workspace(setting.workspace))
+        if setting.workspace is not None:
+            stack.enter_context(Workspace(setting.workspace))
         if loss is Loss.lowtide:
             stack.enter_context(defer_logits(model.module))
         optimizer = setting.optimizer.of(model.module.parameters())

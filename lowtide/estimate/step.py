@@ -47,7 +47,8 @@ def estimate(setting: Setting, loss: Loss, device: str = "cuda") -> Estimate:
         stack.enter_context(Operators(model.classes, device))
         if device == "cuda":
             stack.enter_context(Functions())
-        stack.enter_context(Workspace(setting.workspace))
+        if setting.workspace is not None:
+            stack.enter_context(Workspace(setting.workspace))
         if loss is Loss.lowtide:
             stack.enter_context(defer_logits(model.module))
         try:

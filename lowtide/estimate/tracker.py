@@ -7,7 +7,6 @@ category but its own.)
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,14 +22,15 @@ GRAIN = 512  # the unit in which CUDA's caching allocator counts
 class Tracker(TorchDispatchMode):
     """While it is active, `held` and `peak` are bytes by category; `when` is the phase of the peak.
 
-    A new storage is of the logits if one of its dimensions is that of the classes, a gradient if it has the
-    shape of a parameter, and else an activation; temporaries count as what they are shaped like.
+    A new storage that has the shape of a weight is a gradient, or in a shorter dtype autocast's copy of the
+    weight; another is of the logits if one of its dimensions is that of the classes, and else an activation.
+    Temporaries count as what they are shaped like.
     """
 
     def __init__(self, module: nn.Module, classes: int) -> None:
         super().__init__()
         self.classes = classes
-        self.shapes = {parameter.shape for parameter in module.parameters() if parameter.dim() > 1}
+        self.matrices = {each.shape: each.dtype.itemsize for each in module.parameters() if each.dim() > 1}
         self.phase, self.when = "", ""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.held)
@@ -62,7 +62,7 @@ class Tracker(TorchDispatchMode):
         results = func(*args, **kwargs or {})
         for each in tree_leaves(results):
             if isinstance(each, Tensor) and not each.is_meta and each.untyped_storage() not in self._known:
-                self.put(each, self._category(each.shape))
+                self.put(each, self._category(each))
         if sum(self.held.values()) > sum(self.peak.values()):
             self.peak, self.when = dict(self.held), self.phase
         return results
@@ -71,7 +71,8 @@ class Tracker(TorchDispatchMode):
         category, size = entry
         self.held[category] -= size
 
-    def _category(self, shape: torch.Size) -> str:
-        if shape in self.shapes:
-            return GRADIENTS
-        return LOGITS if self.classes in shape else ACTIVATIONS
+    def _category(self, tensor: Tensor) -> str:
+        size = self.matrices.get(tensor.shape)
+        if size is not None:
+            return WEIGHTS if tensor.dtype.itemsize < size else GRADIENTS
+        return LOGITS if self.classes in tensor.shape else ACTIVATIONS

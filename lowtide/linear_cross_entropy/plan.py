@@ -115,9 +115,13 @@ def keeps_sum(head: Head, options: Options, job: Job) -> bool:
 
 
 def held(head: Head, options: Options, job: Job) -> int:
-    """Bytes of the workspace that a call takes beside what it is given and returns."""
-    workspace, needs = _needs(head, options, job, _route(head, options, job))
-    return spent(needs, spend(workspace, needs, _weight_gradient(head, options, job)))
+    """Bytes that a call takes beside what it is given and returns: of the workspace, and under autocast on
+    CUDA for its copies of the weights."""
+    route = _route(head, options, job)
+    workspace, needs = _needs(head, options, job, route)
+    cast = [each for each in head.weights if each.is_cuda and each.dtype != route.compute_dtype]
+    copies = sum(each.numel() * route.compute_dtype.itemsize for each in cast)
+    return copies + spent(needs, spend(workspace, needs, _weight_gradient(head, options, job)))
 
 
 def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:

@@ -44,7 +44,7 @@ def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
     if not changes:
         return Timeline([], [])
     active = sum(
-        block["size"]
+        block["requested_size"]  # which events count too
         for segment in snapshot["segments"]
         if segment["device"] == device
         for block in segment["blocks"]

@@ -93,3 +93,15 @@ def test_checkpointing_and_workspace_are_what_they_say(config):
     small, large = (estimate(Setting(path, 4, 256, workspace=each), Loss.lowtide) for each in (2**22, 2**24))
     assert small.held["logits"] <= 2**22
     assert 2**22 < large.held["logits"] <= 2**24
+
+
+def test_what_autocast_copies_are_weights(config):
+    pytest.importorskip("transformers")
+    path = config(TINY_LLAMA)
+    wide, autocast = (
+        estimate(Setting(path, 1, 256, each), Loss.eager) for each in (Dtype.float32, Dtype.autocast)
+    )
+    assert wide.held["gradients"] == autocast.held["gradients"] == 0
+    matrices = wide.parameters - 64 * 5  # five norms
+    embedding = 64 * 8192  # is looked up as it is
+    assert autocast.held["weights"] - wide.held["weights"] == 2 * (matrices - embedding)

@@ -1,0 +1,57 @@
+"""How much a call takes, without running it, beside what the allocator says when it runs."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.bench.memory import peak_memory
+from lowtide.linear_cross_entropy import ops
+from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.shapes import is_loss, workspace_of
+
+KIB = 1 << 10
+OPERATORS = torch.ops.lowtide
+
+
+def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
+    head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
+    options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
+    return [*head, torch.randint(V, (N,)), None, (wanted, wanted, False, False), *options]
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace", [400 * KIB, 1024 * KIB, 2048 * KIB, None])
+def test_it_is_what_the_operator_holds(dtype, workspace, wanted):
+    """400 KiB and 1 MiB form a bfloat16 weight's gradient by class, 2 MiB hold its float32 sum."""
+    call = arguments(dtype, workspace, wanted)
+    ops.linear_cross_entropy(*call)
+    with peak_memory("cpu") as peak:
+        results = ops.linear_cross_entropy(*call)
+    measured = peak.bytes - sum(each.nbytes for each in results)
+    foretold = workspace_of("lowtide::linear_cross_entropy", call)
+    assert workspace is None or foretold <= workspace
+    # What is reserved for vectors and numbers is never all used.
+    assert 0.75 * foretold <= measured <= foretold
+
+
+def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
+    with FakeTensorMode():
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            call = arguments(torch.bfloat16, 64 * KIB * KIB, False)
+            for place, own in ((0, torch.bfloat16), (1, dtype)):
+                call[place] = [torch.empty_like(call[place][0], dtype=own, device="cuda")]
+            call[4] = torch.empty_like(call[4], device="cuda")
+            found.append(workspace_of("lowtide::linear_cross_entropy", call))
+    assert found[1] - found[0] == 2 * call[1][0].numel()
+
+
+def test_the_operators_that_have_one():
+    names = ("linear_cross_entropy", "linear_log_probs")
+    for name in (*names, *(f"{name}_backward" for name in names)):
+        assert is_loss(getattr(OPERATORS, name).default)
+    assert not is_loss(torch.ops.aten.mm.default)
+    with pytest.raises(ArgumentError, match="workspace must hold"):
+        workspace_of("lowtide::linear_cross_entropy", arguments(torch.float32, 16, True))
