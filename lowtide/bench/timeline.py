@@ -7,7 +7,7 @@ Shapes: B sequences, T tokens of each, D features, V classes.
 """
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from lowtide.profile.record import recording
 from lowtide.profile.timeline import Timeline, plot, timeline, unit_of
 
 STEPS = 3
+OUT_OF_MEMORY = "out of memory"
 COLUMNS = ("date", "card", "torch", "triton", "lowtide", "batch", "length", "features", "classes", "dtype")
 OWN = ("provider", "end", "ms", "bytes")
+
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def eager(hidden_BTD: Tensor, weight_VD: Tensor, target_BT: Tensor) -> Tensor:
     return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
 
 
-LOSSES = {"eager": eager, "lowtide": linear_cross_entropy}
+LOSSES: dict[str, Loss] = {"eager": eager, "lowtide": linear_cross_entropy}
 
 
 @dataclass(frozen=True)
@@ -59,36 +63,39 @@ def measure(shapes: Iterable[Shape], device: str) -> Iterator[Line]:
     """Memory is what the allocator holds in all, on the CPU what it holds beyond the inputs."""
     for shape in shapes:
         for provider, loss in LOSSES.items():
-            norm = nn.RMSNorm(shape.features, device=device, dtype=torch.bfloat16)
-            weight_VD = torch.randn(shape.classes, shape.features, device=device, dtype=torch.bfloat16)
-            weight_VD.mul_(shape.features**-0.5).requires_grad_()
-            size = (shape.batch, shape.length, shape.features)
-            hidden_BTD = torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True)
-            target_BT = torch.randint(shape.classes, size[:2], device=device)
-            leaves = (hidden_BTD, weight_VD, norm.weight)
-
-            def step(
-                loss: Any = loss, norm: Any = norm, leaves: Any = leaves, target: Any = target_BT
-            ) -> None:
-                loss(norm(leaves[0]), leaves[1], target).backward()
-                for leaf in leaves:
-                    leaf.grad = None
-
-            end = ""
-            try:
-                step()  # compiles and tunes
-            except torch.OutOfMemoryError:
-                end = "out of memory"
-            with recording(device) as record:
-                try:
-                    for _ in range(1 if end else STEPS):
-                        step()
-                except torch.OutOfMemoryError:
-                    end = "out of memory"
-            del norm, weight_VD, hidden_BTD, target_BT, leaves, step
+            end, found = _record(_step(shape, loss, device), device)
             if device == "cuda":
                 torch.cuda.empty_cache()
-            yield Line(shape, provider, end, timeline(record.snapshot).thinned())
+            yield Line(shape, provider, end, found)
+
+
+def _step(shape: Shape, loss: Loss, device: str) -> Callable[[], None]:
+    on: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    norm = nn.RMSNorm(shape.features, **on)
+    weight_VD = torch.randn(shape.classes, shape.features, **on).mul_(shape.features**-0.5).requires_grad_()
+    hidden_BTD = torch.randn(shape.batch, shape.length, shape.features, **on).requires_grad_()
+    target_BT = torch.randint(shape.classes, (shape.batch, shape.length), device=device)
+
+    def step() -> None:
+        loss(norm(hidden_BTD), weight_VD, target_BT).backward()
+        hidden_BTD.grad = weight_VD.grad = norm.weight.grad = None
+
+    return step
+
+
+def _record(step: Callable[[], None], device: str) -> tuple[str, Timeline]:
+    end = ""
+    try:
+        step()  # compiles and tunes
+    except torch.OutOfMemoryError:
+        end = OUT_OF_MEMORY
+    with recording(device) as record:
+        try:
+            for _ in range(1 if end else STEPS):
+                step()
+        except torch.OutOfMemoryError:
+            end = OUT_OF_MEMORY
+    return end, timeline(record.snapshot).thinned()
 
 
 def write(lines: Iterable[Line], path: Path, device: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.deferred.find import find_head
+from lowtide.deferred.find import check_head, find_head
 from lowtide.estimate.setting import Dtype, Setting
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.train.config import SIZES, UserError
@@ -42,7 +42,7 @@ def build(setting: Setting) -> Model:
     sizes = BUILT_IN.get(setting.model)
     model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
     try:
-        find_head(model.module)
+        check_head(find_head(model.module))
     except ArgumentError as reason:
         raise UserError(f"{setting.model}: {reason}") from reason
     model.module.train()

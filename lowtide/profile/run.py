@@ -1,17 +1,13 @@
 """What is profiled: a user's script as `python script.py` would run it, or training steps of a model."""
 
-import contextlib
 import runpy
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from lowtide import defer_logits
-from lowtide.estimate.model import build
 from lowtide.estimate.setting import Loss, Setting
+from lowtide.estimate.training import training
 from lowtide.profile.record import Record, recording
 from lowtide.train.config import UserError
 
@@ -40,22 +36,7 @@ def script(path: Path, arguments: Sequence[str], device: str) -> tuple[Record, i
 
 
 def steps(setting: Setting, loss: Loss, count: int, device: str) -> Record:
-    """Training steps after a first one, which compiles kernels and makes the optimizer's states."""
-    with torch.device(device), contextlib.ExitStack() as stack:
-        model = build(setting)
-        if loss is Loss.lowtide:
-            stack.enter_context(defer_logits(model.module))
-        optimizer = setting.optimizer.of(model.module.parameters())
-        tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
-
-        def step() -> None:
-            with setting.dtype.precision(device):
-                value = model.loss(tokens_BT)
-            value.backward()
-            del value
-            optimizer.step()
-            optimizer.zero_grad()
-
+    with training(setting, loss, device) as (step, _, _):
         step()
         with recording(device) as record:
             for _ in range(count):

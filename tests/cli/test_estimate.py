@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -48,6 +49,10 @@ def test_the_arithmetic_of_the_first_request(tmp_path):
     assert found["logits"][0] == pytest.approx(6 * 19.57, rel=1e-3)
     assert min(found["activations"]) > 20
     assert found["peak"][1] < found["peak"][0] - 90
+    docs = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
+    for name in ("weights", "gradients", "optimizer", "activations", "logits"):
+        eager, ours = found[name]
+        assert f"| {name} | {eager:.2f} | {ours:.2f} |" in docs
     assert (tmp_path / "peak.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -1,12 +1,10 @@
 import pytest
 import torch
 
-from lowtide import defer_logits
 from lowtide.bench.memory import peak_memory
-from lowtide.estimate.cuda import Workspace
-from lowtide.estimate.model import build
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import estimate
+from lowtide.estimate.training import training
 from tests.estimate.conftest import TINY_GPT2, TINY_LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -36,27 +34,13 @@ def test_it_foretells_what_the_allocator_of_the_cpu_counts(
 
 
 def measured_peak(setting, loss):
-    model = build(setting)
-    deferral = defer_logits(model.module) if loss is Loss.lowtide else None
-    optimizer = setting.optimizer.of(model.module.parameters())
-    tokens = torch.randint(model.classes, (setting.batch, setting.length))
-
-    def step():
-        with setting.dtype.precision("cpu"):
-            value = model.loss(tokens)
-        value.backward()
-        del value
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with Workspace(setting.workspace):
+    with training(setting, loss, "cpu") as (step, model, optimizer):
         step()
         states = [each for state in optimizer.state.values() for each in state.values()]
         held = [*model.module.parameters(), *model.module.buffers(), *states]
         held = {id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}
         with peak_memory("cpu") as peak:
             step()
-    assert deferral is None or deferral.fused == 2
     return sum(held.values()) + peak.bytes
 
 
