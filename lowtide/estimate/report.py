@@ -68,13 +68,13 @@ def _error(result: Result) -> str:
 
 
 def title(setting: Setting) -> str:
-    parts = [
-        f"{setting.batch} x {setting.length:,} tokens",
-        setting.dtype.value,
-        setting.optimizer.value,
-        *["checkpointing"] * setting.checkpointing,
-    ]
-    return ", ".join(parts)
+    return f"{setting.batch} x {setting.length:,} tokens, {_how(setting)}"
+
+
+def _how(setting: Setting) -> str:
+    return ", ".join(
+        [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
+    )
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
@@ -102,7 +102,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
         axes.grid(visible=False, axis="y")
         axes.set_xlim(0, 1.3 * max(left))
         axes.set(xlabel=name)
-        axes.set_title("Peak memory of a training step", pad=34)
+        how = _how(results[0].estimate.setting)
+        axes.set_title(f"Peak memory of a training step: {how}", pad=34)
         axes.legend(
             loc="lower left", bbox_to_anchor=(0, 1), ncols=len(CATEGORIES), frameon=False, borderpad=0
         )
