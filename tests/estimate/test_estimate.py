@@ -17,8 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.
         ("llama", Dtype.bfloat16, False, Optimizer.adamw),
         ("llama", Dtype.autocast, True, Optimizer.sgd),
         ("gpt2", Dtype.float32, True, Optimizer.adafactor),
-        ("gpt2", Dtype.bfloat16, False, Optimizer.adamw),
-        ("demo-cpu", Dtype.autocast, False, Optimizer.adamw),
+        ("demo-cpu", Dtype.autocast, False, Optimizer.sgd),
     ],
 )
 def test_it_foretells_what_the_allocator_of_the_cpu_counts(
@@ -48,9 +47,8 @@ def test_scores_and_masks_are_not_made_where_cuda_makes_none(config):
     pytest.importorskip("transformers")
     queries = 32_768
     path = config(TINY_LLAMA, vocab_size=128)
-    for dtype in (Dtype.bfloat16, Dtype.autocast):
-        found = estimate(Setting(path, 1, queries, dtype), Loss.eager)
-        assert found.peak < queries * queries / 2  # bytes; a mask alone has queries^2 of them
+    found = estimate(Setting(path, 1, queries, Dtype.autocast), Loss.eager)
+    assert found.peak < queries * queries / 2  # bytes; a mask alone has queries^2 of them
     # A sliding window makes masks: they are counted.
     windowed = config(TINY_LLAMA, vocab_size=128, model_type="mistral", sliding_window=1024)
     assert estimate(Setting(windowed, 1, queries), Loss.eager).peak > queries * queries
@@ -69,7 +67,7 @@ def test_dropout_on_cuda_keeps_a_byte_an_element(config):
 
 def test_checkpointing_and_workspace_are_what_they_say(config):
     pytest.importorskip("transformers")
-    path = config(TINY_LLAMA, num_hidden_layers=6)
+    path = config(TINY_LLAMA, num_hidden_layers=4)
     plain, kept = (
         estimate(Setting(path, 4, 256, checkpointing=each), Loss.lowtide) for each in (False, True)
     )
