@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from lowtide.bench.memory import peak_memory
+from lowtide.estimate.measure import measure
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import estimate
 from lowtide.estimate.training import training
@@ -30,6 +31,15 @@ def test_it_foretells_what_the_allocator_of_the_cpu_counts(
     foretold = estimate(setting, loss, "cpu")
     # Nothing is left out but what operators hold inside and the grain of the other allocator.
     assert foretold.peak == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_foretells_what_the_allocator_of_the_gpu_counts(checkpointing, loss):
+    setting = Setting("demo-cuda", 8, 1024, Dtype.autocast, checkpointing=checkpointing)
+    assert estimate(setting, loss).peak == pytest.approx(measure(setting, loss), rel=0.1)
 
 
 def measured_peak(setting, loss):
