@@ -76,7 +76,7 @@ def build(name: str, **options: Any) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for field in ("dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+        for field in ("dropout", "attn_dropout", "attention_dropout", "activation_dropout", "layerdrop"):
             if isinstance(getattr(module, field, None), float):
                 setattr(module, field, 0.0)
     return model

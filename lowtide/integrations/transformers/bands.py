@@ -1,0 +1,111 @@
+"""Which diagonals a mask function shows, found by calling it once with two symbols in place of indices.
+
+Transformers has a mask as a function of a query's place i and a key's place j, `(j > i - window) & (j <= i)`,
+which it evaluates at every (i, j). Of symbols that know their coefficients of i and j it is a band, exactly:
+-left <= j - i <= right; or it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shown:
+    """-left <= j - i <= right, where None is no limit."""
+
+    left: int | None = None
+    right: int | None = None
+    device = None
+
+    def __and__(self, other: object) -> Shown:
+        if not isinstance(other, Shown):
+            raise NotABand
+        return Shown(_smaller(self.left, other.left), _smaller(self.right, other.right))
+
+    def to(self, _: object) -> Shown:
+        return self
+
+
+class NotABand(TypeError):
+    """The function is of something else than the difference of the two places."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """i_times * i + j_times * j + plus."""
+
+    i_times: int
+    j_times: int
+    plus: int = 0
+
+    def new_ones(self, *_: object, **__: object) -> Shown:
+        return Shown()
+
+    def __add__(self, other: object) -> Place:
+        other = _place(other)
+        return Place(self.i_times + other.i_times, self.j_times + other.j_times, self.plus + other.plus)
+
+    def __sub__(self, other: object) -> Place:
+        other = _place(other)
+        return Place(self.i_times - other.i_times, self.j_times - other.j_times, self.plus - other.plus)
+
+    def __abs__(self) -> Distance:
+        return Distance(self)
+
+    def __le__(self, other: object) -> Shown:
+        return _at_most_zero(self - other)
+
+    def __lt__(self, other: object) -> Shown:
+        return _at_most_zero(self - other + 1)
+
+    def __ge__(self, other: object) -> Shown:
+        return _at_most_zero(_place(other) - self)
+
+    def __gt__(self, other: object) -> Shown:
+        return _at_most_zero(_place(other) - self + 1)
+
+
+@dataclass(frozen=True)
+class Distance:
+    signed: Place
+
+    def __le__(self, other: int) -> Shown:
+        return (self.signed <= other) & (self.signed >= -other)
+
+    def __lt__(self, other: int) -> Shown:
+        return self <= other - 1
+
+
+def band(mask_function: Callable[..., Any]) -> Shown | None:
+    """What mask_function(batch, head, i, j) shows; None if that is no band."""
+    try:
+        found = mask_function(None, None, Place(1, 0), Place(0, 1))
+    except Exception:  # symbols are no tensors: whatever fails with them is no band
+        return None
+    return found if isinstance(found, Shown) else None
+
+
+def _place(value: object) -> Place:
+    if isinstance(value, Place):
+        return value
+    if not isinstance(value, int):
+        raise NotABand
+    return Place(0, 0, value)
+
+
+def _at_most_zero(place: Place) -> Shown:
+    factors = (place.i_times, place.j_times)
+    if factors == (-1, 1):  # j - i <= -plus
+        return Shown(right=-place.plus)
+    if factors == (1, -1):  # i - j <= -plus
+        return Shown(left=-place.plus)
+    if max(factors) <= 0 and place.plus <= 0:  # of any i and j, which are at least 0
+        return Shown()
+    raise NotABand
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else min(one, other)

@@ -1,0 +1,167 @@
+"""What a model of Transformers hands to its layers as their mask: not [B, 1, M, N] numbers, but a few.
+
+Shapes: B sequences, M queries, N keys; i counts queries, j keys.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from lowtide.attention.masks import AttentionBias, Band, BlockDiagonalCausalMask, LowerTriangularMask
+from lowtide.integrations.transformers.bands import Shown, band
+from lowtide.linear_cross_entropy.check import ArgumentError
+
+ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
+ELEMENTS = 1 << 22
+"""Of a mask that is looked at a few rows at a time."""
+
+
+class DenseMaskWarning(UserWarning):
+    """A mask of [B, 1, M, N] has been made."""
+
+
+class ModelsMask(AttentionBias):
+    """A mask as a model hands it from where it is made to its layers, which must not compute with it."""
+
+    def __init__(self, M: int, N: int, left: int | None, right: int | None, keys: Tensor | None) -> None:
+        self.lengths, self.band = (M, N), Band(left, right)
+        self.bias = keys  # [B, 1, 1, N], bool
+
+    def check(self, M: int, N: int) -> None:
+        if self.lengths != (M, N):
+            raise ArgumentError(
+                f"this layer has {M} queries and {N} keys, its mask was made for {self.lengths[0]} and "
+                f"{self.lengths[1]}; {ELSE}"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this model asks its mask for its {name}; {ELSE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> Any:
+        raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
+
+
+class CausalMask(ModelsMask, LowerTriangularMask):
+    """Query i sees the keys j <= i."""
+
+
+class PackedMask(BlockDiagonalCausalMask):
+    """Several sequences side by side in each row of the batch; all of its rows, one after the other."""
+
+    def __init__(self, lengths: list[int], window: int | None) -> None:
+        super().__init__(lengths, lengths)
+        self.band = Band(None if window is None else window - 1, 0)
+
+
+def mask(
+    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **sizes: Any
+) -> AttentionBias | Tensor:
+    """Transformers calls this for each kind of layer, with a function that says which keys query i sees. A
+    band (causal, a window, all) becomes two numbers; padding [B, 1, 1, N] besides; several sequences in a
+    row their lengths; what a single query sees [B, 1, 1, N]; anything else, with a warning, [B, 1, M, N].
+    """
+    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    if torch.compiler.is_compiling() and attention_mask is None and not plain:
+        return _uncompiled(mask_function, attention_mask, **sizes)
+    return _mask(mask_function, attention_mask, **sizes)
+
+
+def _mask(
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,  # [B, keys], bool: True takes part
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_: object,
+) -> AttentionBias | Tensor:
+    M, N = q_length, kv_length
+    compiling = torch.compiler.is_compiling()
+    if isinstance(q_offset, Tensor) and M > 1 and not compiling:  # of a static cache
+        q_offset = int(q_offset)
+    if isinstance(q_offset, int) and (shown := band(mask_function)) is not None:
+        return _banded(shown, q_offset - kv_offset, M, N, _padding(attention_mask, kv_offset, N))
+
+    def rows(first: int, count: int) -> Tensor:  # [B, 1, count, N]
+        dense = sdpa_mask(
+            batch_size=batch_size,
+            q_length=count,
+            kv_length=N,
+            q_offset=q_offset + first,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        assert dense is not None
+        return dense
+
+    if M > 1 and not compiling:
+        if M == N and (lengths := _packed(rows, batch_size, M, local_size)) is not None:
+            return PackedMask(lengths, local_size)
+        warnings.warn(
+            f"this model's mask is neither causal, nor a window, nor several sequences in a row: it is made, "
+            f"[{batch_size}, 1, {M}, {N}] bool, as by attn_implementation='sdpa'",
+            DenseMaskWarning,
+            stacklevel=2,
+        )
+    return rows(0, M)
+
+
+_uncompiled = torch.compiler.disable(
+    _mask,
+    reason="whether there are several sequences in a row is in the numbers of position_ids; with an "
+    "attention_mask (of ones) there are none, and one graph is made",
+)
+
+
+def _banded(shown: Shown, shift: int, M: int, N: int, keys: Tensor | None) -> ModelsMask:
+    """Query i stands at the key i + shift. What the shape allows anyway is no limit."""
+    left = None if shown.left is None or shown.left - shift >= M - 1 else shown.left - shift
+    right = None if shown.right is None or shown.right + shift >= N - 1 else shown.right + shift
+    kind = CausalMask if (left, right) == (None, 0) else ModelsMask
+    return kind(M, N, left, right, keys)
+
+
+def _padding(attention_mask: Tensor | None, kv_offset: int, N: int) -> Tensor | None:  # [B, 1, 1, N]
+    if attention_mask is None:
+        return None
+    keys_BN = attention_mask[:, kv_offset : kv_offset + N]
+    keys_BN = torch.nn.functional.pad(keys_BN, (0, N - keys_BN.shape[1]))  # of a cache that is not full yet
+    if not torch.compiler.is_compiling() and keys_BN.all():
+        return None
+    return keys_BN[:, None, None]
+
+
+def _packed(rows: Callable[[int, int], Tensor], B: int, M: int, window: int | None) -> list[int] | None:
+    """The lengths of the sequences, if the mask says nothing else: each row is looked at, a few at a time."""
+    begins, latest_B1 = [], None
+    step = max(1, ELEMENTS // (B * M))
+    for first in range(0, M, step):
+        seen_BmM = rows(first, min(step, M - first))[:, 0]
+        j_M = torch.arange(M, device=seen_BmM.device)
+        i_m = j_M[first : first + step]
+        before_m = (i_m - 1).clamp_min(0)[None, :, None].expand(B, -1, 1)
+        begins_Bm = ~seen_BmM.gather(2, before_m)[..., 0] | (i_m == 0)
+        start_Bm = torch.where(begins_Bm, i_m, 0).cummax(1).values
+        start_Bm = start_Bm if latest_B1 is None else start_Bm.maximum(latest_B1)
+        expected_BmM = (j_M >= start_Bm[..., None]) & (j_M <= i_m[:, None])
+        if window is not None:
+            expected_BmM &= j_M > i_m[:, None] - window
+        if not torch.equal(seen_BmM, expected_BmM):
+            return None
+        begins.append(begins_Bm)
+        latest_B1 = start_Bm[:, -1:]
+    places = torch.cat(begins, 1).flatten().nonzero()[:, 0].tolist()
+    return [end - start for start, end in zip(places, [*places[1:], B * M])]
