@@ -25,7 +25,7 @@ MAPPINGS = (
 
 # What configurations call the same things; each gets those that it has.
 SIZES = {
-    V: "vocab_size",
+    V: "vocab_size decoder_vocab_size",
     32: "hidden_size n_embd d_model embed_dim dim emb_dim word_embed_proj_dim",
     48: "intermediate_size ffn_dim ffn_hidden_size n_inner d_ff encoder_ffn_dim decoder_ffn_dim "
     "moe_intermediate_size shared_expert_intermediate_size",
@@ -33,9 +33,10 @@ SIZES = {
     "num_encoder_layers num_key_value_heads num_experts_per_tok num_experts_per_token moe_topk",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_local_experts num_experts n_routed_experts moe_num_experts sliding_window state_size time_step_rank",
-    8: "head_dim d_kv attention_head_dim v_head_dim rotary_dim",
-    16: "kv_lora_rank q_lora_rank",
-    64: "n_positions max_position_embeddings max_seq_len",
+    8: "head_dim d_kv attention_head_dim v_head_dim rotary_dim qk_rope_head_dim qk_nope_head_dim "
+    "mamba_n_heads mamba_d_head n_mamba_heads",
+    16: "kv_lora_rank q_lora_rank qk_head_dim",
+    64: "mamba_d_ssm n_positions max_position_embeddings max_seq_len",
     1: "n_groups bos_token_id",
     0: "pad_token_id decoder_start_token_id",
 }
@@ -61,6 +62,8 @@ def build(name: str, **options: Any) -> nn.Module:
     if getattr(config, "layer_types", None):
         kinds = list(dict.fromkeys(config.layer_types))
         set_quietly(config, "layer_types", (kinds * 2)[:2])
+    if getattr(config, "kv_lora_rank", None):  # whose key heads are as many as the query heads
+        set_quietly(config, "num_key_value_heads", config.num_attention_heads)
     set_quietly(config, "use_cache", False)
     set_quietly(config, "_experts_implementation", "eager")  # in any dtype
     if "CausalLM" in name or "LMHead" in name:
@@ -70,7 +73,7 @@ def build(name: str, **options: Any) -> nn.Module:
     with torch.device("meta"):
         parameters = sum(each.numel() for each in kind(config).parameters())
     if parameters > MOST_PARAMETERS:
-        raise NotSmall(f"{parameters / 1e6:.0f}M parameters")
+        raise NotSmall(f"{parameters / 1e6:.0f} million parameters")
     torch.manual_seed(0)
     model = kind(config).float().train()
     for module in model.modules():

@@ -45,6 +45,9 @@ class ModelsMask(AttentionBias):
     def __torch_function__(cls, function: Any, *_: object) -> Any:
         raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
 
+    def __getitem__(self, _: object) -> Any:
+        raise ArgumentError(f"this model takes a part of its mask; {ELSE}")
+
 
 class CausalMask(ModelsMask, LowerTriangularMask):
     """Query i sees the keys j <= i."""
