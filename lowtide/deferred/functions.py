@@ -145,6 +145,22 @@ def _picked(node: tree.Node, index: Tensor) -> Tensor | None:
     return None if picked is None else tree.FUNCTIONS[node.name](picked, *rest)
 
 
+def log_probs(input: Any, target: Tensor) -> entry.LogProbs:
+    """What lowtide.linear_log_probs gives, of logits [..., V], deferred or real, and targets [...]; in one
+    sweep if they are deferred, and of a head that it takes."""
+    found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
+    if found is not None:
+        rows = found.inputs[0].shape[:-1]
+        return entry.LogProbs(*(each.view(input.rows) for each in _log_probs(found, target.reshape(rows))))
+    log_p = input.float().log_softmax(-1)
+    return entry.LogProbs(
+        log_p.gather(-1, target[..., None])[..., 0],
+        -(log_p.exp() * log_p).sum(-1),
+        input.float().logsumexp(-1),
+        input.argmax(-1),
+    )
+
+
 def _log_probs(found: Formula, target: Tensor) -> entry.LogProbs:
     inputs, weights, head = found.arguments()
     with tree.as_recorded(target.device, found.autocast):

@@ -1,0 +1,130 @@
+"""A callback for the trainers of TRL (1.16 and later): SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and
+RLOOTrainer:
+
+    GRPOTrainer(..., callbacks=[DeferLogits()])
+
+They ask their model for log-probabilities, `model(..., labels=labels, fused_lm_head=True)`, of a forward that
+they put on it, and that multiplies by `lm_head.weight` itself, past the head. While this callback is at work,
+the answer comes from the model's own forward instead, with deferred logits.
+
+Shapes: B sequences, T tokens (one less after the shift), V vocabulary; n tokens that have a label.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from trl.trainer.utils import FusedCausalLMOutput
+
+from lowtide.deferred import Deferral, defer_logits
+from lowtide.deferred.functions import log_probs
+from lowtide.linear_cross_entropy.check import ArgumentError
+
+IGNORED = -100
+REFUSED = {
+    "cast_lm_head_to_fp32": "products are summed in float32 anyway",
+    "use_weighting": "these weights need sums of squared probabilities, which lowtide does not have",
+}
+
+
+class DeferLogits(TrainerCallback):
+    """Log-probabilities, entropies and losses are computed without logits, by the operator of
+    :func:`lowtide.linear_log_probs`, after whatever the model's own code does to its logits (scale, soft
+    cap); in training and in evaluation.
+
+    Args:
+        ref_model: that of the trainer, if it has one, to be asked in the same way. (Else by TRL's.)
+
+    Raises:
+        ValueError: when training begins, for a model that no trainer of TRL has prepared, and for options
+            whose results would differ (`cast_lm_head_to_fp32`, `use_weighting`).
+    """
+
+    deferral: Deferral | None = None
+
+    def __init__(self, ref_model: nn.Module | None = None) -> None:
+        self.ref_model = ref_model
+        self.forwards: list[Forward] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        for name, reason in REFUSED.items():
+            if getattr(args, name, False):
+                raise ArgumentError(
+                    f"lowtide's DeferLogits cannot take {name}=True: {reason}; leave it False"
+                )
+        self.forwards = [Forward(model, args)]
+        if self.ref_model is not None:
+            self.forwards.append(Forward(self.ref_model, args))
+        self.deferral = self.forwards[0].deferral
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        for each in self.forwards:
+            each.undo()
+
+
+class Forward:
+    """The forward of a model of TRL's: its own but for `fused_lm_head`, until `undo()`."""
+
+    def __init__(self, model: Any, args: Any) -> None:
+        model = getattr(model, "module", model)  # of DistributedDataParallel
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if "forward" not in vars(self.model):
+            raise ArgumentError(
+                "lowtide.integrations.trl.DeferLogits is for models that a trainer of TRL has prepared; for "
+                "others there is that of lowtide.integrations.transformers"
+            )
+        self.temperature = getattr(args, "temperature", 1.0)
+        self.with_means = type(args).__name__ in ("DPOConfig", "KTOConfig")
+        self.deferral = defer_logits(self.model)
+        self.theirs, self.model.forward = self.model.forward, self
+
+    def undo(self) -> None:
+        self.model.forward = self.theirs
+        self.deferral.undo()
+
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            # Without gradients it is generate that asks, and that needs real logits.
+            return self._called(torch.is_grad_enabled() and self.deferral.head.training, *args, **kwargs)
+        labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        items = kwargs.pop("num_items_in_batch", None)
+        output = self._called(True, *args, **kwargs | {"use_cache": False})
+        logits = output.logits / self.temperature
+        if shifted is None:
+            logits, shifted = logits[:, :-1], labels[:, 1:]
+        return self.answer(logits, shifted, getattr(output, "aux_loss", None), items)
+
+    def _called(self, deferring: bool, *args: Any, **kwargs: Any) -> Any:
+        head = self.deferral.head
+        mode, head.training = head.training, deferring  # which is all that tells a head whether to defer
+        try:
+            return self.theirs(*args, **kwargs)
+        finally:
+            head.training = mode
+
+    def answer(self, logits: Any, labels: Tensor, aux_loss: Tensor | None, items: Any) -> FusedCausalLMOutput:
+        counted = labels != IGNORED  # [B, T]
+        logits_nV, labels_n = logits[counted], labels[counted]
+        found = log_probs(logits_nV, labels_n)
+
+        def spread(each_n: Tensor) -> Tensor:  # [B, T]
+            return each_n.new_zeros(counted.shape).masked_scatter(counted, each_n)
+
+        log_prob = spread(found.log_prob)
+        loss = -log_prob.sum() / (counted.sum().clamp(min=1) if items is None else items)
+        if aux_loss is not None:
+            loss = loss + getattr(self.model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        means = None
+        if self.with_means:
+            with torch.no_grad():
+                means = spread(logits_nV.mean(-1).float())
+        return FusedCausalLMOutput(
+            loss=loss,
+            log_probs=log_prob,
+            entropy=spread(found.entropy),
+            mean_logits=means,
+            is_top1=spread(found.argmax == labels_n),
+            label_mask=counted,
+            aux_loss=aux_loss,
+        )
