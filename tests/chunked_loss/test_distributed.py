@@ -1,12 +1,7 @@
 """DDP and FSDP2, with two processes that have unequal numbers of chunks: exact, one all-gather and one
 reduce-scatter of the head a step, and nobody waits for ever."""
 
-import json
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.chunked_loss import chunked_loss
 from tests.chunked_loss.helpers import D, V, cross_entropy, make
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-ROOT = Path(__file__).parents[2]
 DDP = ["ddp", "ddp recompute", "ddp outside"]
 ONCE = [
     *("fsdp", "fsdp recompute", "fsdp per row", "fsdp wrapped", "fsdp outside", "fsdp recompute outside"),
@@ -35,28 +30,8 @@ TWICE = ["fsdp reshard", "fsdp recompute reshard"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Of all scenarios, by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.chunked_loss.two_ranks"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), port, *DDP, *ONCE, *TWICE],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
-    assert all(len(each) == len(DDP + ONCE + TWICE) for each in found), outputs[0][1] + outputs[1][1]
-    return [{each["kind"]: each for each in rank} for rank in found]
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run_ranks("tests.chunked_loss.two_ranks", store, [*DDP, *ONCE, *TWICE])
 
 
 @pytest.mark.parametrize("kind", [*DDP, *ONCE, *TWICE])

@@ -1,14 +1,10 @@
 """What test_distributed.py runs as two processes: each scenario is trained by two ranks, and densely by each
-alone on all of the data, in float64. Prints, as JSON, what is wrong with its gradients, if anything, the
-collectives of the head in one step, and the rows of its chunks."""
+alone on all of the data, in float64. The result: the collectives of the head in one step, and the rows of its
+chunks."""
 
-import json
-import sys
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.chunked_loss import chunked_loss
 from tests.chunked_loss.helpers import close, cross_entropy, dense, per_row
+from tests.ranks import as_rank
 
 D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
 CHUNK = 4
@@ -162,22 +159,6 @@ def run(kind, rank):
     return {"sizes": sizes, **collectives.counts}
 
 
-def main():
-    rank, port, kinds = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    for kind in kinds:
-        try:
-            result = run(kind, rank)
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            result = {"raised": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"kind": kind, **result}), flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_default_dtype(torch.float64)
+    as_rank(run)

@@ -41,7 +41,8 @@ def test_prints_the_same_loss_and_less_memory(name, plain_environment):
     lines = run.stdout.splitlines()[-2:]
     assert [line.split(":")[0] for line in lines] == ["as it is", "deferred"]
     (loss, peak), (deferred_loss, deferred_peak) = (
-        (float(re.search(r"loss (-?[\d.]+)", line)[1]), int(re.search(r"(\d+) MiB", line)[1])) for line in lines
+        (float(re.search(r"loss (-?[\d.]+)", line)[1]), int(re.search(r"(\d+) MiB", line)[1]))
+        for line in lines
     )
     printed = 1e-5
     assert abs(deferred_loss - loss) <= 8 * torch.finfo(dtype).eps * abs(loss) + printed
