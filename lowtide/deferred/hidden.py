@@ -56,6 +56,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if weight is not None and _product(hidden, weight, bias):
             if is_traceable_wrapper_subclass(weight):
                 raise NotDeferred(f"a weight that is a {type(weight).__name__}")
+            if hasattr(weight, "ds_id"):  # gathered for as long as the head's forward runs
+                raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
             return _logits(hidden, weight, bias)
     args = tuple(each.tensor if isinstance(each, DeferredHidden) else each for each in args)
     kwargs = {k: each.tensor if isinstance(each, DeferredHidden) else each for k, each in kwargs.items()}

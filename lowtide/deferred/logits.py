@@ -87,16 +87,18 @@ class DeferredLogits:
     Not a subclass of Tensor: those are made real by whoever clones or wraps a module's outputs.
     """
 
-    tensors: tuple[Tensor, ...]
-    """What it is made of. A dataclass, as DistributedDataParallel looks into those for what a forward's
-    outputs depend on."""
+    # A dataclass, as DistributedDataParallel looks into those for what a forward's outputs depend on; FSDP1
+    # hangs its work before backward on the tensors that it finds in one.
+    node: Node
+    meta: Tensor
+    source: Source
+    class_dim: int
 
     def __init__(self, node: Node, meta: Tensor, source: Source, class_dim: int) -> None:
         if not torch.is_grad_enabled() and tree.requires_grad(node):
             node = tree.Apply("detach", (node,), None)
         self.node, self.meta, self.source, self.class_dim = node, meta, source, class_dim
         self.tensor: Tensor | None = None
-        self.tensors = tuple(tree.tensors(node))
 
     @property
     def shape(self) -> torch.Size:

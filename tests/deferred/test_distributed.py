@@ -9,6 +9,7 @@ STRICT = ("-W", "error::UserWarning")
 EXACT = {
     "ddp": ["ddp", "ddp tied", "ddp outside", "ddp before", "ddp unused", "ddp unused outside"],
     "fsdp": ["fsdp", "fsdp outside", "fsdp before", "fsdp head kept", "fsdp head kept outside"],
+    "fsdp1": ["fsdp1", "fsdp1 outside", "fsdp1 before"],
 }
 
 
@@ -19,7 +20,7 @@ def test_exact(kinds, tmp_path):
 
 
 def test_a_head_that_is_freed_before_the_loss(tmp_path):
-    kinds = ["fsdp head reshard", "fsdp head reshard outside"]
+    kinds = ["fsdp head reshard", "fsdp head reshard outside", "fsdp1 head"]
     for rank in run_ranks(MODULE, tmp_path / "store", kinds, *STRICT):
         for kind in kinds:
             assert "fully_shard(head, reshard_after_forward=False)" in rank[kind]["raised"]

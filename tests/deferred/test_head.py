@@ -204,11 +204,67 @@ def test_a_forward_of_its_own():
         lowtide.defer_logits(model)
 
 
-def test_a_weight_that_zero_has_partitioned():
+def partition(parameter):
+    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module's forward."""
+    parameter.ds_id, parameter.ds_shape = 0, parameter.shape
+    parameter.ds_status = "ZeroParamStatus.NOT_AVAILABLE"
+    parameter.ds_tensor = parameter.data.flatten()
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_that_zero_has_partitioned(tied):
+    model, _, _ = make(tied=tied)
+    partition(model.lm_head.weight)
+    for head in (None, model.lm_head):
+        with pytest.raises(ValueError, match=r"ZeRO-3 has partitioned the head's weight.*ZeRO-1 or -2"):
+            lowtide.defer_logits(model, head=head)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_a_weight_that_zero_partitions_later():
+    """It is there in the head's forward alone: real logits, by name."""
+    model, tokens, targets = make()
+    expected = model(tokens, targets)[1]
+    deferral = lowtide.defer_logits(model)
+    weight = model.lm_head.weight
+    partition(weight)
+    gathered, freed = (
+        lambda *_: setattr(weight, "data", weight.ds_tensor.view(weight.ds_shape)),
+        lambda *_: setattr(weight, "data", torch.empty(0, dtype=weight.dtype)),
+    )
+    model.lm_head.register_forward_pre_hook(gathered)
+    model.lm_head.register_forward_hook(freed)
+    with pytest.warns(RealLogitsWarning, match="a weight that DeepSpeed ZeRO-3 partitions needs real logits"):
+        loss = model(tokens, targets)[1]
+    assert torch.equal(loss, expected)
+    assert deferral.fused == 0
+
+
+def test_a_head_that_something_else_shares():
+    """A second use that needs real logits has them, to the bit, and is named; the loss stays fused."""
+    model, tokens, targets = make()
+
+    def use(model):
+        _, loss = model(tokens, targets)
+        return loss + torch.sigmoid(model.lm_head(model.wte(tokens))).square().mean()
+
+    with pytest.warns(RealLogitsWarning, match=r"torch\.sigmoid needs real logits"):
+        expected, found, deferral = plain_and_deferred(model, use)
+    assert (deferral.fused, deferral.materialized) == (1, {"torch.sigmoid": 1})
+    close(found, expected)
+
+
+def test_a_head_that_two_models_share():
     model, _, _ = make()
-    model.lm_head.weight.ds_id = 0
-    with pytest.raises(ValueError, match=r"ZeRO-3 has partitioned the head's weight.*ZeRO-1 or -2"):
-        lowtide.defer_logits(model)
+    other, tokens, targets = make()
+    other.lm_head = model.lm_head
+    expected = other(tokens, targets)[1]
+    with lowtide.defer_logits(model) as deferral:
+        with pytest.raises(ValueError, match="deferred already; undo"):
+            lowtide.defer_logits(other)
+        close([other(tokens, targets)[1]], [expected])
+    assert deferral.fused == 1
 
 
 def test_a_weight_that_is_freed_after_the_head():

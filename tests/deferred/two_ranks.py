@@ -2,10 +2,12 @@
 each alone on all of the data, not deferred, in float64. Gradients may differ by as many roundings as those of
 the same in float32."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +28,11 @@ def build(kind):
 def parallel(kind, model):
     if kind.startswith("ddp"):
         return DistributedDataParallel(model, find_unused_parameters="unused" in kind)
+    if kind.startswith("fsdp1"):
+        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        if "head" in kind:
+            model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
+        return FullyShardedDataParallel(model, **options)
     if "head" in kind:
         fully_shard(model.lm_head, reshard_after_forward="reshard" in kind)
     return fully_shard(model)
@@ -52,12 +59,18 @@ def run(kind, rank):
     inner, whole, narrow = build(kind), build(kind), build(kind).float()
     before = lowtide.defer_logits(inner) if "before" in kind else None
     model = parallel(kind, inner)
-    deferral = before or lowtide.defer_logits(model)
+    head = inner.lm_head.module if kind == "fsdp1 head" else None
+    deferral = before or lowtide.defer_logits(model, head=head)
     for _ in range(2):  # gradients accumulate
         step(kind, model, tokens[rank], targets[rank])
         for alone in (whole, narrow):
             step(kind, alone, tokens.flatten(0, 1), targets.flatten(0, 1))
-    expected, eager, found = (gradients(each) for each in (whole, narrow, inner))
+    expected, eager = gradients(whole), gradients(narrow)
+    whole_again = contextlib.nullcontext()
+    if kind.startswith("fsdp1"):
+        whole_again = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    with whole_again:
+        found = {name: each.clone() for name, each in gradients(inner).items()}
     allowed = roundings_of(list(eager.values()), list(expected.values()))
     close([found[name] for name in expected], list(expected.values()), roundings=allowed)
     counts = {"fused": deferral.fused, "materialized": deferral.materialized}

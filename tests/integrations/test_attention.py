@@ -290,7 +290,7 @@ def test_models_that_compute_with_their_mask(kind):
         model(**batch())
 
 
-def test_what_is_refused():
+def test_what_is_refused(monkeypatch):
     model = build("LlamaForCausalLM")
     model.set_attn_implementation("lowtide")
     with pytest.raises(ValueError, match=r"cannot take output_attentions.*attn_implementation='eager'"):
@@ -298,3 +298,6 @@ def test_what_is_refused():
     query = torch.randn(2, 4, 9, 8)
     with pytest.raises(ValueError, match="cannot take cache"):
         attention(model, query, query, query, None, cache=object())
+    monkeypatch.setattr("lowtide.integrations.transformers.attention.sdpa_mask", lambda cache_position: None)
+    with pytest.raises(ImportError, match=f"transformers {transformers.__version__}; upgrade it"):
+        register_attention()

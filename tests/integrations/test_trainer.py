@@ -104,3 +104,14 @@ def test_resumed(tmp_path):
     found, _ = trained(tmp_path, True, resume=str(tmp_path / "checkpoint-2"), optim="adamw_torch")
     for ours, want in zip(found, whole):
         assert torch.equal(ours, want)
+
+
+def test_resumed_without(tmp_path):
+    """From a checkpoint of a deferred run, not deferred any more: the run that never was."""
+    options = {"save_strategy": "steps", "save_steps": 2}
+    eager, _ = trained(tmp_path / "eager", False, **options)
+    exact, _ = trained(tmp_path / "exact", False, dtype=torch.float64)
+    trained(tmp_path / "deferred", True, **options)
+    found, _ = trained(tmp_path / "again", False, resume=str(tmp_path / "deferred" / "checkpoint-2"))
+    for ours, theirs, want in zip(found, eager, exact):
+        within_eager(ours, theirs, want.double(), torch.float32, size=8 * norm(want))

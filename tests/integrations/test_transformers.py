@@ -75,6 +75,17 @@ def test_evaluation_and_generation_have_real_logits():
         assert torch.equal(model.generate(inputs["input_ids"], max_new_tokens=5, do_sample=False), text)
 
 
+def test_generation_in_training_mode():
+    """As loops do that generate between two steps: the same text."""
+    model = build("LlamaForCausalLM")
+    tokens = batch()["input_ids"]
+    text = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    with lowtide.defer_logits(model) as deferral:
+        found = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(found, text)
+    assert deferral.materialized == {}
+
+
 def test_outputs_know_their_shape():
     model = build("LlamaForCausalLM")
     lowtide.defer_logits(model)

@@ -5,11 +5,14 @@ values.
 """
 
 import copy
+import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from lowtide.attention import memory_efficient_attention, memory_efficient_attention_with_lse
 from lowtide.attention.masks import AttentionBias, Band, LowerTriangularMask
@@ -42,6 +45,7 @@ def register_attention() -> None:
     caller has passed one. A position bias has the size that the model gives it.
 
     Raises:
+        ImportError: for versions of Transformers that make masks of other arguments (before `q_length`).
         ValueError: when the model runs, with `output_attentions=True`, with a paged cache, and for a few
             models whose code computes with its mask, or changes how many keys there are after it was made.
 
@@ -50,6 +54,10 @@ def register_attention() -> None:
         register_attention()
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="lowtide")
     """
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError(
+            f"register_attention knows no masks of transformers {transformers.__version__}; upgrade it"
+        )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
