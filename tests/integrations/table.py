@@ -50,6 +50,13 @@ the model's mask is looked at a few rows at a time |
 * `torch.compile(fullgraph=True)` needs an `attention_mask`, of ones if need be: without one, whether there
   are several sequences in a row is in the numbers of `position_ids`. Otherwise the graph breaks there.
 
+A training step of two layers (hidden 256, 8 heads, float32, on a CPU), 2048 tokens of which 100 are padding:
+
+| | peak, "eager" | "lowtide" | largest tensor, "eager" | "lowtide" |
+|---|---|---|---|---|
+| Gemma 2 (soft cap, window 512) | 829 MiB | 99 MiB | 128 MiB | 4 MiB |
+| gpt-oss (sinks, window 512, 4 experts) | 653 MiB | 212 MiB | 128 MiB | 16 MiB |
+
 ## Model by model
 
 Each model was built as small as its configuration allows, with random weights, and took one training step as
