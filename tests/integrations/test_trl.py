@@ -7,6 +7,7 @@ import pytest
 import torch
 
 trl = pytest.importorskip("trl", minversion="1.16")
+peft = pytest.importorskip("peft")
 import datasets  # noqa: E402
 import tokenizers  # noqa: E402
 import transformers  # noqa: E402
@@ -117,6 +118,12 @@ def sft(model, **options):
     return trl.SFTTrainer, {"args": trl.SFTConfig(**options), "train_dataset": data, "eval_dataset": data}
 
 
+def adapted(model, **options):
+    kind, made = sft(model, **options)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return kind, made | {"peft_config": adapters}
+
+
 def dpo(model, **options):
     data = {"prompt": [each + " " for each in texts(8)], "chosen": texts(8), "rejected": texts(8)}
     return trl.DPOTrainer, {
@@ -141,13 +148,14 @@ RUNS = {
     "SFT, dft": (sft, {"loss_type": "dft"}),
     "SFT, smoothed": (sft, {"label_smoothing_factor": 0.1}),
     "SFT, evaluated": (sft, {"eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True}),
+    "SFT, adapters": (adapted, {}),
     "DPO": (dpo, {}),
     "GRPO": (grpo, {}),
 }
 UNRELATED = ("time", "runtime", "per_second", "flos", "mfu")
 
 
-def logged(name, deferred, folder):
+def logged(name, deferred, folder, **more):
     """(numbers by name and step, parameters, the callback)"""
     make, options = RUNS[name]
     torch.manual_seed(0)
@@ -156,7 +164,7 @@ def logged(name, deferred, folder):
     own = {"output_dir": str(folder), "max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1}
     own |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "bf16": False}
     own |= {"optim": "sgd", "learning_rate": 0.1, "dataloader_pin_memory": False}
-    kind, made = make(model, **own, **options)
+    kind, made = make(model, **own | options | more)
     callback = DeferLogits(made.get("ref_model"))
     callbacks = [callback] if deferred else []
     trainer = kind(model=model, processing_class=words(), callbacks=callbacks, **made)
@@ -181,6 +189,16 @@ def test_a_run(name, tmp_path):
         torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[key]), msg=str((key, value)))
     for ours, want in zip(own, parameters):
         torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
+def test_bfloat16(name, tmp_path):
+    """No further from the numbers of float32 than TRL's own are."""
+    exact, eager, found = (
+        torch.tensor(list(logged(name, deferred, tmp_path, bf16=half)[0].values()), dtype=torch.float64)
+        for deferred, half in ((False, False), (False, True), (True, True))
+    )
+    within_eager(found, eager, exact, torch.bfloat16)
 
 
 def test_what_is_refused():
