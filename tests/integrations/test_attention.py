@@ -22,7 +22,7 @@ from tests.integrations.zoo import B, T, batch, build  # noqa: E402
 MODELS = {
     "Llama": ("LlamaForCausalLM", {}),
     "Mistral, sliding": ("MistralForCausalLM", {"sliding_window": 4}),
-    "Gemma 2, soft cap": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0.1}),
+    "Gemma 2, soft cap": ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0.003}),
     "gpt-oss, sinks": ("GptOssForCausalLM", {}),
     "T5, position bias": ("T5ForConditionalGeneration", {}),
     "BART": ("BartForConditionalGeneration", {}),
@@ -165,19 +165,27 @@ def test_a_mask_that_has_to_be_made_is_named():
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["Llama", "Mistral, sliding", "gpt-oss, sinks", "T5, position bias"])
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral, sliding", "Gemma 2, soft cap", "gpt-oss, sinks", "T5, position bias"]
+)
 def test_generation(name, cache):
     """More keys than queries, and padding on the left: the logits of every step."""
     kind, options = MODELS[name]
     model = learned_numbers(build(kind, **options)).eval()
-    model.config.use_cache = True
     inputs = inputs_with(PADDING["left"])
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "cache_implementation": cache}
+    options = {
+        "use_cache": True,
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "cache_implementation": cache,
+    }
     options |= {"output_logits": True, "return_dict_in_generate": True, "disable_compile": True}
 
     def generated(model, implementation):
         model.set_attn_implementation(implementation)
         found = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+        assert found.past_key_values is not None
         return found.sequences, torch.stack(found.logits)
 
     tokens, eager = generated(model, "eager")
@@ -275,6 +283,28 @@ def test_bands():
     assert [band(function) for function in others] == [None] * len(others)
 
 
+PARTS = [(slice(-1, None), slice(None)), (slice(2, 7), slice(9)), (slice(None), slice(0, 5))]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_part_of_a_mask(part, window):
+    """As Gemma 4 takes the last queries, and others the keys that there are."""
+    seen = inputs_with(PADDING["left"])["attention_mask"].bool()
+    function = masking_utils.causal_mask_function
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+    options = {"batch_size": B, "q_length": T, "kv_length": T, "mask_function": function}
+    mask = models_mask(**options, attention_mask=seen)
+    part = (slice(None), slice(None), *part)
+    expected = dense_mask(**options, attention_mask=seen)[part]
+    found = mask[part].materialize(expected.shape)
+    assert torch.equal(found == 0, expected)
+    for other in (0, (slice(None), 0), (..., slice(3)), (slice(None),) * 3 + (slice(1, None),)):
+        with pytest.raises(ValueError, match="takes a part of its mask"):
+            mask[other]
+
+
 REFUSED = {
     "DogeForCausalLM": "this model asks its mask for its dtype",
     "BigBirdPegasusForConditionalGeneration": r"computes (__r?add__|add) of its mask",
@@ -298,6 +328,8 @@ def test_what_is_refused(monkeypatch):
     query = torch.randn(2, 4, 9, 8)
     with pytest.raises(ValueError, match="cannot take cache"):
         attention(model, query, query, query, None, cache=object())
+    with pytest.raises(ValueError, match="cannot take block_indices"):
+        attention(model, query, query, query, None, block_indices=torch.zeros(2, 1, 9, 1, dtype=torch.long))
     monkeypatch.setattr("lowtide.integrations.transformers.attention.sdpa_mask", lambda cache_position: None)
     with pytest.raises(ImportError, match=f"transformers {transformers.__version__}; upgrade it"):
         register_attention()

@@ -1,7 +1,6 @@
 """lowtide's attention for models of Transformers: `attn_implementation="lowtide"`.
 
-Shapes: B sequences; H query heads, G key heads; M queries, N keys; K features, E of
-values.
+Shapes: B sequences; H query heads, G key heads; M queries, N keys; K features, E of values.
 """
 
 import copy
@@ -22,8 +21,11 @@ from lowtide.linear_cross_entropy.check import ArgumentError
 NAME = "lowtide"
 HIDDEN = 1e4
 """As a score below any other, e^-HIDDEN is 0; and a sum of such scores still has digits."""
+SPARSE = "it sees all keys that the mask shows; use attn_implementation='eager' for a choice of them"
 REFUSED = {
     "output_attentions": "it never has the attention weights; use attn_implementation='eager' for these",
+    "indices": SPARSE,
+    "block_indices": SPARSE,
     "cache": "it does not read a paged cache (continuous batching); use generate()",
 }
 
@@ -47,7 +49,7 @@ def register_attention() -> None:
     Raises:
         ImportError: for versions of Transformers that make masks of other arguments (before `q_length`).
         ValueError: when the model runs, with `output_attentions=True`, with a paged cache, and for a few
-            models whose code computes with its mask, or changes how many keys there are after it was made.
+            models that choose keys (sparse attention), compute with their mask, or add keys to what it has.
 
     Example::
 
@@ -80,7 +82,7 @@ def attention(
     """What a model's layer calls. A sink (s_aux of each head, or sinks of each query) is a score that has no
     value: the result is out * sigmoid(lse - sink)."""
     for name, reason in REFUSED.items():
-        if kwargs.get(name):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ArgumentError(f"attn_implementation='lowtide' cannot take {name}: {reason}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is None and query.shape[2] > 1:  # of a model that makes none: as in "sdpa"

@@ -38,6 +38,12 @@ class ModelsMask(AttentionBias):
                 f"{self.lengths[1]}; {ELSE}"
             )
 
+    ndim = 4
+    """By which Transformers knows one that has been made: generate makes them itself, for a static cache."""
+
+    def contiguous(self) -> "ModelsMask":
+        return self
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"this model asks its mask for its {name}; {ELSE}")
 
@@ -45,7 +51,17 @@ class ModelsMask(AttentionBias):
     def __torch_function__(cls, function: Any, *_: object) -> Any:
         raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
 
-    def __getitem__(self, _: object) -> Any:
+    def __getitem__(self, index: Any) -> "ModelsMask":
+        """[:, :, rows, :keys], which some models take where they drop queries; nothing else."""
+        M, N = self.lengths
+        if isinstance(index, tuple) and len(index) == 4 and all(isinstance(each, slice) for each in index):
+            first, end, step = index[2].indices(M)
+            first_key, keys, key_step = index[3].indices(N)
+            whole = index[0] == index[1] == slice(None) and step == key_step == 1
+            if whole and first < end and first_key == 0:
+                shown = Shown(self.band.left, self.band.right)
+                padding = None if self.bias is None else self.bias[..., :keys]
+                return _banded(shown, first, end - first, keys, padding)
         raise ArgumentError(f"this model takes a part of its mask; {ELSE}")
 
 
@@ -62,12 +78,17 @@ class PackedMask(BlockDiagonalCausalMask):
 
 
 def mask(
-    *, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **sizes: Any
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | ModelsMask | None = None,
+    **sizes: Any,
 ) -> AttentionBias | Tensor:
     """Transformers calls this for each kind of layer, with a function that says which keys query i sees. A
     band (causal, a window, all) becomes two numbers; padding [B, 1, 1, N] besides; several sequences in a
     row their lengths; what a single query sees [B, 1, 1, N]; anything else, with a warning, [B, 1, M, N].
     """
+    if isinstance(attention_mask, ModelsMask):
+        return attention_mask
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     if torch.compiler.is_compiling() and attention_mask is None and not plain:
         return _uncompiled(mask_function, attention_mask, **sizes)
