@@ -138,7 +138,22 @@ def grpo(model, **options):
     return trl.GRPOTrainer, {
         "args": trl.GRPOConfig(**options, **own),
         "train_dataset": datasets.Dataset.from_dict({"prompt": texts(8)}),
-        "reward_funcs": lambda completion_ids, **_: [float(sum(ids)) for ids in completion_ids],
+        "reward_funcs": lambda completion_ids, **_: [sum(ids) / 1000 for ids in completion_ids],
+    }
+
+
+def rloo(model, **options):
+    _, made = grpo(model, **options)
+    own = {"num_generations": 4, "max_completion_length": 6, "num_iterations": 2, "temperature": 0.8}
+    return trl.RLOOTrainer, made | {"args": trl.RLOOConfig(**options, **own, beta=0.0)}
+
+
+def kto(model, **options):
+    data = {"prompt": [each + " " for each in texts(8)], "completion": texts(8), "label": [True, False] * 4}
+    return trl.KTOTrainer, {
+        "args": trl.KTOConfig(**options),
+        "train_dataset": datasets.Dataset.from_dict(data),
+        "ref_model": copy.deepcopy(model),
     }
 
 
@@ -150,7 +165,9 @@ RUNS = {
     "SFT, evaluated": (sft, {"eval_strategy": "steps", "eval_steps": 2, "prediction_loss_only": True}),
     "SFT, adapters": (adapted, {}),
     "DPO": (dpo, {}),
+    "KTO": (kto, {}),
     "GRPO": (grpo, {}),
+    "RLOO": (rloo, {}),
 }
 UNRELATED = ("time", "runtime", "per_second", "flos", "mfu")
 
