@@ -60,7 +60,7 @@ def test_bias(device, shape, more):
 def test_a_bias_gradient_in_parts(device, monkeypatch, parts):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(launch, "PROGRAMS", parts)
-    run(make_case(2, 70, 41, 2, bias=(0, 1, 0, 1), device=device))
+    run(make_case(2, 70, 41, 2, bias=(0, 0, 1, 1), device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,7 +152,8 @@ def test_a_grid_of_odd_shapes(K, dtype):
     for place, M in enumerate(LENGTHS):
         N = LENGTHS[(place + FEATURES.index(K)) % len(LENGTHS)]
         mask = (None, masks.LowerTriangularFromBottomRightMask())[place % 2]
-        case = make_case(1, M, N, 4, 2, K, mask=mask, bias=(0, 1, 0, 1), dtype=dtype, device="cuda")
+        B = max(1, 16384 // (M * N))  # few numbers in half precision err by luck
+        case = make_case(B, M, N, 4, 2, K, mask=mask, bias=(1, 1, 0, 1), dtype=dtype, device="cuda")
         run(case)
 
 
