@@ -146,7 +146,8 @@ def version(distribution: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that lowtide is imported from; nothing for an installed package."""
+    """The commit of the checkout that lowtide is imported from, `-dirty` where its Python files are not those of
+    the commit, whatever else lies there; nothing for an installed package."""
     package = Path(lowtide.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -156,7 +157,10 @@ def commit() -> str:
     try:
         # A package installed below somebody else's checkout is not one of its tracked files.
         tracked = git("ls-files", "__init__.py")
-        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=12") if tracked else ""
+        if not tracked:
+            return ""
+        changed = git("status", "--porcelain", "--", "*.py")  # in the package's folder and below
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except FileNotFoundError:  # no git on this machine
         return ""
 
