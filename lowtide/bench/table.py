@@ -146,8 +146,8 @@ def version(distribution: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that lowtide is imported from, `-dirty` where its Python files are not those of
-    the commit, whatever else lies there; nothing for an installed package."""
+    """The commit of the checkout that lowtide is imported from, `-dirty` where its Python files are not those
+    of the commit, whatever else lies there; nothing for an installed package."""
     package = Path(lowtide.__file__).parent
 
     def git(*arguments: str) -> str:

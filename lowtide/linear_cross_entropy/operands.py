@@ -62,6 +62,17 @@ class Operand:
         # Without a unit stride the products would copy the whole, every time.
         return weight_BD if 1 in weight_BD.stride() else weight_BD.contiguous()
 
+    def weights(self, step: int) -> Iterator[tuple[slice, Tensor]]:
+        """All classes, a block at a time. Copies take turns in one buffer: the CPU's allocator would give
+        each back to the system, and getting its pages again takes longer than the copy."""
+        buffer = None
+        for classes in blocks(self.weight_VD.shape[0], step):
+            weight_BD = self.weight_VD[classes]
+            if weight_BD.dtype != self.dtype or 1 not in weight_BD.stride():
+                buffer = torch.empty_like(weight_BD, dtype=self.dtype) if buffer is None else buffer
+                weight_BD = buffer[: weight_BD.shape[0]].copy_(weight_BD)
+            yield classes, weight_BD
+
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """out (+)= a b, summed in out's dtype, whatever that of the operands."""

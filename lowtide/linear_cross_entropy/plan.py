@@ -228,7 +228,13 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
             weight_sum = size
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
-    splits = route.exponentials and weight_sum > 0 and head.weights[0].dtype == torch.bfloat16
+    # What a sum in the gradient's memory takes beside it: a byte for each weight on the path without a pass
+    # (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
+    split_sum = 0
+    if route.exponentials and head.weights[0].dtype == torch.bfloat16:
+        split_sum = min(weight_sum, V * D)
+    elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
+        split_sum = min(weight_sum, (V - V // 2) * D * sum_size)
     return allowed(options.workspace, device, weight_sum), Needs(
         N=N,
         D=D,
@@ -237,7 +243,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         fixed=fixed,
         row=row,
         weight_sum=weight_sum,
-        split_sum=V * D if splits else 0,
+        split_sum=split_sum,
         weight_copy=D * operand_size if copies_weight else 0,
         class_sum=D * sum_size,
         block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),

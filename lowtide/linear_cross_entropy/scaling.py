@@ -15,6 +15,8 @@ from torch import Tensor
 # A float16 gradient is kept with its largest row near 1, and formed with its largest row near 2^14.
 FP16_EXPONENT = 14
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def lift(largest: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
     """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else
@@ -34,24 +36,28 @@ def split(factor: Tensor, dtype: torch.dtype, lifted: int = FP16_EXPONENT) -> tu
     return mantissa * 2.0**-lifted, torch.ldexp(torch.ones_like(factor), exponent + lifted)
 
 
-def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str) -> None:
-    """out = factor * tensor in factor's dtype, rounded once to out's; out may be tensor itself."""
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
+    """out = factor * tensor in factor's dtype, rounded once to out's; out may be tensor itself. A tensor that
+    is spent is read for the last time."""
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes takes one element at a time, and three times as long
         from lowtide.linear_cross_entropy.kernels import scale_into
 
         scale_into(out, tensor, factor)
-        return
-    if tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
+    elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
         # As a vector of one, the factor takes part in type promotion; 0-d, it would be rounded to tensor's
         # dtype.
         torch.mul(tensor, factor.view(1), out=out)
-        return
-    rows = max(
-        1, 1024 // max(1, math.prod(tensor.shape[1:]))
-    )  # the CPU would convert the whole tensor at once
-    for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
-        out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
+    elif out.dtype == tensor.dtype and tensor.dtype in HALF:
+        # On the CPU a 0-d factor is not rounded, and nothing is converted as a whole.
+        torch.mul(tensor, factor.view(()), out=out)
+    elif spent and tensor.dtype == factor.dtype:
+        out.copy_(tensor.mul_(factor))
+    else:
+        # The CPU would convert the whole tensor at once; a row's logits are in every workspace.
+        rows = max(1, max(1024, tensor.shape[0]) // max(1, math.prod(tensor.shape[1:])) // 2)
+        for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
+            out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
 
 
 def scaled(
@@ -63,5 +69,5 @@ def scaled(
     if tensor.dim() == 0:
         return (tensor * factor).to(dtype)
     out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-    scale_into(out, tensor, factor, backend)
+    scale_into(out, tensor, factor, backend, spent=in_place)
     return out

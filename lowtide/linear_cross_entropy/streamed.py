@@ -22,6 +22,7 @@ from lowtide.linear_cross_entropy.head import Head
 from lowtide.linear_cross_entropy.operands import Operand, blocks, product
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
+from lowtide.linear_cross_entropy.shared_sum import SharedSum
 
 
 class Stream:
@@ -205,6 +206,9 @@ class Stream:
             None if dx is None or self._writes_directly(dx) else self._buffer(plan.rows, operand.D)
             for dx, operand in zip(gradients.inputs, operands)
         ]
+        shared = None
+        if (kept := gradients.weights[0]) is not None and plan.weight_gradient == "split":
+            shared = SharedSum(kept.tensor, kept.rounding)
         for start in range(0, self.M, plan.rows):
             rows = slice(start, min(start + plan.rows, self.M))
             C = rows.stop - rows.start
@@ -216,11 +220,15 @@ class Stream:
                 if dx is not None:
                     self._input_gradient(operand, g_CV, dx, sum_CD, rows)
             for k, (x_CD, dw) in enumerate(zip(chunks, gradients.weights)):
-                if dw is not None and k >= by_class:
+                if k == 0 and shared is not None:
+                    shared.add_product(g_CV, x_CD, first=start == 0)
+                elif dw is not None and k >= by_class:
                     product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if gradients.bias is not None:
                 gradients.bias.tensor.add_(g_CV.sum(0, dtype=plan.sum_dtype))
             del chunks, g_CV, x_CD  # copies, some of them: gone before the next are made
+        if shared is not None and self.M:
+            shared.round_in_place()
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, dw: Kept) -> None:
         """dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once; G anew."""
@@ -241,14 +249,14 @@ class Stream:
                 product(dw_sum_BD[:B], g_CB.t(), chunks[0], add=start > 0)
                 del chunks, x_CD, g_CB
             del weights, weight_BD  # before the next ones are made
-            scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend)
+            scaling.scale_into(dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend, spent=True)
 
     # Pieces.
 
     def _logits(self, z_CV: Tensor, chunks: list[Tensor]) -> None:
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for classes in blocks(self.V, self.plan.operand_classes):
-                product(z_CV[:, classes], x_CD, operand.weight(classes).t(), add=k > 0)
+            for classes, weight_BD in operand.weights(self.plan.operand_classes):
+                product(z_CV[:, classes], x_CD, weight_BD.t(), add=k > 0)
 
     def _writes_directly(self, dx: Kept) -> bool:
         """Whether a product may leave the chunk's gradient where it is kept."""
@@ -258,15 +266,15 @@ class Stream:
         self, operand: Operand, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice
     ) -> None:
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
-        for classes in blocks(self.V, self.plan.operand_classes):
-            product(dx_CD, g_CV[:, classes], operand.weight(classes), add=classes.start > 0)
+        for classes, weight_BD in operand.weights(self.plan.operand_classes):
+            product(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
         if sum_CD is None:
             return
         if self.counted is not None:
             rounded_CD = dx_CD if dx.rounding is None else dx_CD.mul_(dx.rounding)
             dx.tensor[self.counted[rows]] = rounded_CD.to(dx.tensor.dtype)
         else:
-            scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend)
+            scaling.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend, spent=True)
 
     def _softmax_gradient_(
         self,

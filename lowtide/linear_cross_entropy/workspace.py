@@ -1,8 +1,9 @@
 """How a workspace of so many bytes is spent on chunks of tokens and blocks of classes.
 
     fixed       vectors of N and V elements
-    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; or what it
-                takes in 24 bits, a byte for each weight (sum_kernels.py), where there is room for that
+    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; else what
+                it takes beside the gradient's own memory, where there is room for that: in 24 bits a byte
+                for each weight (sum_kernels.py), on the CPU half of itself (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
@@ -23,8 +24,9 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 # With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
-# A sum in 24 bits takes more time to add to than one in float32, but leaves room for more rows at a time.
-FEWEST_ROWS_OF_SUM = 2048
+# A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own. On
+# CUDA it takes more time to add to; on the CPU it does not, but is rounded before backward's factor is known.
+FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 2048}
 
 WeightGradient = Literal["accumulate", "split", "by_class"]
 
@@ -53,7 +55,7 @@ class Needs:
     block_row: int
     """Of one token beside its logits in such a tile."""
     split_sum: int = 0
-    """What the sum takes in 24 bits beside the gradient; 0 where the path has no such sum."""
+    """What the sum takes beside the gradient where it uses its memory; 0 where the path has no such sum."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
 
@@ -87,7 +89,10 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
         return "accumulate"
     fewest = FEWEST_ROWS[needs.device] // needs.recomputed
     room = workspace - needs.fixed - _least_copy(needs)
-    if room >= needs.weight_sum + (FEWEST_ROWS_OF_SUM if needs.split_sum else fewest) * needs.row:
+    if (
+        room
+        >= needs.weight_sum + (FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest) * needs.row
+    ):
         return "accumulate"
     return "split" if needs.split_sum and room >= needs.split_sum + fewest * needs.row else "by_class"
 
@@ -102,7 +107,7 @@ def least(needs: Needs) -> int:
 
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
-    """`kind`, where it has been decided; a path without a sum in 24 bits forms class blocks in its place."""
+    """`kind`, where it has been decided; a path without a split sum forms class blocks in its place."""
     N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
