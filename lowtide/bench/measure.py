@@ -1,10 +1,11 @@
 """One row of the benchmark: an entry on a case, timed in turn with the floor, in one process.
 
-The floor is what no exact method can avoid: the step's own products (logits, dX, dW) in the dtype of the
-inputs, chunk by chunk, back to back. Floor and entry alternate, so that both see the same clocks and the
-ratio of their medians can be compared between runs and cards. `peak_bytes` is the peak beyond inputs, loss
-and gradients. Errors are relative Frobenius norms against products in the next wider dtype (float32 for half
-precision, else float64).
+The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by chunk, back to
+back, in the dtype of the inputs; for half precision on a processor that has no units for it, in float32,
+which is quicker there by far (one try decides). Floor and entry alternate, so that both see the same clocks
+and the ratio of their medians can be compared between runs and cards. `peak_bytes` is the peak beyond inputs,
+loss and gradients. Errors are relative Frobenius norms against products in the next wider dtype (float32 for
+half precision, else float64).
 
 Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. Entries
 then compute different things, and instead of errors there is a check that all they return is finite.
@@ -32,6 +33,7 @@ FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
 BUDGET_MS = 3000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
+SLOW_MS = 20_000.0  # who takes as long for one step is timed once
 
 
 class Mode(str, Enum):
@@ -62,16 +64,24 @@ class Row:
     failed: bool = False  # it raised, where Unavailable would have been by design
 
 
-def rows(case: Case, providers: Iterable[Entry], mode: Mode, plain: Entry | None = None) -> Iterator[Row]:
+def rows(
+    case: Case,
+    providers: Iterable[Entry],
+    mode: Mode,
+    plain: Entry | None = None,
+    budget_ms: float = BUDGET_MS,
+) -> Iterator[Row]:
     # The figures of every provider are for products that torch does not shorten to TF32.
     torch.set_float32_matmul_precision("highest")
     bench: _Bench | None = None
     for provider in providers:
         try:
-            bench = bench or _Bench(case, mode, plain)
+            bench = bench or _Bench(case, mode, plain, budget_ms)
             row = Row(case, mode, provider, bench.measure(provider.call(case, bench.inputs)))
         except Unavailable as unavailable:
             row = Row(case, mode, provider, None, str(unavailable))
+        except torch.OutOfMemoryError as error:
+            row = Row(case, mode, provider, None, f"does not fit in memory: {_one_line(error)}")
         except Exception as error:  # whatever a peer raises is its row, not the end of the run
             row = Row(case, mode, provider, None, _one_line(error), failed=True)
         # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
@@ -84,8 +94,8 @@ def rows(case: Case, providers: Iterable[Entry], mode: Mode, plain: Entry | None
 class _Bench:
     """What the entries of one case share: inputs, the floor, and the exact results or the plain call."""
 
-    def __init__(self, case: Case, mode: Mode, plain: Entry | None):
-        self.case, self.mode = case, mode
+    def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
+        self.case, self.mode, self.budget_ms = case, mode, budget_ms
         self.inputs = case.inputs(requires_grad=mode is Mode.STEP)
         self.plain = plain.call(case, self.inputs) if plain else None
         self.truth = None if plain else exact(*self.inputs, mode)
@@ -97,15 +107,23 @@ class _Bench:
         # The first call compiles and tunes; it and the next two also warm up what is timed afterwards.
         errors = self.errors(self.step(call))
         with peak_memory(self.case.device) as peak:
+            started = time.perf_counter()
             outputs = self.step(call)
+        once_ms = (time.perf_counter() - started) * 1e3
         peak_bytes = peak.bytes - sum(tensor.nbytes for tensor in outputs)
         del outputs
 
-        calls: list[Callable[[], object]] = [self.floor]
-        calls += [partial(self.step, each) for each in (self.plain, call) if each]
-        round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
-        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_MS / round_ms)))
-        floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
+        others: list[Callable[[], object]] = [self.floor]
+        if self.plain:
+            others.append(partial(self.step, self.plain))
+        if once_ms > SLOW_MS:
+            floor_ms, *plain_ms = alternate(others, MIN_ROUNDS, self.case.device)
+            step_ms = [once_ms]
+        else:
+            calls: list[Callable[[], object]] = [*others, partial(self.step, call)]
+            round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
+            rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms)))
+            floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
         (floor_median,) = quantiles(floor_ms, 0.5)
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
         figures = Figures(median, p20, p80, floor_median, median / floor_median, peak_bytes, errors)
@@ -161,7 +179,8 @@ def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
 
 def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:
     """The products alone. The logits stand in for their own gradient: equal in size, random, nowhere zero."""
-    x_ND, w_VD = input_ND.detach(), weight_VD.detach()
+    dtype = products_dtype(input_ND.detach(), weight_VD.detach())
+    x_ND, w_VD = input_ND.detach().to(dtype), weight_VD.detach().to(dtype)
     logits_CV = x_ND.new_empty(min(FLOOR_CHUNK, len(x_ND)), len(w_VD))
     grad_input_ND, grad_weight_VD = (
         (torch.empty_like(x_ND), torch.empty_like(w_VD)) if mode is Mode.STEP else (None, None)
@@ -177,6 +196,22 @@ def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
                 torch.mm(z_CV.T, x_CD, out=grad_weight_VD)
 
     return products
+
+
+def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
+    """The operands' own or, for half precision on the CPU, float32 if a corner's products are quicker."""
+    if x_ND.is_cuda or x_ND.dtype not in (torch.float16, torch.bfloat16):
+        return x_ND.dtype
+
+    def products(x_CD: Tensor, w_BD: Tensor) -> tuple[Tensor, Tensor]:
+        z_CB = x_CD @ w_BD.T
+        return z_CB @ w_BD, z_CB.T @ x_CD
+
+    corner = x_ND[:64], w_VD[:1024]
+    dtypes = (x_ND.dtype, torch.float32)
+    calls = [partial(products, *(each.to(dtype) for each in corner)) for dtype in dtypes]
+    own, wide = (min(spans) for spans in alternate(calls, 3, "cpu"))
+    return dtypes[own > wide]
 
 
 def alternate(calls: Iterable[Callable[[], object]], rounds: int, device: str) -> list[list[float]]:

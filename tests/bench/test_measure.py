@@ -193,6 +193,53 @@ def test_beside_a_plain_entry_a_result_that_is_not_finite_is_a_failure():
     assert row.reason == "FloatingPointError: a result is not finite"
 
 
+@pytest.mark.parametrize(("own", "wide", "chosen"), [(1.0, 2.0, torch.bfloat16), (2.0, 1.0, torch.float32)])
+def test_the_floor_of_half_precision_is_in_the_dtype_that_is_quicker(own, wide, chosen, monkeypatch):
+    monkeypatch.setattr(measure, "alternate", lambda calls, rounds, device: [[9.0, own], [wide, 9.0]])
+    case = Case("tiny", 96, 16, 80, torch.bfloat16, "cpu")
+    x_ND, w_VD, target_N = case.inputs(requires_grad=True)
+    assert measure.products_dtype(x_ND.detach(), w_VD.detach()) is chosen
+    products, dtypes = torch.mm, []
+
+    def mm(a, b, out):
+        dtypes.extend((a.dtype, b.dtype, out.dtype))
+        return products(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    floor(x_ND, w_VD, target_N, Mode.STEP)()
+    assert dtypes == 9 * [chosen]
+
+
+def test_float32_has_no_choice(monkeypatch):
+    monkeypatch.setattr(measure, "alternate", None)
+    assert measure.products_dtype(*CASE.inputs(requires_grad=False)[:2]) is torch.float32
+
+
+def test_who_is_slow_is_timed_once(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_MS", 50.0)
+    calls = []
+
+    def slow(*inputs):
+        calls.append(time.sleep(0.06))
+        return dense(*inputs)
+
+    figures = run(slow).figures
+    assert len(calls) == 2, "one to warm up, one for memory and time"
+    assert figures.ms == figures.ms_p20 == figures.ms_p80 >= 60
+    assert figures.floor_ms < 50
+
+
+def test_what_does_not_fit_in_memory_is_no_failure():
+    def explode(*inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB\nand more lines")
+
+    row = run(explode)
+    assert (row.figures, row.failed) == (None, False)
+    assert row.reason == (
+        "does not fit in memory: OutOfMemoryError: CUDA out of memory. Tried to allocate 40 GiB"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", Mode)
