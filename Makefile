@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint bench bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (under three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
@@ -23,6 +23,10 @@ lint: $(READY)
 
 bench:  ## on the device at hand, with the torch and the peers of the current environment
 	$(PYTHON) -m lowtide bench linear-cross-entropy
+
+bench-trained:  ## the same on the head of a model that is trained first, in about a minute on an H200
+	$(PYTHON) -m lowtide train --steps 300 --out runs/head
+	$(PYTHON) -m lowtide bench linear-cross-entropy --logits trained --checkpoint runs/head --csv runs/head/trained.csv
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

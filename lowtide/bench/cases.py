@@ -23,6 +23,8 @@ class Case:
     dtype: torch.dtype
     device: str
     smoke: bool = False
+    logits: str = "random"
+    largest_logit: float | None = None  # where they are not random
 
     @property
     def shape(self) -> str:
@@ -39,9 +41,14 @@ class Case:
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
         weight_VD.mul_(self.features**-0.5)
         target_N = torch.randint(self.classes, (self.tokens,), **on)
-        ignored = torch.randperm(self.tokens, **on)[: int(self.tokens * IGNORED_FRACTION)]
-        target_N[ignored] = IGNORE_INDEX
+        target_N = with_ignored(target_N, on["generator"])
         return input_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
+
+
+def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
+    order_N = torch.randperm(len(target_N), device=target_N.device, generator=generator)
+    target_N[order_N[: int(len(target_N) * IGNORED_FRACTION)]] = IGNORE_INDEX
+    return target_N
 
 
 CASES = (

@@ -29,6 +29,7 @@ COLUMNS = (
     *("provider", "version", "status", "reason"),
     *(*TIMES, "peak_bytes", *ERRORS),
     *("workspace", *PLAIN),
+    *("logits", "largest_logit"),
 )
 
 
@@ -88,6 +89,8 @@ def record(row: Row) -> dict[str, object]:
         "status": status(row),
         "reason": row.reason,
         "workspace": row.provider.workspace,
+        "logits": case.logits,
+        "largest_logit": case.largest_logit,
     }
     if figures is not None:
         fields |= {name: getattr(figures, name) for name in (*TIMES, *PLAIN)}
@@ -109,7 +112,10 @@ def status(row: Any) -> str:
 def render(rows: Sequence[Row]) -> Group:
     """The table of one case, and below it who did not run and why."""
     case, mode = rows[0].case, rows[0].mode
-    table = Table(title=f"{case.name}: {case.shape}, {mode.value}", box=box.SIMPLE_HEAD, title_justify="left")
+    title = f"{case.name}: {case.shape}, {mode.value}"
+    if case.largest_logit is not None:
+        title += f", {case.logits} logits up to {case.largest_logit:.1f}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     # Options are timed beside the plain loss, and have no errors.
     options = any(row.figures and row.figures.plain_ms for row in rows)
     own = ("plain", "over plain") if options else ("loss err", "dX err", "dW err")

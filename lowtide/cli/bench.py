@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
@@ -19,9 +20,17 @@ from lowtide.bench.measure import Mode, rows
 from lowtide.bench.options import WORKSPACE, options
 from lowtide.bench.providers import GIB, PROVIDERS
 from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
+from lowtide.bench.trained import trained_cases
+from lowtide.train.config import UserError
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
+TRAINED_CASE = {"cuda": "A", "cpu": "cpu-small"}
+
+
+class Logits(str, Enum):
+    random = "random"
+    trained = "trained"
 
 
 class Named(Protocol):
@@ -56,6 +65,16 @@ def linear_cross_entropy(
         list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
     ] = None,
     mode: Annotated[Mode, typer.Option(help="Loss and gradients, or the loss alone.")] = Mode.STEP,
+    logits: Annotated[
+        Logits, typer.Option(help="Of random tensors, or of a trained head on held-out text.")
+    ] = Logits.random,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="For trained logits: the --out of lowtide train.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Its --data, if it was given one.", show_default="Python's standard library"),
+    ] = None,
     device: Device = None,
     smoke: Smoke = False,
     out: Out = None,
@@ -67,8 +86,15 @@ def linear_cross_entropy(
     gradients, and its errors against products in a wider dtype.
     """
     device = _known_device(device)
-    cases = _choose([one for one in CASES if one.device == device], case, smoke, "--case")
+    trained = logits is Logits.trained
+    if trained != (checkpoint is not None):
+        raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
+    named = case if case or smoke or not trained else [TRAINED_CASE[device]]
+    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
     providers = _choose(PROVIDERS, provider, smoke, "--provider")
+    if checkpoint is not None:
+        with _said():
+            cases = trained_cases(cases, checkpoint, data)
     tables = [_Table(each, len(providers), rows(each, providers, mode)) for each in cases]
     _print(tables, device, smoke, out)
 
@@ -171,6 +197,16 @@ def attention(
         providers = [each for each in chosen if provider or each.name not in one.without]
         tables.append(_Table(one, len(providers), attention_rows(one, providers)))
     _print(tables, device, smoke, out, ATTENTION)
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """What the user can put right is one line, without a traceback."""
+    try:
+        yield
+    except (UserError, OSError) as error:
+        Console(stderr=True).print(f"lowtide bench: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 class _Table(NamedTuple):

@@ -38,6 +38,7 @@ def test_the_csv_says_what_where_and_with_which_versions():
     assert int(ran["peak_bytes"]) == 3 * 2**20
     assert [float(ran[name]) for name in table.ERRORS] == [1e-7, 2e-3, 3e-3]
     assert [ran[name] for name in ("workspace", *table.PLAIN)] == ["", "", ""]
+    assert (ran["logits"], ran["largest_logit"]) == ("random", "")
     assert (ran["version"], absent["version"]) == (torch.__version__, "")
     assert [row["status"] for row in (ran, absent, broken)] == ["ok", "unavailable", "failed"]
     assert (absent["reason"], absent["ms"], absent["loss_error"]) == ("not installed: [peer]", "", "")

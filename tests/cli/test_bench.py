@@ -1,4 +1,6 @@
+import argparse
 import csv
+import inspect
 import math
 import os
 import subprocess
@@ -63,6 +65,58 @@ def test_a_forward_alone_of_one_provider(tmp_path):
     assert (row["provider"], row["mode"], row["status"]) == ("eager", "forward", "ok")
     assert float(row["loss_error"]) < 1e-6
     assert row["grad_input_error"] == ""
+
+
+def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(inspect.getsource(argparse), encoding="utf-8")
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": "1",
+    }
+    tiny = "--device cpu --vocab-size 512 --width 64 --depth 1 --context 32 --batch 8 --steps 60"
+    bench = "--device cpu --case smoke-cpu --logits trained --checkpoint head --csv trained.csv"
+    for command in (
+        f"train {tiny} --data text.txt --out head",
+        f"bench linear-cross-entropy {bench} --data text.txt --provider lowtide --provider eager",
+    ):
+        started = [sys.executable, "-m", "lowtide", *command.split()]
+        done = subprocess.run(
+            started, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    assert "smoke-cpu-trained: 256 x 64 x 512 float32 on cpu, step, trained logits up to" in done.stdout
+    with (tmp_path / "trained.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["provider"] for row in rows] == ["lowtide", "eager"]
+    for row in rows:
+        assert (row["status"], row["logits"]) == ("ok", "trained")
+        assert float(row["largest_logit"]) > 3, "those of a fresh head are below 1"
+        assert (row["tokens"], row["features"], row["classes"]) == ("256", "64", "512")
+        errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
+        assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--logits trained", "goes together with --logits trained"),
+        ("--checkpoint head", "goes together with --logits trained"),
+    ],
+)
+def test_what_does_not_go_together(arguments, said):
+    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", "--device", "cpu", *arguments.split()])
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_checkpoint_that_is_not_there_is_one_line():
+    chosen = ["--device", "cpu", "--logits", "trained", "--checkpoint", "nowhere"]
+    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", *chosen])
+    said = "there is no checkpoint.pt; make one with: lowtide train --out nowhere"
+    assert (done.exit_code, done.output) == (1, f"lowtide bench: --checkpoint nowhere: {said}\n")
 
 
 def options(*arguments):
