@@ -3,13 +3,18 @@
 Legend: N tokens, D features, V classes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
 IGNORED_FRACTION = 0.1
+
+AXES = ("tokens", "classes", "features")
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2)
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # input_ND, weight_VD, target_N
 
@@ -49,6 +54,19 @@ def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
     order_N = torch.randperm(len(target_N), device=target_N.device, generator=generator)
     target_N[order_N[: int(len(target_N) * IGNORED_FRACTION)]] = IGNORE_INDEX
     return target_N
+
+
+def sweep(center: Case, axes: Collection[str]) -> list[Case]:
+    """The shapes along each axis through a center, which is among them once, and keeps its name."""
+    cases = {}
+    for axis in axes:
+        for size in (int(getattr(center, axis) * factor) for factor in FACTORS):
+            case = center
+            if size != getattr(center, axis):
+                changed: dict[str, Any] = {axis: size, "name": f"{center.name}-{axis}-{size}"}
+                case = replace(center, **changed)
+            cases[case.name] = case
+    return list(cases.values())
 
 
 CASES = (

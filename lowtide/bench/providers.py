@@ -145,6 +145,12 @@ def _cuda_module(name: str, case: Case) -> ModuleType:
         raise Unavailable(f"not installed: {missing}") from None
 
 
+# What a sweep runs, unless told: ours at three workspaces, torch's own, and each peer once.
+SWEPT = (
+    *("lowtide", "lowtide-3.5GiB", "lowtide-256MiB", "eager", "compile", "torch-chunked"),
+    *("liger", "cut-cross-entropy", "quack"),
+)
+
 PROVIDERS = (
     _lowtide("lowtide", None),
     _lowtide("lowtide-3.5GiB", 7 * GIB // 2),

@@ -20,12 +20,21 @@ from lowtide.bench.measure import Mode, rows
 from lowtide.bench.options import WORKSPACE, options
 from lowtide.bench.providers import GIB, PROVIDERS
 from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
+from lowtide.bench.cases import AXES, CASES, Case, sweep
+from lowtide.bench.chunked import entries as chunked_entries
+from lowtide.bench.draw import draw as draw_figure
+from lowtide.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, Row, rows
+from lowtide.bench.options import WORKSPACE, options
+from lowtide.bench.providers import GIB, PROVIDERS, SWEPT, Provider
+from lowtide.bench.table import CsvWriter, Environment, render
 from lowtide.bench.trained import trained_cases
 from lowtide.train.config import UserError
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
-TRAINED_CASE = {"cuda": "A", "cpu": "cpu-small"}
+SWEPT_CASE = {"cuda": "A", "cpu": "cpu-small"}
+
+Axis = Enum("Axis", {axis: axis for axis in AXES}, type=str)  # type: ignore[misc]
 
 
 class Logits(str, Enum):
@@ -65,6 +74,10 @@ def linear_cross_entropy(
         list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
     ] = None,
     mode: Annotated[Mode, typer.Option(help="Loss and gradients, or the loss alone.")] = Mode.STEP,
+    along: Annotated[
+        list[Axis] | None,
+        typer.Option("--sweep", help="Shapes along this axis, through one --case; repeatable."),
+    ] = None,
     logits: Annotated[
         Logits, typer.Option(help="Of random tensors, or of a trained head on held-out text.")
     ] = Logits.random,
@@ -89,13 +102,23 @@ def linear_cross_entropy(
     trained = logits is Logits.trained
     if trained != (checkpoint is not None):
         raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
-    named = case if case or smoke or not trained else [TRAINED_CASE[device]]
+    if trained and along:
+        raise typer.BadParameter("takes random logits: a trained head has one shape", param_hint="--sweep")
+    named = case if case or smoke or not (trained or along) else [SWEPT_CASE[device]]
     cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
-    providers = _choose(PROVIDERS, provider, smoke, "--provider")
+    known: Sequence[Provider] = PROVIDERS
+    budget_ms = BUDGET_MS
+    if along:
+        cases = [each for center in cases for each in sweep(center, [axis.value for axis in along])]
+        known = known if provider else [each for each in PROVIDERS if each.name in SWEPT]
+        budget_ms = SWEEP_BUDGET_MS
+    providers = _choose(known, provider, smoke, "--provider")
     if checkpoint is not None:
         with _said():
             cases = trained_cases(cases, checkpoint, data)
-    tables = [_Table(each, len(providers), rows(each, providers, mode)) for each in cases]
+    tables = [
+        _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
+    ]
     _print(tables, device, smoke, out)
 
 
@@ -197,6 +220,17 @@ def attention(
         providers = [each for each in chosen if provider or each.name not in one.without]
         tables.append(_Table(one, len(providers), attention_rows(one, providers)))
     _print(tables, device, smoke, out, ATTENTION)
+
+
+@app.command("draw")
+def draw(
+    rows: Annotated[Path, typer.Argument(help="A CSV that `linear-cross-entropy --sweep` has written.")],
+    out: Annotated[Path, typer.Option("--out", help="The figure, .svg or .png.", dir_okay=False)],
+) -> None:
+    """Draw throughput, memory and accuracy along each axis of a sweep, from its CSV alone."""
+    with _said():
+        draw_figure(rows, out)
+    Console().print(f"figure: {out}", soft_wrap=True)
 
 
 @contextlib.contextmanager

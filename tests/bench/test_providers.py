@@ -4,7 +4,7 @@ import importlib.util
 import pytest
 import torch
 
-from lowtide.bench.cases import CASES
+from lowtide.bench.cases import AXES, CASES, Case, sweep
 from lowtide.bench.measure import Mode, exact, relative_error
 from lowtide.bench.providers import PROVIDERS, Unavailable
 
@@ -16,6 +16,19 @@ CUDA_ONLY = {"liger", "liger-fp32", "cut-cross-entropy", "quack", "quack-scaled-
 def test_names_are_unique():
     assert len(BY_NAME) == len(PROVIDERS)
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_sweeps_cross_in_one_shape():
+    center = Case("center", 16384, 2048, 131072, torch.bfloat16, "cuda")
+    cases = sweep(center, AXES)
+    assert len(cases) == len({case.name for case in cases}) == 13
+    assert [case.tokens for case in sweep(center, ["tokens"])] == [2048, 4096, 8192, 16384, 32768]
+    for case in cases:
+        away = [axis for axis in AXES if getattr(case, axis) != getattr(center, axis)]
+        assert case is center if not away else len(away) == 1
+        if away:
+            assert case.name == f"center-{away[0]}-{getattr(case, away[0])}"
+            assert getattr(case, away[0]) / getattr(center, away[0]) in (1 / 8, 1 / 4, 1 / 2, 2)
 
 
 def test_the_measured_shapes():

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lowtide.bench.cases import CASES
 from lowtide.bench.measure import Mode
 from lowtide.bench.options import OPTIONS, WORKSPACE
-from lowtide.bench.providers import PROVIDERS, Provider
+from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.cli import bench
 
 
@@ -104,6 +104,8 @@ def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path):
     [
         ("--logits trained", "goes together with --logits trained"),
         ("--checkpoint head", "goes together with --logits trained"),
+        ("--logits trained --checkpoint head --sweep tokens", "takes random logits"),
+        ("--sweep depth", "'depth' is not one of 'tokens', 'classes', 'features'"),
     ],
 )
 def test_what_does_not_go_together(arguments, said):
@@ -117,6 +119,50 @@ def test_a_checkpoint_that_is_not_there_is_one_line():
     done = CliRunner().invoke(bench.app, ["linear-cross-entropy", *chosen])
     said = "there is no checkpoint.pt; make one with: lowtide train --out nowhere"
     assert (done.exit_code, done.output) == (1, f"lowtide bench: --checkpoint nowhere: {said}\n")
+
+
+def test_a_sweep_is_measured_and_drawn(tmp_path):
+    out, figure = tmp_path / "sweep.csv", tmp_path / "sweep.svg"
+    chosen = [
+        "--device",
+        "cpu",
+        "--smoke",
+        "--provider",
+        "lowtide",
+        "--provider",
+        "liger",
+        "--sweep",
+        "tokens",
+    ]
+    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", *chosen, "--csv", str(out)])
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    ours = [(int(row["tokens"]), row["status"]) for row in rows if row["provider"] == "lowtide"]
+    assert ours == [(size, "ok") for size in (32, 64, 128, 256, 512)]
+    assert {(row["features"], row["classes"]) for row in rows} == {("64", "1024")}
+    assert {row["reason"] for row in rows if row["provider"] == "liger"} == {"its kernels need CUDA"}
+    done = CliRunner().invoke(bench.app, ["draw", str(out), "--out", str(figure)])
+    assert done.exit_code == 0, done.output
+    assert figure.read_text().startswith("<?xml")
+
+
+def test_a_sweep_is_of_few_providers_and_around_one_case_unless_told(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(tables))
+    for more in ([], ["--case", "smoke-cpu", "--case", "cpu", "--provider", "liger-fp32"]):
+        chosen = ["linear-cross-entropy", "--device", "cpu", "--sweep", "classes", *more]
+        assert CliRunner().invoke(bench.app, chosen).exit_code == 0
+    assert [table.case.name for table in seen[:5]] == [
+        *(f"cpu-small-classes-{size}" for size in (1024, 2048, 4096)),
+        "cpu-small",
+        "cpu-small-classes-16384",
+    ]
+    assert {table.total for table in seen[:5]} == {len(SWEPT)}
+    assert len(seen) == 15
+    assert {table.total for table in seen[5:]} == {1}
+    assert set(SWEPT) < {provider.name for provider in PROVIDERS}
+    assert {bench.SWEPT_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
 
 
 def options(*arguments):
