@@ -248,7 +248,7 @@ def _name_lines(row: Sequence["Axes"], measure: Measure, sweeps: Sweeps, looks: 
         for provider in lines.keys() - named:
             point = lines[provider][-1]
             place, color = (point.size, measure.value(point)), looks[provider]["color"]
-            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7}
             style.label(axes, provider, place, color, (0, 6), ha="right", fontsize=LABEL_POINTS, bbox=paper)
         named |= lines.keys()
 

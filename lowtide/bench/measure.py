@@ -33,7 +33,7 @@ FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
 BUDGET_MS = 3000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
-SWEEP_BUDGET_MS = 400.0  # as many shapes are to be measured in as many minutes
+SWEEP_BUDGET_MS = 300.0  # as many shapes are to be measured in as many minutes
 SLOW_MS = 20_000.0  # who takes as long for one step is timed once
 
 
