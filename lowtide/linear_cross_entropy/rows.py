@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# Rows are taken a few at a time on the CPU, so that the passes over them stay in its cache.
+# Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each thread.
 CACHE_BYTES = 1 << 20
 
 Own = TypeVar("Own", bound="_ByRow")
@@ -114,7 +114,8 @@ def softmax_gradient_(
     gradient_dtype: torch.dtype | None,  # None: statistics alone
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
-    step = max(1, C if logits_CB.is_cuda else CACHE_BYTES // (B * logits_CB.element_size()))
+    cached = CACHE_BYTES * torch.get_num_threads() // (B * logits_CB.element_size())
+    step = max(1, C if logits_CB.is_cuda else cached)
     for start in range(0, C, step):
         rows = slice(start, start + step)
         row, stat, column = terms[rows], statistics[rows], columns[rows]
