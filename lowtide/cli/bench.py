@@ -14,19 +14,13 @@ from lowtide.bench.attention import attention_rows
 from lowtide.bench.attention_cases import ATTENTION_CASES
 from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
 from lowtide.bench.attention_table import ATTENTION
-from lowtide.bench.cases import CASES
-from lowtide.bench.chunked import entries as chunked_entries
-from lowtide.bench.measure import Mode, rows
-from lowtide.bench.options import WORKSPACE, options
-from lowtide.bench.providers import GIB, PROVIDERS
-from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
-from lowtide.bench.cases import AXES, CASES, Case, sweep
+from lowtide.bench.cases import AXES, CASES, sweep
 from lowtide.bench.chunked import entries as chunked_entries
 from lowtide.bench.draw import draw as draw_figure
-from lowtide.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, Row, rows
+from lowtide.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.bench.options import WORKSPACE, options
 from lowtide.bench.providers import GIB, PROVIDERS, SWEPT, Provider
-from lowtide.bench.table import CsvWriter, Environment, render
+from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
 from lowtide.bench.trained import trained_cases
 from lowtide.train.config import UserError
 
