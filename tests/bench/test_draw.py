@@ -12,7 +12,7 @@ from lowtide.bench import draw
 from lowtide.bench.cases import AXES, CASES, Case, sweep
 from lowtide.bench.measure import Figures, Mode, Row
 from lowtide.bench.providers import Provider
-from lowtide.bench.table import CsvWriter, Environment
+from lowtide.bench.table import LOSS, CsvWriter, Environment
 from lowtide.cli import bench
 from lowtide.train.config import UserError
 
@@ -34,7 +34,7 @@ def synthetic_row(case: Case, name: str) -> Row:
 
 def write(path, cases=None, names=NAMES):
     with path.open("w", newline="") as file:
-        writer = CsvWriter(file, HERE)
+        writer = CsvWriter(file, HERE, LOSS)
         for case in sweep(CENTER, AXES) if cases is None else cases:
             for name in names:
                 writer.write(synthetic_row(case, name))
