@@ -1,6 +1,7 @@
 """`lowtide`: the command line, a small module a command. Its libraries come with the extra `lowtide[cli]`."""
 
 import sys
+from typing import Annotated
 
 
 def main() -> None:
@@ -12,6 +13,7 @@ def main() -> None:
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
 
+    from lowtide import __version__
     from lowtide.cli import bench, doctor, estimate, profile, timeline, train
 
     app = typer.Typer(
@@ -21,6 +23,15 @@ def main() -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+
+    @app.callback(invoke_without_command=True)
+    def options(
+        version: Annotated[bool, typer.Option("--version", help="Print the version, and exit.")] = False,
+    ) -> None:
+        if version:
+            print(f"lowtide {__version__}")
+            raise typer.Exit
+
     bench.app.command("memory-timeline")(timeline.memory_timeline)
     app.add_typer(bench.app, name="bench")
     app.add_typer(doctor.app, name="doctor")
