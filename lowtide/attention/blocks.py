@@ -25,6 +25,11 @@ class Blocks(NamedTuple):
     stages: int
 
 
+# Features of a tile, at the least. Triton from 3.6 on lets a wgmma read beyond shared memory where rows of
+# 16-bit numbers are 32 wide (its issues 10486, 10573 and 11366); 64 are a row of 128 bytes.
+FEWEST = 64
+
+
 # By kernel: the most features (the larger of K and E) that a size is for, and the size. The gradients of key
 # and value share a kernel as long as both fit into its registers; beyond, each has its own.
 Table = dict[str, tuple[tuple[int, Blocks], ...]]
@@ -118,9 +123,9 @@ def shared_memory(device: torch.device) -> int:
 
 
 def cut(K: int, E: int, size: Blocks) -> dict[str, Any]:
-    """A kernel's arguments; of features a product takes 16 at the least."""
-    block_k = max(16, min(triton.next_power_of_2(K), size.K))
-    block_e = max(16, min(triton.next_power_of_2(E), size.E))
+    """A kernel's arguments."""
+    block_k = max(FEWEST, min(triton.next_power_of_2(K), size.K))
+    block_e = max(FEWEST, min(triton.next_power_of_2(E), size.E))
     return {
         "BLOCK_M": size.M, "BLOCK_N": size.N, "BLOCK_K": block_k, "BLOCKS_K": triton.cdiv(K, block_k),
         "BLOCK_E": block_e, "BLOCKS_E": triton.cdiv(E, block_e), "CUT_K": K % block_k > 0,

@@ -29,8 +29,7 @@ def _kernels(operands: Operands, options: Options) -> Any:
 
 
 def _chosen(operands: Operands, options: Options) -> str:
-    # By name only: on an H200 they are right and fast in all that was tried but one call, with 40 features
-    # beside values of 24 in 16 bits, which reads where it may not (docs/log.md).
+    # By name only, until a card has run the tests since blocks.py avoids what made one of them fail there.
     if options.backend != "triton":
         return "torch"
     reason = _reason_against_triton(operands)
