@@ -1,7 +1,7 @@
 """Backward in Triton, for queries and for keys and values: blockwise_backward.py has the mathematics.
 
 Two kernels, so that each gradient is added up in one program, in one order: the scores are computed twice,
-and nothing is atomic. A program writes a block of features (launch.py has the sizes); the sums for the scores
+and nothing is atomic. A program writes a block of features (blocks.py has the sizes); the sums for the scores
 go over all features whatever the block.
 """
 

@@ -25,8 +25,8 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# Features of a tile, at the least. Triton from 3.6 on lets a wgmma read beyond shared memory where rows of
-# 16-bit numbers are 32 wide (its issues 10486, 10573 and 11366); 64 are a row of 128 bytes.
+# Features of a tile, at the least: rows of 128 bytes. The ptxas 12.8.93 of Triton 3.6 gets the descriptors of
+# narrower tiles wrong where two widths share an address: a crash, or other numbers than those asked for.
 FEWEST = 64
 
 

@@ -32,11 +32,11 @@ def engine(
         return Engine("sdpa", "torch's own kernels compute the same exactly, in O(M) memory")
     if choice.backend == "reference":
         return Engine("reference", "it is named: all scores at once, O(M N) memory")
-    name = engines._chosen(operands, options._replace(backend=choice.backend))
+    name = engines.chosen(operands, options._replace(backend=choice.backend))
     if choice.backend != "auto":
         return Engine(name, "it is named")
     reasons = [f"not sdpa: {choice.reason}"]
     if name == "torch":
-        refusal = engines._reason_against_triton(operands)
+        refusal = engines.reason_against_triton(operands)
         reasons.append(f"not triton: {refusal or 'its kernels could run, but by name only'}")
     return Engine(name, "; ".join(reasons))

@@ -11,13 +11,13 @@ from lowtide.attention.problem import Operands, Options, is_far
 
 
 def forward(operands: Operands, options: Options, keep_logsumexp: bool) -> Any:
-    if _chosen(operands, options) == "triton":
+    if chosen(operands, options) == "triton":
         return _kernels(operands, options).forward(keep_logsumexp)
     return Blockwise(operands, options).forward(keep_logsumexp)
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
-    if _chosen(operands, options) == "triton":
+    if chosen(operands, options) == "triton":
         return _kernels(operands, options).backward(*given, wanted)
     return BlockwiseBackward(operands, options, wanted).backward(*given)
 
@@ -28,17 +28,17 @@ def _kernels(operands: Operands, options: Options) -> Any:
     return Kernels(operands, options)
 
 
-def _chosen(operands: Operands, options: Options) -> str:
+def chosen(operands: Operands, options: Options) -> str:
     # By name only, until a card has run the tests since blocks.py avoids what made one of them fail there.
     if options.backend != "triton":
         return "torch"
-    reason = _reason_against_triton(operands)
+    reason = reason_against_triton(operands)
     if reason is not None:
         raise ArgumentError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
     return "triton"
 
 
-def _reason_against_triton(operands: Operands) -> str | None:
+def reason_against_triton(operands: Operands) -> str | None:
     try:
         import triton
     except ModuleNotFoundError:

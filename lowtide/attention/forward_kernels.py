@@ -1,6 +1,6 @@
 """Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
 
-A program takes a tile of queries of one head, and a block of the values' features (all of them up to 256).
+A program takes a tile of queries of one head, and a block of the values' features (blocks.py says how many).
 It writes its rows of the result, and of the logsumexp where somebody wants it.
 """
 

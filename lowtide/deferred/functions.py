@@ -155,7 +155,7 @@ def log_probs(input: Any, target: Tensor) -> entry.LogProbs:
     log_p = input.float().log_softmax(-1)
     return entry.LogProbs(
         log_p.gather(-1, target[..., None])[..., 0],
-        -(log_p.exp() * log_p).sum(-1),
+        -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1),
         input.float().logsumexp(-1),
         input.argmax(-1),
     )

@@ -15,7 +15,7 @@ from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
 
 WEIGHT_GRADIENTS = {
     "accumulate": "summed over the chunks in {sum_dtype}",
-    "split": "summed over the chunks in 24 bits, a byte for each weight beside the gradient",
+    "split": "summed over the chunks, in part in the gradient's own memory: {split}",
     "by_class": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
     "one product more",
 }
@@ -89,6 +89,9 @@ class Call:
         if self.gradients:
             found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
                 sum_dtype=_name(plan.sum_dtype),
+                split="24 bits, a byte for each weight beside it"
+                if plan.exponentials
+                else "float32, two bytes for each weight beside it",
                 block_classes=plan.block_classes,
                 block_rows=plan.block_rows,
             )

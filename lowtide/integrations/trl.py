@@ -53,6 +53,7 @@ class DeferLogits(TrainerCallback):
                 raise ArgumentError(
                     f"lowtide's DeferLogits cannot take {name}=True: {reason}; leave it False"
                 )
+        self.on_train_end(args, state, control)  # of a run that ended in an error
         self.forwards = [Forward(model, args)]
         if self.ref_model is not None:
             self.forwards.append(Forward(self.ref_model, args))
@@ -61,6 +62,7 @@ class DeferLogits(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         for each in self.forwards:
             each.undo()
+        self.forwards = []
 
 
 class Forward:
@@ -75,7 +77,7 @@ class Forward:
                 "others there is that of lowtide.integrations.transformers"
             )
         self.temperature = getattr(args, "temperature", 1.0)
-        self.with_means = type(args).__name__ in ("DPOConfig", "KTOConfig")
+        self.with_means = any(kind.__name__ in ("DPOConfig", "KTOConfig") for kind in type(args).__mro__)
         self.deferral = defer_logits(self.model)
         self.theirs, self.model.forward = self.model.forward, self
 
@@ -88,6 +90,8 @@ class Forward:
             # Without gradients it is generate that asks, and that needs real logits.
             return self._called(torch.is_grad_enabled() and self.deferral.head.training, *args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+        if labels is None and shifted is None:
+            raise ArgumentError("fused_lm_head=True needs labels or shift_labels")
         items = kwargs.pop("num_items_in_batch", None)
         output = self._called(True, *args, **kwargs | {"use_cache": False})
         logits = output.logits / self.temperature

@@ -7,6 +7,7 @@ one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kern
 
 import importlib
 import json
+import re
 from typing import Any, NamedTuple
 
 from tests.linear_cross_entropy.compile_kernels import _assembled as assembled
@@ -118,6 +119,10 @@ def _builds() -> dict[str, Build]:
             spills = SPILLS.get(f"{name}, {label}", 0)
             build = Build(module, kernel, half, features, arguments, targets, spills)
             builds[f"{name}, {label}"] = build
+    column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
+    builds["forward, half, few features"] = Build(
+        "forward_kernels", "forward_kernel", True, 24, column, (90,)
+    )
     return builds
 
 
@@ -151,7 +156,10 @@ def resources(name: str, build: Build, capability: int) -> dict[str, int]:
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    known = {"shared": compiled.metadata.shared, "warps": options["num_warps"]}
+    widths = sorted(
+        {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", compiled.asm["ttgir"])}
+    )
+    known = {"shared": compiled.metadata.shared, "warps": options["num_warps"], "row_bytes": widths}
     return {**known, **assembled(compiled.asm["ptx"], capability)}
 
 

@@ -28,6 +28,8 @@ def test_compiles_and_fits(compiled, name, capability):
     assert max(result["spill_stores"], result["spill_loads"]) <= BUILDS[name].spills
     assert result["registers"] * result["warps"] * 32 <= 65536
     assert result["shared"] <= SHARED[capability]
+    # Narrower ones are what ptxas 12.8 gets wrong (blocks.py).
+    assert set(result["row_bytes"]) <= {128}
 
 
 def test_every_kernel_is_built():

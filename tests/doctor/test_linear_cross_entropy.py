@@ -61,6 +61,9 @@ def test_what_it_says():
     assert found["rows"] == f"{plan.rows} a chunk, {-(-200 // plan.rows)} chunks"
     assert found["products in"] == "float32", "on the CPU"
     assert found["its gradient"].startswith("class block by class block")
+    shared = replace(SMALL, N=2048, D=512, V=32_768, dtype=torch.bfloat16)
+    assert shared.plan().weight_gradient == "split"
+    assert "float32, two bytes for each weight beside it" in shared.describe()["its gradient"]
     assert "its gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
 

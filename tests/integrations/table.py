@@ -43,7 +43,8 @@ the model's mask is looked at a few rows at a time |
 | a tensor [B, 1, M, N] that the caller passes | used as it is; beside a position bias [B, H, M, N] |
 | anything else: chunks beside padding, blocks of an image | [B, 1, M, N] bool, and a `DenseMaskWarning` |
 
-* A query that sees no key, as padding on the left has them, gets 0, where "eager" averages over all values.
+* A query that sees no key, as padding on the left has them, gets 0, where "eager" averages over all values
+  (beside a position bias it gets an average over hidden keys).
   With a label for the first real token, which such a query predicts, the losses differ.
 * `output_attentions=True` is refused: there are no weights to return. So are a few models whose code computes
   with its mask, or lengthens its keys afterwards (in the table: refused), where they run.

@@ -278,6 +278,10 @@ def test_bands():
         masking_utils.or_masks(functions[0], functions[3]),
         lambda b, h, q, k: k + q <= 5,
         lambda b, h, q, k: k >= 3,
+        lambda b, h, q, k: (k <= q) and (q - k < 3),
+        lambda b, h, q, k: not k > q,
+        lambda b, h, q, k: k == q,
+        lambda b, h, q, k: (k <= q) if q != 0 else (k < 1),
         lambda b, h, q, k: True,
     ]
     assert [band(function) for function in others] == [None] * len(others)
@@ -333,3 +337,9 @@ def test_what_is_refused(monkeypatch):
     monkeypatch.setattr("lowtide.integrations.transformers.attention.sdpa_mask", lambda cache_position: None)
     with pytest.raises(ImportError, match=f"transformers {transformers.__version__}; upgrade it"):
         register_attention()
+
+
+def test_a_soft_cap_beside_a_position_bias_is_refused():
+    query = torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="soft cap beside a position bias"):
+        attention(nn.Module(), query, query, query, None, softcap=5.0, position_bias=torch.zeros(1, 2, 5, 5))

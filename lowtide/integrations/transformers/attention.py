@@ -40,7 +40,8 @@ def register_attention() -> None:
     Logits and gradients are those of "eager", for any model whose attention goes through the interface:
     grouped key heads, soft cap, sliding window, sinks, position bias (and its gradient), padding, a cache
     and `generate`, several sequences in a row. Dropout has the same rate and drops other scores. A query
-    that sees no key, as in padding on the left, gets 0, where "eager" averages over all values.
+    that sees no key, as in padding on the left, gets 0, where "eager" averages over all values
+    (beside a position bias: an average over hidden keys).
 
     Memory: O(M). The scores never exist; a mask is a few numbers, padding [B, 1, 1, N]. docs/transformers.md
     says what else is made when; a mask of [B, 1, M, N] never without a :class:`DenseMaskWarning`, unless the
@@ -89,6 +90,10 @@ def attention(
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = LowerTriangularMask() if causal else None
     if position_bias is not None:
+        if softcap is not None:
+            raise ArgumentError(
+                "attn_implementation='lowtide' cannot take a soft cap beside a position bias; use 'eager'"
+            )
         query, key, attention_mask = _biased(query, key, attention_mask, position_bias, scaling)
     q, k, v = (each.transpose(1, 2) for each in (query, key, value))
     packed = isinstance(attention_mask, PackedMask)

@@ -12,8 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class NotABand(TypeError):
+    """The function is of something else than the difference of the two places."""
+
+
+class Symbol:
+    """Has no truth value: `a and b` and `if a` would choose one without a word."""
+
+    def __bool__(self) -> bool:
+        raise NotABand
+
+
 @dataclass(frozen=True)
-class Shown:
+class Shown(Symbol):
     """-left <= j - i <= right, where None is no limit."""
 
     left: int | None = None
@@ -29,17 +40,18 @@ class Shown:
         return self
 
 
-class NotABand(TypeError):
-    """The function is of something else than the difference of the two places."""
-
-
-@dataclass(frozen=True)
-class Place:
+@dataclass(frozen=True, eq=False)
+class Place(Symbol):
     """i_times * i + j_times * j + plus."""
 
     i_times: int
     j_times: int
     plus: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        raise NotABand
+
+    __hash__ = None  # type: ignore[assignment]
 
     def new_ones(self, *_: object, **__: object) -> Shown:
         return Shown()
@@ -69,7 +81,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Distance:
+class Distance(Symbol):
     signed: Place
 
     def __le__(self, other: int) -> Shown:
