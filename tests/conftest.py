@@ -8,6 +8,7 @@ if not torch.cuda.is_available():  # read when triton is imported, which torch d
 
 # The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
