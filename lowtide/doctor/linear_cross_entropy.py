@@ -14,6 +14,7 @@ from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
 
 WEIGHT_GRADIENTS = {
+    "at_once": "one product of all tokens, rounded as it leaves",
     "accumulate": "summed over the chunks in {sum_dtype}",
     "split": "summed over the chunks, in part in the gradient's own memory: {split}",
     "by_class": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "

@@ -1,8 +1,10 @@
 """The Triton kernel of the path without a pass over the logits: a product whose tiles leave as exponentials
 (exponentials.py has the mathematics). Its launcher is a class.
 
-Shapes: C tokens of a chunk, D features, B classes of a block (all V wherever sums are taken); lower case =
-one tile, p a part of its classes."""
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block (all V wherever sums
+are taken); lower case = one tile, p a part of its classes."""
+
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +36,8 @@ def _others(exp_cp, columns, target_c, B):
 def _exponentials_kernel(
     x_CD,
     weight_BD,
+    x_CR,
+    weight_BR,
     exp_CB,
     reference_C_ptr,
     target_C_ptr,
@@ -89,6 +93,9 @@ def _exponentials_kernel(
                 x_cd = x_CD.load([tile_c * BLOCK_C, start])
                 weight_bd = weight_BD.load([tile_b * BLOCK_B, start])
                 u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
+            if x_CR is not None:
+                x_cr, weight_br = x_CR.load([tile_c * BLOCK_C, 0]), weight_BR.load([tile_b * BLOCK_B, 0])
+                u_cb = tl.dot(x_cr, weight_br.T, u_cb)
             rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
             target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
@@ -158,16 +165,16 @@ def _exponentials_kernel(
 
 
 class Exponentials:
-    """The first kernel on one chunk and one block of classes: its descriptors, made once and run once or
+    """The kernel on one chunk and one block of classes: its descriptors, made once and run once or
     more."""
 
     def __init__(
         self,
-        x_CD: Tensor,
-        weight_BD: Tensor,
+        first_term: tuple[Tensor, Tensor],
+        second_term: tuple[Tensor, Tensor] | None = None,
+        *,
         reference_C: Tensor,
         target_C: Tensor,
-        *,
         out_CB: Tensor | None,
         bias_B: Tensor | None = None,
         scale: Tensor | None = None,
@@ -177,14 +184,16 @@ class Exponentials:
         first_class: int = 0,
         parts: int = 1,
     ) -> None:
-        self.C, self.B, self.D = x_CD.shape[0], weight_BD.shape[0], x_CD.shape[1]
-        self.x_CD, self.weight_BD = describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
+        (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
+        self.x_CD, self.weight_BD = _described(first_term)
+        second: Any = (None, None) if second_term is None else _described(second_term)
+        self.x_CR, self.weight_BR = second
         self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // parts)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
         self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
         self.pull_C, self.tilt_C, self.parts = pull_C, tilt_C, parts
-        self.device = x_CD.device
-        self.programs = multiprocessors(x_CD.device)
+        self.device = reference_C.device
+        self.programs = multiprocessors(self.device)
 
     def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[parts of tiles, C]: what the kernel finds in each."""
@@ -212,6 +221,8 @@ class Exponentials:
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,
+            self.x_CR,
+            self.weight_BR,
             self.out_CB,
             self.reference_C,
             self.target_C,
@@ -243,6 +254,11 @@ class Exponentials:
             num_stages=STAGES,
             num_warps=WARPS,
         )
+
+
+def _described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
+    x_CD, weight_BD = term
+    return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -24,6 +24,7 @@ products.
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ from torch import Tensor
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept
-from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
+from lowtide.linear_cross_entropy.linear_term import LinearTerm
+from lowtide.linear_cross_entropy.operands import blocks, sum_of_products
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
-from lowtide.linear_cross_entropy.weight_sums import FloatSum, SplitSum
+from lowtide.linear_cross_entropy.weight_sums import FloatSum
 
 # A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
 LARGEST_SUM = 1e17
@@ -48,39 +50,32 @@ class ExponentialStream(Stream):
     def _sweep(
         self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
     ) -> None:
-        plan, operand, smoothing = self.plan, self.operands[0], terms.spread_N is not None
-        dx, db = gradients.inputs[0], gradients.bias
-        dw = gradients.weights[0] if plan.weight_gradient != "by_class" else None  # else not in this sweep
-        wanted = any(each is not None for each in (dx, dw, db, gradients.scale))
+        plan, smoothing, db = self.plan, terms.spread_N is not None, gradients.bias
+        dws = list(gradients.weights)
+        if plan.weight_gradient == "by_class":  # not in this sweep
+            dws[0] = None
+        wanted = any(each is not None for each in (*gradients.inputs, *dws, db, gradients.scale))
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
-        # sum_v w_v W_v, and sum_i spread_i x_i: all that smoothing adds to the two products
-        self.total_weight_D: Any = self._total_weight() if smoothing else None
-        self.spread_x_D: Any = self._zeros(operand.D) if smoothing else None
-        exp_CV = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
-        product_CD = self._buffer(plan.rows if dx is not None else 0, operand.D)
-        scaled_CD = self._operand_buffer(plan.rows if dw is not None else 0)
-        one = torch.ones((), dtype=plan.sum_dtype, device=self.device)
-        weight_sum: Any = None
-        if dw is not None:
-            weight_sum = (SplitSum if plan.weight_gradient == "split" else FloatSum)(dw.tensor)
+        self.linear = [
+            LinearTerm(operand, dx, dws[k], plan, self.class_weight_V, first=k == 0)
+            for k, (operand, dx) in enumerate(zip(self.operands, gradients.inputs))
+        ]
+        exp_CV: Any = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
         for start in range(0, self.M, plan.rows):
             rows = slice(start, min(start + plan.rows, self.M))
-            C = rows.stop - rows.start
-            x_CD, row, stat, target_C = operand.rows(rows), terms[rows], statistics[rows], self.target_N[rows]
-            raw_C = row_kernels.target_logits(x_CD, operand.weight_VD, target_C)
+            row, stat, target_C = terms[rows], statistics[rows], self.target_N[rows]
+            chunks = [operand.rows(rows) for operand in self.operands]
+            raw_C = _total(each.target_logits(x_CD, target_C) for each, x_CD in zip(self.linear, chunks))
             logit_C, slope_C = self._bend_(raw_C, target_C)
             self.target_logit_N[rows] = logit_C
             if take_statistics:
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
-            e_CV = exp_CV[:C]
-            out_CV = e_CV if wanted else None
-            # Where much is done to a tile, half of it at a time fits the registers, and is quicker.
-            bends = bool(plan.options.softcap) and (row.tilt_N is not None or stat.moment_N is not None)
-            parts = 2 if bends or (take_statistics and plan.job.log_probs) else 1
-            tiles = self._tiles(x_CD, operand.weight_VD, row, stat, out_CB=out_CV, parts=parts)
+            e_CV = exp_CV[: rows.stop - rows.start]
+            parts = self._parts(row, stat, take_statistics)
+            tiles = self._tiles(chunks, row, stat, out_CB=e_CV if wanted else None, parts=parts)
             moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
-            raw_smooth_C = self._raw_smooth(x_CD) if smoothing else torch.empty(0)
+            raw_smooth_C = self._raw_smooth(chunks) if smoothing else torch.empty(0)
             if take_statistics and smoothing:
                 smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
                 lse_C = _logsumexp(stat, logit_C)
@@ -94,37 +89,16 @@ class ExponentialStream(Stream):
                 if smoothing:
                     moment_C -= row.spread_N * raw_smooth_C
                 stat.moment_N.copy_(moment_C)
-            if smoothing:
-                self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
-            if dx is not None:
-                product(product_CD[:C], e_CV, operand.weight_VD)
-                row_kernels.input_gradient(
-                    product_CD[:C],
-                    operand.weight_VD,
-                    target_C,
-                    row.ignored_N,
-                    scale_C,
-                    hit_C,
-                    row.spread_N,
-                    self.total_weight_D,
-                    one if dx.rounding is None else dx.rounding,
-                    dx.tensor[rows],
-                )
+            for each, x_CD in zip(self.linear, chunks):
+                each.add_chunk(e_CV, x_CD, row, target_C, scale_C, hit_C, rows)
             if db is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], e_CV)[0])
-            if dw is not None:
-                row_kernels.scale_rows(x_CD, scale_C, scaled_CD[:C])
-                weight_sum.add_product(e_CV, scaled_CD[:C], first=start == 0)
-            del x_CD, tiles  # a copy, it may be, and sums: gone before the next are made
-        del exp_CV, product_CD, scaled_CD
-        if self.M == 0:
+            del chunks, x_CD, tiles  # copies, they may be, and sums: gone before the next are made
+        e_CV = exp_CV = None  # what still reads them holds them
+        if self.M == 0 or not wanted:
             return
-        if dw is not None:
-            weight_sum.add_target_rows(operand.input, self.hit_N, *self._sorted_targets())
-            if smoothing:
-                weight_sum.subtract_spread(self.class_weight_V, self.spread_x_D)
-            if plan.weight_gradient == "split":
-                weight_sum.round_in_place(dw.rounding)
+        for each in self.linear:
+            each.finish(self.hit_N, *self._sorted_targets())
         if db is not None:
             self._add_bias_terms(db.tensor, terms)
 
@@ -132,34 +106,39 @@ class ExponentialStream(Stream):
         plan, operand = self.plan, self.operands[0]
         sum_BD = self._buffer(plan.block_classes, operand.D)
         exponentials = self._exponentials_buffer(plan.block_rows, plan.block_classes)
-        scaled_CD = self._operand_buffer(plan.block_rows)
-        sorted_targets = self._sorted_targets()
+        scaled_CD = torch.empty(plan.block_rows, operand.D, dtype=plan.compute_dtype, device=self.device)
+        sorted_targets, spread_x_D = self._sorted_targets(), self.linear[0].spread_x_D
         for classes in blocks(self.V, plan.block_classes):
-            weight_BD, B = operand.weight(classes), classes.stop - classes.start
-            weight_sum = FloatSum(sum_BD[:B])
+            B = classes.stop - classes.start
+            weight_sum = FloatSum(Kept(sum_BD[:B], None, None))
             for start in range(0, self.M, plan.block_rows):
                 rows = slice(start, min(start + plan.block_rows, self.M))
-                x_CD, C = operand.rows(rows), rows.stop - rows.start
+                chunks, C = [each.rows(rows) for each in self.operands], rows.stop - rows.start
                 e_CB = exponentials[:C, :B]
-                tiles = self._tiles(
-                    x_CD, weight_BD, terms[rows], statistics[rows], out_CB=e_CB, classes=classes
-                )
+                row, stat, parts = terms[rows], statistics[rows], self._parts(terms, statistics, False)
+                tiles = self._tiles(chunks, row, stat, out_CB=e_CB, classes=classes, parts=parts)
                 tiles.run(sums=tiles.partials())
-                row_kernels.scale_rows(x_CD, self.scale_N[rows], scaled_CD[:C])
+                row_kernels.scale_rows(chunks[0], self.scale_N[rows], scaled_CD[:C])
                 weight_sum.add_product(e_CB, scaled_CD[:C], first=start == 0)
             weight_sum.add_target_rows(operand.input, self.hit_N, *sorted_targets, first_class=classes.start)
-            if self.spread_x_D is not None:
+            if spread_x_D is not None:
                 class_weight_V = self.class_weight_V
                 class_weight_B = None if class_weight_V is None else class_weight_V[classes]
-                weight_sum.subtract_spread(class_weight_B, self.spread_x_D)
+                weight_sum.subtract_spread(class_weight_B, spread_x_D)
             weight_sum.round_into(dw.tensor[classes], dw.rounding)
 
     # Statistics.
 
+    def _parts(self, row: Terms, stat: Statistics, take_statistics: bool) -> int:
+        """2 where much is done to a tile: half of it at a time fits the registers, and is quicker; and where
+        the operands of a second term take the shared memory of the other half."""
+        bends = bool(self.plan.options.softcap) and (row.tilt_N is not None or stat.moment_N is not None)
+        log_probs = take_statistics and self.plan.job.log_probs
+        return 2 if bends or log_probs or len(self.operands) > 1 else 1
+
     def _tiles(
         self,
-        x_CD: Tensor,
-        weight_BD: Tensor,
+        chunks: list[Tensor],
         row: Terms,
         stat: Statistics,
         *,
@@ -168,10 +147,9 @@ class ExponentialStream(Stream):
         parts: int = 1,
     ) -> kernels.Exponentials:
         return kernels.Exponentials(
-            x_CD,
-            weight_BD,
-            stat.max_N,
-            row.target_N,
+            *((x_CD, operand.weight(classes)) for x_CD, operand in zip(chunks, self.operands)),
+            reference_C=stat.max_N,
+            target_C=row.target_N,
             out_CB=out_CB,
             bias_B=None if self.bias_V is None else self.bias_V[classes],
             scale=self.scale,
@@ -284,15 +262,8 @@ class ExponentialStream(Stream):
         hit_C /= total_C
         self.hit_N[rows] = hit_C if slope_C is None else hit_C * slope_C
 
-    def _total_weight(self) -> Tensor:  # [D]
-        weight_VD = self.operands[0].weight_VD
-        class_weight_V = self.class_weight_V
-        if class_weight_V is None:
-            class_weight_V = torch.ones(self.V, dtype=self.plan.sum_dtype, device=self.device)
-        return sum_of_products(class_weight_V[None], weight_VD)[0]
-
-    def _raw_smooth(self, x_CD: Tensor) -> Tensor:  # [C]: sum_v w_v u_v
-        raw_C = sum_of_products(self.total_weight_D[None], x_CD.t())[0]
+    def _raw_smooth(self, chunks: list[Tensor]) -> Tensor:  # [C]: sum_v w_v u_v
+        raw_C = _total(each.sum_of_logits(x_CD) for each, x_CD in zip(self.linear, chunks))
         if self.bias_V is not None:
             bias_V = self.bias_V if self.class_weight_V is None else self.bias_V * self.class_weight_V
             raw_C = raw_C + bias_V.sum()
@@ -304,7 +275,7 @@ class ExponentialStream(Stream):
 
     def _add_bias_terms(self, sum_V: Tensor, terms: Terms) -> None:
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        bias_sum = FloatSum(sum_V[:, None])
+        bias_sum = FloatSum(Kept(sum_V[:, None], None, None))
         bias_sum.add_target_rows(one_N1, self.hit_N, *self._sorted_targets())
         if terms.spread_N is not None:
             spread = terms.spread_N.sum()
@@ -316,11 +287,12 @@ class ExponentialStream(Stream):
         stride = -(-columns // 8) * 8  # a tensor map wants rows of whole 16 bytes
         return torch.empty(rows, stride, dtype=self.plan.compute_dtype, device=self.device)[:, :columns]
 
-    def _operand_buffer(self, rows: int) -> Tensor:
-        return torch.empty(rows, self.operands[0].D, dtype=self.plan.compute_dtype, device=self.device)
 
-    def _zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=self.plan.sum_dtype, device=self.device)
+def _total(tensors: Iterable[Tensor]) -> Tensor:
+    total, *others = tensors
+    for each in others:
+        total += each
+    return total
 
 
 def _tiles_of(rows_C: Tensor) -> tuple[Tensor, Tensor]:

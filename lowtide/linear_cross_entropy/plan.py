@@ -13,6 +13,7 @@ from torch import Tensor
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.workspace import (
+    TARGETS,
     Needs,
     WeightGradient,
     allowed,
@@ -23,6 +24,8 @@ from lowtide.linear_cross_entropy.workspace import (
 
 # Operands of the path in exponentials.py: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
+# Of a second term on that path: what a tile has room for beside its own operands.
+SECOND_FEATURES = 64
 
 
 class Wanted(NamedTuple):
@@ -171,14 +174,17 @@ def _reason_against_exponentials(
         return "it needs the tensor maps of a Hopper card"
     if dtype not in EXPONENTIAL_DTYPES:
         return f"it takes bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
-    if len(head.inputs) != 1:
-        return "it takes one linear term"
+    if len(head.inputs) > 2 or any(each.shape[-1] > SECOND_FEATURES for each in head.inputs[1:]):
+        return f"it takes one linear term, and one of at most {SECOND_FEATURES} features beside it"
     if job.probabilities:
         return "it takes class indices"
     if options.label_smoothing and options.softcap:
         # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
         return "it takes label smoothing without a soft cap"
-    if not _maps(head.inputs[0], head.weights[0], copies_rows[0], dtype, anywhere=aligned):
+    if not all(
+        _maps(input, weight, copies, dtype, anywhere=aligned)
+        for input, weight, copies in zip(head.inputs, head.weights, copies_rows)
+    ):
         return "it takes features that are a multiple of 8 and lie side by side, aligned to 16 bytes"
     return None
 
@@ -204,11 +210,11 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         if route.backend == "torch":
             logits += V * sum_size * _copies(options, job)
     row = logits + 24 * sum_size  # and statistics
-    for D_k, copies, grad in zip(features, route.copies_rows, wanted.inputs):
-        row += (int(copies) * operand_size + int(grad) * sum_size) * D_k
-    if route.exponentials:
-        row += (wanted.weights[0] + wanted.bias) * D * operand_size
-        row += int(wanted.scale) * D * sum_size
+    for k, D_k in enumerate(features):
+        row += (route.copies_rows[k] * operand_size + wanted.inputs[k] * sum_size) * D_k
+        if route.exponentials:
+            row += (wanted.weights[k] + wanted.bias) * D_k * operand_size
+            row += wanted.scale * D_k * sum_size
     # The bias, its gradient, and a chunk's share of that.
     vectors = (
         ((11 if route.exponentials else 3) * int(head.bias is not None) + int(job.class_weights))
@@ -230,9 +236,11 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
     # What a sum in the gradient's memory takes beside it: a byte for each weight on the path without a pass
     # (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
-    split_sum = 0
+    split_sum = at_once = 0
     if route.exponentials and head.weights[0].dtype == torch.bfloat16:
         split_sum = min(weight_sum, V * D)
+        if not options.label_smoothing:  # which would add to every row
+            at_once = min(N, TARGETS) * (N * operand_size + D * sum_size)
     elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
         split_sum = min(weight_sum, (V - V // 2) * D * sum_size)
     return allowed(options.workspace, device, weight_sum), Needs(
@@ -244,6 +252,7 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
         row=row,
         weight_sum=weight_sum,
         split_sum=split_sum,
+        at_once=at_once,
         weight_copy=D * operand_size if copies_weight else 0,
         class_sum=D * sum_size,
         block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),

@@ -86,27 +86,33 @@ def _add_target_rows_kernel(
     order_N_ptr,
     sum_BD_ptr,
     low_BD_ptr,
+    sum_TD_ptr,
     outer_stride,
     inner_stride,
     inner,
     N,
     D,
     first_class,
+    first_target,
     B,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 24 bits where it has a low part. The
     classes come sorted, with their rows in `order`; the program at the first row of a class adds them all up,
-    in order: the same bits every time. Grid: (N, D / BLOCK)."""
-    first = tl.program_id(0)
+    in order: the same bits every time. With sum_TD, what is added to is there, at the place of that row, for
+    the targets from first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
+    first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
     head = (first == 0) | (before != target)
     if head & (target >= first_class) & (target < first_class + B):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = (target - first_class).to(tl.int64) * D + columns
-        if low_BD_ptr is None:
+        if sum_TD_ptr is not None:
+            place_td = tl.program_id(0).to(tl.int64) * D + columns
+            sum_d = tl.load(sum_TD_ptr + place_td, mask=columns < D, other=0.0)
+        elif low_BD_ptr is None:
             sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
         else:
             sum_d = load_24(sum_BD_ptr + place, low_BD_ptr + place, columns < D)
@@ -137,7 +143,7 @@ def _add_target_rows_kernel(
             start += BLOCK_N
             same = tl.min(same_n.to(tl.int32), 0)
         if low_BD_ptr is None:
-            tl.store(sum_BD_ptr + place, sum_d, mask=columns < D)
+            tl.store(sum_BD_ptr + place, sum_d.to(sum_BD_ptr.dtype.element_ty), mask=columns < D)
         else:
             store_24(sum_BD_ptr + place, low_BD_ptr + place, sum_d, columns < D)
 
@@ -195,25 +201,30 @@ def add_target_rows(
     class_N: Tensor,
     order_N: Tensor,
     *,
-    first_class: int,
+    first_class: int = 0,
+    sums_TD: Tensor | None = None,
+    first_target: int = 0,
 ) -> None:
     """x is [N, D], or [outer, inner, D] where that is no view of [N, D]."""
     N, D = class_N.shape[0], x.shape[-1]
+    T = N if sums_TD is None else sums_TD.shape[0]
     inner = x.shape[-2]
     block = min(512, _width(D))
-    _add_target_rows_kernel[(N, triton.cdiv(D, block))](
+    _add_target_rows_kernel[(T, triton.cdiv(D, block))](
         x,
         hit_N,
         class_N,
         order_N,
         sum_BD,
         low_BD,
+        sums_TD,
         x.stride(0) if x.dim() == 3 else 0,
         x.stride(-2),
         inner,
         N,
         D,
         first_class,
+        first_target,
         sum_BD.shape[0],
         BLOCK_N=16,
         BLOCK=block,

@@ -7,6 +7,7 @@
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
+Where one chunk has room for all tokens, and the path rounds in its product, there is no sum (weight_sums.py).
 Whatever the others leave is spent on rows. Where either sum leaves too few of them, the weight's gradient is
 formed class block by class block instead: exact as well, for one more product.
 
@@ -28,7 +29,10 @@ FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 # CUDA it takes more time to add to; on the CPU it does not, but is rounded before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 2048}
 
-WeightGradient = Literal["accumulate", "split", "by_class"]
+# Targets whose rows of the gradient are formed at a time where one product has all tokens.
+TARGETS = 512
+
+WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
 
 # Tensor-core tiles are 128 rows high; the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
@@ -56,6 +60,8 @@ class Needs:
     """Of one token beside its logits in such a tile."""
     split_sum: int = 0
     """What the sum takes beside the gradient where it uses its memory; 0 where the path has no such sum."""
+    at_once: int = 0
+    """What one product for all tokens takes beside its operands; 0 where the path cannot round in it."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
 
@@ -89,6 +95,8 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
         return "accumulate"
     fewest = FEWEST_ROWS[needs.device] // needs.recomputed
     room = workspace - needs.fixed - _least_copy(needs)
+    if needs.at_once and room >= needs.N * needs.row + needs.at_once:
+        return "at_once"
     if (
         room
         >= needs.weight_sum + (FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest) * needs.row
@@ -107,7 +115,7 @@ def least(needs: Needs) -> int:
 
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
-    """`kind`, where it has been decided; a path without a split sum forms class blocks in its place."""
+    """`kind`, where it has been decided; a path that rounds in other ways forms class blocks in its place."""
     N, V, row, tile = needs.N, needs.V, needs.row, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
@@ -115,9 +123,10 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
 
     free = workspace - needs.fixed
     kind = weight_gradient(workspace, needs) if kind is None else kind
-    if kind == "split" and not needs.split_sum:
+    beside = _beside(needs)
+    if kind in ("at_once", "split") and not beside[kind]:
         kind = "by_class"
-    room = free - {"accumulate": needs.weight_sum, "split": needs.split_sum, "by_class": 0}[kind]
+    room = free - beside[kind]
     operand_classes = V
     if needs.weight_copy:
         # An eighth of the room for the copy, the rest for rows: on the CPU quicker than a quarter (fewer
@@ -135,12 +144,23 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     return Sizes(rows, operand_classes, kind, block_rows, block_classes)
 
 
+def _beside(needs: Needs) -> dict[WeightGradient, int]:
+    """Bytes of the weight gradient's sum, or of what takes its place."""
+    return {
+        "at_once": needs.at_once,
+        "accumulate": needs.weight_sum,
+        "split": needs.split_sum,
+        "by_class": 0,
+    }
+
+
 def spent(needs: Needs, sizes: Sizes) -> int:
     """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
     copies = sizes.operand_classes * needs.weight_copy
-    chunk = sizes.rows * needs.row + copies + (needs.split_sum if sizes.weight_gradient == "split" else 0)
+    kind = sizes.weight_gradient
+    chunk = sizes.rows * needs.row + copies + (0 if kind == "accumulate" else _beside(needs)[kind])
     block = 0
-    if sizes.weight_gradient == "by_class":
+    if kind == "by_class":
         of_a_row = sizes.block_classes * needs.block_logit + needs.block_row
         block = sizes.block_rows * of_a_row + sizes.block_classes * (needs.class_sum + needs.weight_copy)
     return needs.fixed + max(chunk, block)

@@ -65,6 +65,7 @@ def _exponentials(**changes: Any) -> Build:
     arguments = {
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR")),
         "exp_CB": "tensordesc<bf16[128, 256]>",
         "reference_C_ptr": F32,
         "target_C_ptr": "*i64",
@@ -89,6 +90,7 @@ def _exponentials(**changes: Any) -> Build:
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _HALVES = {"PARTS": 2, "exp_CB": "tensordesc<bf16[128, 128]>"}
+_TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>", **_HALVES}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True, "MASKED": True}
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2, "MASKED": True}
 
@@ -153,6 +155,14 @@ BUILDS = {
     "exponentials, gradient of entropy, all": _exponentials(
         **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=544
     ),
+    "exponentials, two terms": _exponentials(**_TWO_TERMS),
+    "exponentials, two terms, all": _exponentials(
+        **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=640
+    ),
+    "exponentials, two terms, log-probabilities": _exponentials(
+        **_TWO_TERMS | _FOUND | {"exp_CB": None, "STORE": False}
+    ),
+    "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=96),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
@@ -168,13 +178,18 @@ BUILDS = {
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr=F32, low_BD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32,
-        first_class=I32, B=I32, BLOCK_N=16, BLOCK=512,
+        sum_BD_ptr=F32, low_BD_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, 24 bits": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr="*i16", low_BD_ptr="*u8", outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32,
-        first_class=I32, B=I32, BLOCK_N=16, BLOCK=512,
+        sum_BD_ptr="*i16", low_BD_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "target rows, formed apart": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_BD_ptr=BF16, low_BD_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
     ),
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),

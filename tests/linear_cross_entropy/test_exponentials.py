@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers import (
     HALVES,
     Inputs,
-    check,
     check_log_probs,
     differentiate,
     differentiate_log_probs,
@@ -26,44 +24,13 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import operands, plan, sum_kernels
+from lowtide.linear_cross_entropy import plan
+from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
+from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run  # noqa: F401
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def everywhere(device, monkeypatch):
-    if device == "cuda":
-        if torch.cuda.get_device_capability() < (9, 0):
-            pytest.skip("needs tensor maps")
-        return
-    monkeypatch.setattr(plan, "_has_tensor_maps", lambda device: True)
-    monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
-    for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
-        monkeypatch.setattr(kernels, name, size)
-    for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
-        monkeypatch.setattr(sum_kernels, name, size)
-    prepare = operands.Operand.__init__
-
-    def prepare_widened(self, input, weight_VD, dtype, *rest):
-        prepare(self, input, weight_VD.to(dtype), dtype, *rest)
-
-    monkeypatch.setattr(operands.Operand, "__init__", prepare_widened)
-
-
-def run(inputs: Inputs, *, upstream: Tensor | float = 1.0, factor: float = 2.0, **options) -> None:
-    hidden = {"workspace", "logit_scale"}
-    plain = {name: value for name, value in options.items() if name not in hidden and value is not None}
-    assert planned(inputs, options.get("workspace"), backend="triton", **plain).exponentials
-    actual = differentiate(fused, inputs, upstream, backend="triton", **options)
-    check(actual, inputs, upstream=upstream, factor=factor, **options)
-
-
-def dtype_on(device: str) -> torch.dtype:
-    return torch.bfloat16 if device == "cuda" else torch.float32
 
 
 @pytest.mark.parametrize("class_weight", [False, True])
@@ -110,7 +77,7 @@ def test_what_24_bits_hold(device):
     e_CV = torch.rand(chunks, C, V, device=device).to(dtype)
     x_CD = torch.randn(chunks, C, D, device=device).to(dtype)
     x_CD[2, :, 0], x_CD[3, :, 1] = torch.nan, torch.inf
-    total = SplitSum(torch.empty(V, D, device=device, dtype=torch.bfloat16))
+    total = SplitSum(Kept(torch.empty(V, D, device=device, dtype=torch.bfloat16), None, None))
     exact_VD = torch.zeros(V, D, device=device, dtype=torch.float64)
     rounding_VD = torch.zeros_like(exact_VD)
     for chunk in range(chunks):
@@ -232,22 +199,26 @@ def test_the_plan_takes_what_fits(device):
     assert not planned(bent, None, backend="triton", label_smoothing=0.1, softcap=5.0).exponentials
 
 
-def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device, monkeypatch):
+@pytest.mark.parametrize(("smoothing", "seen"), [(0.0, "at_once"), (0.1, "accumulate")])
+def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device, monkeypatch, smoothing, seen):
     """Its dtype at least: a compiled graph is run with tensors that begin elsewhere."""
     if device == "cpu":  # where a weight of another dtype than the products is copied, and so aligned
         monkeypatch.setattr(
             plan, "_maps", lambda input, weight, *_, anywhere: anywhere or weight.storage_offset() % 8 == 0
         )
-    kinds = set()
+    kinds: set[str] = set()
     inputs = make_inputs(600, 24, 203, device=device, dtype=torch.bfloat16)
     flat = torch.randn(203 * 24 + 8, device=device).to(torch.bfloat16)
     for bytes in range(400_000, 4_000_000, 100_000):
         at = [flat[begin : begin + 203 * 24].view(203, 24).requires_grad_() for begin in (0, 1)]
-        plans = [planned(replace(inputs, linear_weight=each), bytes, backend="triton") for each in at]
+        plans = [
+            planned(replace(inputs, linear_weight=each), bytes, backend="triton", label_smoothing=smoothing)
+            for each in at
+        ]
         assert [each.exponentials for each in plans] == [True, False]
         assert len({each.weight_gradient == "accumulate" for each in plans}) == 1, bytes
         kinds.add(plans[0].weight_gradient)
-    assert kinds >= {"split", "accumulate"}
+    assert kinds >= {"split", seen}
 
 
 OPTIONS = [

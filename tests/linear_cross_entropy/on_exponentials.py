@@ -1,0 +1,55 @@
+"""What tests of the path without a pass over the logits share (test_exponentials.py says how they run).
+
+Importing `everywhere` makes a module's tests run on that path, on the CPU too.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import exponential_kernels as kernels
+from lowtide.linear_cross_entropy import operands, plan, sum_kernels, weight_sums
+from tests.helpers import Inputs, check, differentiate, fused, planned
+
+
+@pytest.fixture(autouse=True)
+def everywhere(device, monkeypatch):
+    if device == "cuda":
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("needs tensor maps")
+        return
+    monkeypatch.setattr(plan, "_has_tensor_maps", lambda device: True)
+    monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
+    for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
+        monkeypatch.setattr(kernels, name, size)
+    monkeypatch.setattr(plan, "SECOND_FEATURES", 16)
+    monkeypatch.setattr(weight_sums, "TARGETS", 16)
+    for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
+        monkeypatch.setattr(sum_kernels, name, size)
+    prepare = operands.Operand.__init__
+
+    def prepare_widened(self, input, weight_VD, dtype, *rest):
+        prepare(self, input, weight_VD.to(dtype), dtype, *rest)
+
+    monkeypatch.setattr(operands.Operand, "__init__", prepare_widened)
+    multiply = weight_sums.product
+
+    def multiply_and_round(out, a, b, *, add=False):
+        wide = out if out.dtype == a.dtype else torch.empty_like(out, dtype=a.dtype)
+        multiply(wide, a, b, add=add)
+        if wide is not out:
+            out.copy_(wide)
+
+    monkeypatch.setattr(weight_sums, "product", multiply_and_round)
+
+
+def run(inputs: Inputs, *, upstream: Tensor | float = 1.0, factor: float = 2.0, **options) -> None:
+    hidden = {"workspace", "logit_scale"}
+    plain = {name: value for name, value in options.items() if name not in hidden and value is not None}
+    assert planned(inputs, options.get("workspace"), backend="triton", **plain).exponentials
+    actual = differentiate(fused, inputs, upstream, backend="triton", **options)
+    check(actual, inputs, upstream=upstream, factor=factor, **options)
+
+
+def dtype_on(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
