@@ -86,7 +86,7 @@ class Engine:
             *(each.dtype for each in self.heads.student if each is not None),
         }
         if self.N > 0:
-            lift = scaling.lift(self.pull_N.abs().amax() * ROOM, dtypes)
+            lift = scaling.lift(lambda: self.pull_N.abs().amax() * ROOM, dtypes)
             if lift is not None:
                 self.pull_N, self.factor = self.pull_N * lift, self.factor / lift
 

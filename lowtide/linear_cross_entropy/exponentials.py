@@ -97,8 +97,9 @@ class ExponentialStream(Stream):
         e_CV = exp_CV = None  # what still reads them holds them
         if self.M == 0 or not wanted:
             return
+        sorted_targets = self._sorted_targets()
         for each in self.linear:
-            each.finish(self.hit_N, *self._sorted_targets())
+            each.finish(self.hit_N, *sorted_targets)
         if db is not None:
             self._add_bias_terms(db.tensor, terms)
 

@@ -7,7 +7,7 @@ would have put it.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ FP16_EXPONENT = 14
 HALF = (torch.bfloat16, torch.float16)
 
 
-def lift(largest: Tensor, dtypes: Collection[torch.dtype]) -> Tensor | None:
+def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
     """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else
     None."""
     if torch.float16 not in dtypes:
         return None
+    largest = find_largest()
     _, exponent = torch.frexp(largest)
     exponent = exponent.clamp(min=-100)  # what is smaller than this is 0 in float16 however it is scaled
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)

@@ -10,6 +10,7 @@ block.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class Stream:
         if statistics.cross_N is not None:
             loss_N = statistics.cross_N.clone()
         else:
-            loss_N = self._target_weight_N().mul_(1 - options.label_smoothing).mul_(statistics.gap_N)
+            loss_N = self._hit_weight_N() * statistics.gap_N
         if statistics.smooth_N is not None:
             loss_N.add_(statistics.smooth_N, alpha=options.label_smoothing / self.V)
         if options.z_loss:
@@ -96,23 +97,24 @@ class Stream:
         """Of the mean: the class weights of the targets that count, added up."""
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
-        return self._target_weight_N().sum()
+        return self.target_weight_N.sum()
 
     def terms(self, upstream_N: Tensor | None = None) -> Terms:
         """Of the gradient of sum(upstream_N * loss_N); all upstream gradients are 1 where none are given."""
         options = self.plan.options
-        one_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        smoothing = options.label_smoothing
+        one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
         if upstream_N is not None:
             one_N = self.of_counted(upstream_N).to(one_N.dtype)
         one_N = one_N.masked_fill(self.ignored_N, 0)
         soft_N = spread_N = None
-        pull_N = hit_N = torch.zeros_like(one_N)
         if self.soft_NV is not None:
             soft_N = one_N
+            pull_N = hit_N = torch.zeros_like(one_N)
         else:
-            pull_N = hit_N = self._target_weight_N().mul_(1 - options.label_smoothing).mul_(one_N)
-            if options.label_smoothing:
-                spread_N = one_N * (options.label_smoothing / self.V)
+            pull_N = hit_N = self._hit_weight_N() * one_N
+            if smoothing:
+                spread_N = one_N * (smoothing / self.V)
                 pull_N = pull_N + spread_N * self.total_weight()
         lse_pull_N = one_N * (2 * options.z_loss) if options.z_loss else None
         return Terms(self.target_N, self.ignored_N, pull_N, hit_N, spread_N, soft_N, lse_pull_N)
@@ -143,7 +145,12 @@ class Stream:
     def _counting(self, vector_N: Tensor) -> Tensor:
         return self.of_counted(vector_N).to(self.plan.sum_dtype).masked_fill(self.ignored_N, 0)
 
-    def _target_weight_N(self) -> Tensor:
+    def _hit_weight_N(self) -> Tensor:
+        smoothing = self.plan.options.label_smoothing
+        return self.target_weight_N * (1 - smoothing) if smoothing else self.target_weight_N
+
+    @functools.cached_property
+    def target_weight_N(self) -> Tensor:
         """The class weight of each row's target; 0 for ignored rows, NaN where a CUDA target is no class."""
         if self.class_weight_V is None:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
@@ -176,7 +183,7 @@ class Stream:
         """Of what the terms say, times factor."""
         tensors = (*self.head.inputs, *self.head.weights)
         dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
-        lift = scaling.lift(terms.largest(), dtypes)
+        lift = scaling.lift(terms.largest, dtypes)
         if lift is not None:
             terms, factor = terms * lift, factor / lift
         if self.plan.wanted.scale:

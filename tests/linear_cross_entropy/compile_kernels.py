@@ -129,13 +129,13 @@ BUILDS = {
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
         "kernels", "_scale_kernel",
-        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": False,
-         "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "PROGRAMS": 2048,
+         "IN_PLACE": False, "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
         "kernels", "_scale_kernel",
-        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
-         "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "PROGRAMS": 2048,
+         "IN_PLACE": True, "BLOCK": 4096}, warps=8,
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
