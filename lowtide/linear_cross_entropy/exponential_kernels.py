@@ -2,7 +2,7 @@
 (exponentials.py has the mathematics). Its launcher is a class.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block (all V wherever sums
-are taken); lower case = one tile, p a part of its classes."""
+are taken); lower case = one tile, h a half of its classes."""
 
 from typing import Any
 
@@ -14,10 +14,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.linear_cross_entropy.kernels import tanh
 
-# A tile of the logits. Its operands, three deep, and the stored half-tiles fill the shared memory of an H100.
+# A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
+# memory of an H100 for its operands four deep, or three deep beside those of a second term.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
-STAGES, WARPS = 3, 8
-GROUP = 16  # row tiles that share a column of weight tiles while that is in the L2 cache
+STAGES, WARPS = 4, 8
+GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
 
 HUGE = tl.constexpr(1e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -27,9 +28,9 @@ LOWEST = tl.constexpr(-200.0)
 
 
 @triton.jit
-def _others(exp_cp, columns, target_c, B):
+def _others(exp_ch, columns, target_c, B):
     """0 at the target, and beyond the last class."""
-    return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_cp, 0.0)
+    return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
 
 
 @triton.jit
@@ -57,22 +58,19 @@ def _exponentials_kernel(
     first_class,
     STORE: tl.constexpr,
     GUARDED: tl.constexpr,
-    MASKED: tl.constexpr,
     REPAIR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class;
-    in float32, of each row and part of a tile, whichever of these have a pointer: the sum of E, of E (z -
+    in float32, of each row and half a tile, whichever of these have a pointer: the sum of E, of E (z -
     reference), of the stored value times u, and the largest z with its class. With means, which come with
-    maxima, the reference is the largest z of the part. With `repair`, only row tiles
-    that are marked. An ignored row's reference is infinite, so that it adds 0; if its logits are not finite,
-    only where GUARDED. Targets are left out of every tile where MASKED, else out of those that have any.
+    maxima, the reference is the largest z of the half. With `repair`, only row tiles that are marked. An
+    ignored row's reference is infinite, so that it adds 0; if its logits are not finite, only where GUARDED.
     Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
     group_tiles = GROUP * tiles_b
@@ -99,69 +97,66 @@ def _exponentials_kernel(
             rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
             target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
-            parts = (u_cb,)
-            if PARTS == 2:  # one after the other: half the registers
-                parts = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
-            for part in tl.static_range(PARTS):
-                u_cp = parts[part]
+            halves = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
+            for half in tl.static_range(2):
+                u_ch = halves[half]
                 if GUARDED:
-                    u_cp = tl.where(reference_c[:, None] < float("inf"), u_cp, 0.0)
-                first = tile_b * BLOCK_B + part * (BLOCK_B // PARTS)
-                columns = first + tl.arange(0, BLOCK_B // PARTS)
-                place = (PARTS * tile_b + part).to(tl.int64) * C + rows
-                beyond = first + BLOCK_B // PARTS > B
+                    u_ch = tl.where(reference_c[:, None] < float("inf"), u_ch, 0.0)
+                first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
+                columns = first + tl.arange(0, BLOCK_B // 2)
+                place = (2 * tile_b + half).to(tl.int64) * C + rows
+                beyond = first + BLOCK_B // 2 > B
                 if bias_B_ptr is not None:
-                    u_cp += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-                z_cp = u_cp
+                    u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
+                z_ch = u_ch
                 if scale_ptr is not None:
-                    z_cp = u_cp * scale
+                    z_ch = u_ch * scale
                 if SOFTCAP > 0:
-                    capped_cp = tanh(z_cp * (1.0 / SOFTCAP))
-                    z_cp = capped_cp * SOFTCAP
+                    capped_ch = tanh(z_ch * (1.0 / SOFTCAP))
+                    z_ch = capped_ch * SOFTCAP
                 if max_ptr is not None:
-                    z_cp = tl.where(columns[None, :] < B, z_cp, -float("inf"))
-                    max_c = tl.max(z_cp, 1)
+                    z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
+                    max_c = tl.max(z_ch, 1)
                     tl.store(max_ptr + place, max_c, mask=rows < C)
                     if argmax_ptr is not None:
                         # The first column that holds the maximum. Comparing takes half the multiprocessor's
                         # lanes, arithmetic all: 0 x HUGE - column beats all that is below the maximum.
                         if REPAIR:
-                            place_cp = tl.where(z_cp == max_c[:, None], columns[None, :], B - 1)
-                            argmax_c = tl.min(place_cp, 1)
+                            place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
+                            argmax_c = tl.min(place_ch, 1)
                         else:
-                            score_cp = tl.fma(z_cp - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
-                            argmax_c = -tl.max(score_cp, 1).to(tl.int32)
+                            score_ch = tl.fma(z_ch - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
+                            argmax_c = -tl.max(score_ch, 1).to(tl.int32)
                         tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
                     if mean_ptr is not None:
                         # Its own: far from the largest logit differences would lose their digits.
                         reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
                 if sum_ptr is not None:
-                    shift_cp = (z_cp - reference_c[:, None]) * LOG2_E
-                    exp_cp = tl.exp2(shift_cp)
+                    shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
+                    exp_ch = tl.exp2(shift_ch)
                     if mean_ptr is not None:  # beyond the last class z is -inf
-                        exp_cp = tl.where(columns[None, :] != target_c[:, None], exp_cp, 0.0)
-                    elif MASKED:
-                        exp_cp = _others(exp_cp, columns, target_c, B)
+                        exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
                     else:
-                        hit_c = (target_c >= first) & (target_c < first + BLOCK_B // PARTS)
+                        # A comparison an element costs more than its exponential; most halves are spared it.
+                        hit_c = (target_c >= first) & (target_c < first + BLOCK_B // 2)
                         if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
-                            exp_cp = _others(exp_cp, columns, target_c, B)
-                    tl.store(sum_ptr + place, tl.sum(exp_cp, 1), mask=rows < C)
+                            exp_ch = _others(exp_ch, columns, target_c, B)
+                    tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
                     if tilt_C_ptr is not None or mean_ptr is not None:
-                        shift_cp = tl.maximum(shift_cp, LOWEST) * LOG_2
+                        shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
                     if mean_ptr is not None:
-                        tl.store(mean_ptr + place, tl.sum(exp_cp * shift_cp, 1), mask=rows < C)
+                        tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
                     if tilt_C_ptr is not None:
                         pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
                         tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
-                        exp_cp *= pull_c[:, None] + tilt_c[:, None] * shift_cp
+                        exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
                     if SOFTCAP > 0:
-                        exp_cp *= 1.0 - capped_cp * capped_cp
+                        exp_ch *= 1.0 - capped_ch * capped_ch
                     if moment_ptr is not None:
-                        product_cp = tl.where(exp_cp == 0.0, 0.0, exp_cp * u_cp)
-                        tl.store(moment_ptr + place, tl.sum(product_cp, 1), mask=rows < C)
+                        product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
+                        tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
                     if STORE:
-                        exp_CB.store([tile_c * BLOCK_C, first], exp_cp.to(exp_CB.dtype))
+                        exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
 
 
 class Exponentials:
@@ -182,22 +177,21 @@ class Exponentials:
         pull_C: Tensor | None = None,
         tilt_C: Tensor | None = None,
         first_class: int = 0,
-        parts: int = 1,
     ) -> None:
         (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
         self.x_CD, self.weight_BD = _described(first_term)
         second: Any = (None, None) if second_term is None else _described(second_term)
         self.x_CR, self.weight_BR = second
-        self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // parts)
+        self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // 2)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
         self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
-        self.pull_C, self.tilt_C, self.parts = pull_C, tilt_C, parts
+        self.pull_C, self.tilt_C = pull_C, tilt_C
         self.device = reference_C.device
         self.programs = multiprocessors(self.device)
 
     def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[parts of tiles, C]: what the kernel finds in each."""
-        return torch.empty(self.parts * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
+        """[halves of tiles, C]: what the kernel finds in each."""
+        return torch.empty(2 * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
 
     def run(
         self,
@@ -215,9 +209,6 @@ class Exponentials:
         logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit some
         other place for its maximum."""
         store = self.out_CB is not None and sums is not None
-        # A comparison an element costs more than its exponential. A branch that spares most tiles of it pays,
-        # unless it takes registers that are not there.
-        masked = guarded or maxima is not None or (store and (self.softcap > 0 or moments is not None))
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,
@@ -242,16 +233,14 @@ class Exponentials:
             self.first_class,
             STORE=store,
             GUARDED=guarded,
-            MASKED=masked,
             REPAIR=repair is not None,
             SOFTCAP=self.softcap,
             PROGRAMS=self.programs,
             GROUP=GROUP,
-            PARTS=self.parts,
             BLOCK_C=BLOCK_C,
             BLOCK_B=BLOCK_B,
             BLOCK_D=BLOCK_D,
-            num_stages=STAGES,
+            num_stages=STAGES - (self.x_CR is not None),
             num_warps=WARPS,
         )
 

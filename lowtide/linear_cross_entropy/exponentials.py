@@ -72,8 +72,7 @@ class ExponentialStream(Stream):
             if take_statistics:
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             e_CV = exp_CV[: rows.stop - rows.start]
-            parts = self._parts(row, stat, take_statistics)
-            tiles = self._tiles(chunks, row, stat, out_CB=e_CV if wanted else None, parts=parts)
+            tiles = self._tiles(chunks, row, stat, out_CB=e_CV if wanted else None)
             moment_C = self._run(tiles, row, stat, logit_C, raw_C, take_statistics)
             raw_smooth_C = self._raw_smooth(chunks) if smoothing else torch.empty(0)
             if take_statistics and smoothing:
@@ -116,8 +115,7 @@ class ExponentialStream(Stream):
                 rows = slice(start, min(start + plan.block_rows, self.M))
                 chunks, C = [each.rows(rows) for each in self.operands], rows.stop - rows.start
                 e_CB = exponentials[:C, :B]
-                row, stat, parts = terms[rows], statistics[rows], self._parts(terms, statistics, False)
-                tiles = self._tiles(chunks, row, stat, out_CB=e_CB, classes=classes, parts=parts)
+                tiles = self._tiles(chunks, terms[rows], statistics[rows], out_CB=e_CB, classes=classes)
                 tiles.run(sums=tiles.partials())
                 row_kernels.scale_rows(chunks[0], self.scale_N[rows], scaled_CD[:C])
                 weight_sum.add_product(e_CB, scaled_CD[:C], first=start == 0)
@@ -130,13 +128,6 @@ class ExponentialStream(Stream):
 
     # Statistics.
 
-    def _parts(self, row: Terms, stat: Statistics, take_statistics: bool) -> int:
-        """2 where much is done to a tile: half of it at a time fits the registers, and is quicker; and where
-        the operands of a second term take the shared memory of the other half."""
-        bends = bool(self.plan.options.softcap) and (row.tilt_N is not None or stat.moment_N is not None)
-        log_probs = take_statistics and self.plan.job.log_probs
-        return 2 if bends or log_probs or len(self.operands) > 1 else 1
-
     def _tiles(
         self,
         chunks: list[Tensor],
@@ -145,7 +136,6 @@ class ExponentialStream(Stream):
         *,
         out_CB: Tensor | None,
         classes: slice = slice(0, None),
-        parts: int = 1,
     ) -> kernels.Exponentials:
         return kernels.Exponentials(
             *((x_CD, operand.weight(classes)) for x_CD, operand in zip(chunks, self.operands)),
@@ -158,7 +148,6 @@ class ExponentialStream(Stream):
             pull_C=row.pull_N,
             tilt_C=row.tilt_N,
             first_class=classes.start,
-            parts=parts,
         )
 
     def _run(
@@ -193,7 +182,7 @@ class ExponentialStream(Stream):
     def _run_log_probs(
         self, tiles: kernels.Exponentials, row: Terms, stat: Statistics, logit_C: Tensor
     ) -> None:
-        """r is the largest logit: an entropy is made of differences from it. Each part of a tile has its sums
+        """r is the largest logit: an entropy is made of differences from it. Each half of a tile has its sums
         relative to its own."""
         sums, means, maxima = tiles.partials(), tiles.partials(), tiles.partials()
         places = tiles.partials(torch.int32)
@@ -205,7 +194,7 @@ class ExponentialStream(Stream):
         del places
         # The target's logit comes from a sum of its own: where it is the largest, gap = log(1 + S) holds.
         stat.max_N.copy_(torch.where(stat.argmax_N == row.target_N, logit_C, max_C))
-        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)  # finite where a part has no class that counts
+        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)  # finite where a half has no class that counts
         means.addcmul_(sums, shift)
         shift.exp_()
         torch.sum(sums.mul_(shift), 0, out=stat.sum_N)

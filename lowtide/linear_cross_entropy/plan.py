@@ -26,6 +26,8 @@ from lowtide.linear_cross_entropy.workspace import (
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
 # Of a second term on that path: what a tile has room for beside its own operands.
 SECOND_FEATURES = 64
+# One product for all tokens forms the rows of their targets again: for so many classes a token it pays.
+CLASSES_PER_TOKEN = 16
 
 
 class Wanted(NamedTuple):
@@ -239,7 +241,8 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
     split_sum = at_once = 0
     if route.exponentials and head.weights[0].dtype == torch.bfloat16:
         split_sum = min(weight_sum, V * D)
-        if not options.label_smoothing:  # which would add to every row
+        # Not with label smoothing, which adds to every row.
+        if not options.label_smoothing and N * CLASSES_PER_TOKEN <= V:
             at_once = min(N, TARGETS) * (N * operand_size + D * sum_size)
     elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
         split_sum = min(weight_sum, (V - V // 2) * D * sum_size)

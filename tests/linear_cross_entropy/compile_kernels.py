@@ -66,7 +66,7 @@ def _exponentials(**changes: Any) -> Build:
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
         **dict.fromkeys(("x_CR", "weight_BR")),
-        "exp_CB": "tensordesc<bf16[128, 256]>",
+        "exp_CB": "tensordesc<bf16[128, 128]>",
         "reference_C_ptr": F32,
         "target_C_ptr": "*i64",
         **dict.fromkeys(f"{name}_ptr" for name in absent),
@@ -74,25 +74,22 @@ def _exponentials(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
-        "MASKED": False,
         "REPAIR": False,
         "SOFTCAP": 0.0,
         "PROGRAMS": 132,
-        "GROUP": 16,
-        "PARTS": 1,
+        "GROUP": 8,
         "BLOCK_C": 128,
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    spills = changes.pop("spills", 0)
-    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, 3, (90,), spills)
+    spills, stages = changes.pop("spills", 0), 3 if "x_CR" in changes else 4
+    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
-_HALVES = {"PARTS": 2, "exp_CB": "tensordesc<bf16[128, 128]>"}
-_TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>", **_HALVES}
-_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True, "MASKED": True}
-_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR, "PARTS": 2, "MASKED": True}
+_TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
+_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
 def _rows(kernel: str, **arguments: Any) -> Build:
@@ -141,28 +138,28 @@ BUILDS = {
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
     "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR,
         REPAIR=True),
-    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, MASKED=True, REPAIR=True),
-    "exponentials, known statistics": _exponentials(GUARDED=True, MASKED=True),
-    "exponentials, bias": _exponentials(bias_B_ptr=F32, spills=16),
+    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, REPAIR=True),
+    "exponentials, known statistics": _exponentials(GUARDED=True),
+    "exponentials, bias": _exponentials(bias_B_ptr=F32),
     "exponentials, scale": _exponentials(scale_ptr=F32),
-    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, MASKED=True, spills=8),
-    "exponentials, soft cap": _exponentials(SOFTCAP=30.0, MASKED=True, spills=64),
-    "exponentials, all": _exponentials(**_BENT, **_HALVES, MASKED=True, moment_ptr=F32, spills=320),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32),
+    "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
+    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32, spills=200),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
-        spills=64),
-    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=96),
+        spills=72),
+    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=20),
     "exponentials, gradient of entropy, all": _exponentials(
-        **_TILTED, **_BENT, **_HALVES, moment_ptr=F32, spills=544
+        **_TILTED, **_BENT, moment_ptr=F32, spills=784
     ),
     "exponentials, two terms": _exponentials(**_TWO_TERMS),
     "exponentials, two terms, all": _exponentials(
-        **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=640
+        **_TWO_TERMS, **_BENT, moment_ptr=F32, spills=360
     ),
     "exponentials, two terms, log-probabilities": _exponentials(
         **_TWO_TERMS | _FOUND | {"exp_CB": None, "STORE": False}
     ),
-    "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=96),
+    "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,

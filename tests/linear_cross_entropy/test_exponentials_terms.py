@@ -174,6 +174,14 @@ def test_one_product_rounds_once(device):
     assert error(None) <= 1.1 * error(few)
 
 
+def test_one_product_for_few_targets_alone(device, monkeypatch):
+    """Where there are many, most of the weight's gradient would be formed twice."""
+    inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
+    for classes, kind in ((2, "at_once"), (3, "accumulate")):
+        monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", classes)
+        assert planned(inputs, None, backend="triton").weight_gradient == kind
+
+
 def test_targets_at_a_time(device, monkeypatch):
     """Blocks of targets meet in the middle of a class: the same bits."""
     inputs = make_inputs(90, 24, 101, device=device, dtype=torch.bfloat16)
