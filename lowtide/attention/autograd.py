@@ -1,4 +1,4 @@
-"""The derivatives of the operators. Forward keeps its inputs, its result and the logsumexp of each row;
+"""The derivatives of the operators. Forward keeps its inputs, its result and the statistics of each row;
 backward computes the scores again, tile by tile. A backward that is itself to be differentiated, or is
 batched, goes the transforms' way.
 
@@ -31,20 +31,19 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, options: Options, wanted: tuple[bool, ...], with_logsumexp: bool, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        keep_logsumexp = with_logsumexp or any(wanted)
-        out, *kept = ops.attention(*tensors, keep_logsumexp, *options)
+        out, *kept = ops.attention(*tensors, with_logsumexp or any(wanted), *options)
         ctx.options, ctx.wanted = options, wanted
         ctx.set_materialize_grads(False)
         if any(wanted):
             ctx.save_for_backward(*tensors, out, *kept)
-        return out, kept[0] if with_logsumexp else None
+        return out, kept[0].sum(2) if with_logsumexp else None
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, logsumexp_upstream: Tensor | None) -> Gradients:  # type: ignore[override]
         nothing = (None, None, None)
         if upstream is None and logsumexp_upstream is None:
             return (*nothing, *(None,) * len(Operands._fields))
-        *tensors, out, logsumexp = ctx.saved_tensors
+        *tensors, out, statistics = ctx.saved_tensors
         operands = Operands(*tensors)
         if is_differentiated(upstream, logsumexp_upstream):
             gradients = again(operands, ctx.options, ctx.wanted, (upstream, logsumexp_upstream))
@@ -52,7 +51,7 @@ class _Attention(torch.autograd.Function):
             if upstream is None:
                 upstream = torch.zeros_like(out)
             found = ops.attention_backward(
-                upstream, logsumexp_upstream, out, logsumexp, *operands, ctx.wanted, *ctx.options
+                upstream, logsumexp_upstream, out, statistics, *operands, ctx.wanted, *ctx.options
             )
             gradients = placed(found, ctx.wanted)
         return (*nothing, *gradients, None, None, None)

@@ -9,17 +9,19 @@ import triton
 import triton.language as tl
 
 from lowtide.attention.tile_kernels import (
-    LOG2E,
     finished,
     head,
     interval,
     kept,
+    load_rows,
+    load_statistics,
     load_tile,
     product,
     seen_of_rows,
     store_tile,
     tile_start,
     tiles_seen,
+    weights,
 )
 
 
@@ -47,21 +49,6 @@ def delta_kernel(
 
 
 @triton.jit
-def rows_of(pointer, i, M, CUT: tl.constexpr):
-    if CUT:
-        rows = tl.load(pointer + i, mask=i < M, other=0.0)
-    else:
-        rows = tl.load(pointer + i)
-    return rows
-
-
-@triton.jit
-def weights(z2, logsumexp):
-    """exp(z - lse); 0 in a row that sees nothing, where both are -inf."""
-    return tl.exp2(z2 - tl.where(logsumexp == -float("inf"), 0.0, logsumexp) * LOG2E)
-
-
-@triton.jit
 def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.constexpr):
     """dz, from do v^T."""
     if DROPOUT:
@@ -72,10 +59,10 @@ def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.cons
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, delta_ptr, logsumexp_ptr, grad_query_ptr,
+    upstream_ptr, delta_ptr, statistics_ptr, grad_query_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -96,8 +83,8 @@ def query_gradient_kernel(
     upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
     query = load_tile(query_place, k, K, True, CUT_K)
     upstream = load_tile(upstream_place, e, E, True, CUT_E)
-    delta = rows_of(delta_ptr + row, i, M, True)[:, None]
-    logsumexp = rows_of(logsumexp_ptr + row, i, M, True)[:, None]
+    delta = load_rows(delta_ptr + row, i, M, True)[:, None]
+    shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, True, BASE_2)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -114,8 +101,8 @@ def query_gradient_kernel(
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
-            z2, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
+            z, capped = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
             of_weight = product(
                 upstream,
                 value,
@@ -132,9 +119,8 @@ def query_gradient_kernel(
             stays = MASKED
             if row_key_ptr is not None:
                 stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
-            grad = gradient_of_scores(
-                weights(z2, logsumexp), of_weight, delta, stays, rescale, row_key_ptr is not None
-            )
+            weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
+            grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
             if SOFTCAP > 0:
                 grad *= 1.0 - capped * capped
             if BLOCKS_K > 1:
@@ -147,12 +133,12 @@ def query_gradient_kernel(
 @triton.jit
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    row_first_ptr, row_end_ptr, upstream_ptr, delta_ptr, logsumexp_ptr, grad_key_ptr, grad_value_ptr,
+    row_first_ptr, row_end_ptr, upstream_ptr, delta_ptr, statistics_ptr, grad_key_ptr, grad_value_ptr,
     bias_sum_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
     grad_key_strides, grad_value_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -207,9 +193,11 @@ def key_value_gradient_kernel(
                 first, end = i, i
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
-                z2, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
-                weight = weights(z2, rows_of(logsumexp_ptr + row, i, M, MASKED)[None, :])
+                z, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
+                )  # fmt: skip
+                shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, MASKED, BASE_2)
+                weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
                 used, stays = weight, MASKED
                 if row_key_ptr is not None:
                     stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
@@ -220,7 +208,7 @@ def key_value_gradient_kernel(
                         own = load_tile(upstream_place, own_e, E, MASKED, True)
                     grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
                 if grad_key_ptr is not None or bias_sum_ptr is not None:
-                    delta = rows_of(delta_ptr + row, i, M, MASKED)[None, :]
+                    delta = load_rows(delta_ptr + row, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None
                     )

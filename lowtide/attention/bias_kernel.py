@@ -9,17 +9,29 @@ partial sums. No atomics: memory is that of the bias, times the parts, and the o
 import triton
 import triton.language as tl
 
-from lowtide.attention.backward_kernels import gradient_of_scores, rows_of, weights
-from lowtide.attention.tile_kernels import finished, head, interval, kept, load_tile, product, seen_of_rows
+from lowtide.attention.backward_kernels import gradient_of_scores
+from lowtide.attention.tile_kernels import (
+    finished,
+    head,
+    interval,
+    kept,
+    load_rows,
+    load_statistics,
+    load_tile,
+    product,
+    seen_of_rows,
+    weights,
+)
 
 
 @triton.jit
 def bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, delta_ptr, logsumexp_ptr, part_ptr,
+    upstream_ptr, delta_ptr, statistics_ptr, part_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, part_strides,
     own_sizes, loop_sizes, parts, H, R, M, N, K, E, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr, FULL_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    FULL_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -52,16 +64,18 @@ def bias_gradient_kernel(
         value = load_tile(value_place, e, E, True, CUT_E)
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         scores = product(query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, True, CUT_K)
-        z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-            head(bias_ptr, bias_strides, b, h), bias_strides, M, N, scale, SOFTCAP, False, True)  # fmt: skip
+        z, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+            head(bias_ptr, bias_strides, b, h), bias_strides, M, N, scale, SOFTCAP, BASE_2, False, True,
+        )  # fmt: skip
         of_weight = product(
             upstream, value, upstream_place, value_place, E, zero, PRECISION, BLOCKS_E, True, True, CUT_E
         )
         stays = True
         if row_key_ptr is not None:
             stays = kept(row_key_ptr + row, column_key_ptr, i[:, None], j[None, :], M, N, limit)
-        weight = weights(z2, rows_of(logsumexp_ptr + row, i, M, True)[:, None])
-        delta = rows_of(delta_ptr + row, i, M, True)[:, None]
+        shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, True, BASE_2)
+        weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
+        delta = load_rows(delta_ptr + row, i, M, True)[:, None]
         total += gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
 
     j = own_n * BLOCK_N + row_n

@@ -51,21 +51,25 @@ class Blockwise:
         buffer_crn = self.buffers[name][:size].view(shape)
         return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
 
-    def forward(self, keep_logsumexp: bool) -> list[Tensor]:
+    def forward(self, keep_statistics: bool) -> list[Tensor]:
         B, H, _, M, _, _, E = self.size
         query = self.operands.query
         out_BHME = allocate(query, (B, H, M, E), self.options.rows_first)
-        logsumexp_BHM = query.new_empty((B, H, M) if keep_logsumexp else 0, dtype=self.dtype)
+        statistics_BHSM = query.new_empty(
+            self.operands.statistics_shape if keep_statistics else 0, dtype=self.dtype
+        )
         for chunk in self.chunks():
             for rows in self.rows():
                 out_crE, max_cr1, sum_cr1 = self._attend(chunk, rows)
                 nothing_cr1 = sum_cr1 == 0  # no column is seen: the result is 0
                 sum_cr1.masked_fill_(nothing_cr1, 1)
                 chunk.of_rows(out_BHME, rows).copy_(chunk.unpacked(out_crE.div_(sum_cr1), rows))
-                if keep_logsumexp:
-                    logsumexp_cr1 = max_cr1.add_(sum_cr1.log_()).masked_fill_(nothing_cr1, -torch.inf)
-                    chunk.of_rows(logsumexp_BHM, rows).copy_(chunk.unpacked(logsumexp_cr1, rows)[..., 0])
-        return [out_BHME, logsumexp_BHM] if keep_logsumexp else [out_BHME]
+                if keep_statistics:
+                    log_sum_cr1 = sum_cr1.log_().masked_fill_(nothing_cr1, -torch.inf)
+                    parts = (max_cr1, log_sum_cr1) if self.operands.adds_bias else (max_cr1 + log_sum_cr1,)
+                    statistics_crS = torch.cat(parts, 2)
+                    chunk.of_rows(statistics_BHSM.mT, rows).copy_(chunk.unpacked(statistics_crS, rows))
+        return [out_BHME, statistics_BHSM] if keep_statistics else [out_BHME]
 
     def _attend(self, chunk: Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Of rows: the weighted sum of values, the maximum of z, the sum of weights exp(z - maximum)."""

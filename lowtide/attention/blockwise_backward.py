@@ -36,7 +36,7 @@ class BlockwiseBackward(Blockwise):
         upstream_BHME: Tensor,
         logsumexp_upstream_BHM: Tensor | None,
         out_BHME: Tensor,
-        logsumexp_BHM: Tensor,
+        statistics_BHSM: Tensor,
     ) -> list[Tensor]:
         """The gradients of query, key, value and bias that are wanted."""
         for chunk in self.chunks():
@@ -46,10 +46,10 @@ class BlockwiseBackward(Blockwise):
                 delta_cr1 = (upstream_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
                 if logsumexp_upstream_BHM is not None:
                     delta_cr1 -= chunk.packed(logsumexp_upstream_BHM[..., None], rows)
-                logsumexp_cr1 = chunk.packed(logsumexp_BHM[..., None], rows)
+                statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
                 # Where no column is seen, z is -inf, and exp(-inf - 0) is 0.
-                logsumexp_cr1 = logsumexp_cr1.masked_fill(logsumexp_cr1 == -torch.inf, 0)
-                self._rows_backward(chunk, rows, upstream_crE, delta_cr1, logsumexp_cr1, *sums)
+                statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
+                self._rows_backward(chunk, rows, upstream_crE, delta_cr1, statistics_crS, *sums)
             for grad, total in zip((self.grad_key_BGNK, self.grad_value_BGNE), sums):
                 if grad is not None and total is not None:
                     part = grad[chunk.batches, chunk.groups]
@@ -73,7 +73,7 @@ class BlockwiseBackward(Blockwise):
         rows: slice,
         upstream_crE: Tensor,
         delta_cr1: Tensor,
-        logsumexp_cr1: Tensor,
+        statistics_crS: Tensor,
         grad_key_cNK: Tensor | None,
         grad_value_cNE: Tensor | None,
     ) -> None:
@@ -82,7 +82,9 @@ class BlockwiseBackward(Blockwise):
         grad_query_crK = torch.zeros_like(query_crK) if self.want_query else None
         for columns in self.seen.columns(rows):
             z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
-            weight_crn = z_crn.sub_(logsumexp_cr1).exp_()
+            for part_cr1 in statistics_crS.split(1, 2):
+                z_crn.sub_(part_cr1)
+            weight_crn = z_crn.exp_()
             kept_crn = None if self.operands.seed is None else self.kept(chunk, rows, columns)
             if grad_value_cNE is not None:
                 factor = 1.0 if kept_crn is None else self.rescale

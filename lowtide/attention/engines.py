@@ -10,10 +10,10 @@ from lowtide.attention.check import ArgumentError
 from lowtide.attention.problem import Operands, Options, is_far
 
 
-def forward(operands: Operands, options: Options, keep_logsumexp: bool) -> Any:
+def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
     if chosen(operands, options) == "triton":
-        return _kernels(operands, options).forward(keep_logsumexp)
-    return Blockwise(operands, options).forward(keep_logsumexp)
+        return _kernels(operands, options).forward(keep_statistics)
+    return Blockwise(operands, options).forward(keep_statistics)
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:

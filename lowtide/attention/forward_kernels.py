@@ -1,14 +1,13 @@
 """Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
 
 A program takes a tile of queries of one head, and a block of the values' features (blocks.py says how many).
-It writes its rows of the result, and of the logsumexp where somebody wants it.
+It writes its rows of the result, and of their statistics where somebody wants these.
 """
 
 import triton
 import triton.language as tl
 
 from lowtide.attention.tile_kernels import (
-    LOG2E,
     LOWEST,
     finished,
     head,
@@ -17,19 +16,21 @@ from lowtide.attention.tile_kernels import (
     load_tile,
     product,
     seen_of_rows,
+    store_statistics,
     store_tile,
     tile_start,
     tiles_seen,
+    weights,
 )
 
 
 @triton.jit
 def forward_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    out_ptr, logsumexp_ptr,
+    out_ptr, statistics_ptr,
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -64,11 +65,11 @@ def forward_kernel(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
             j = start_n + row_n
-            z2, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, COLUMN_BIAS, MASKED)  # fmt: skip
-            new_max_m = tl.maximum(max_m, tl.max(z2, 1))
-            weight = tl.exp2(z2 - new_max_m[:, None])
-            fade_m = tl.exp2(max_m - new_max_m)
+            z, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
+            new_max_m = tl.maximum(max_m, tl.max(z, 1))
+            weight = weights(z, new_max_m[:, None], 0.0, BASE_2)
+            fade_m = weights(max_m, new_max_m, 0.0, BASE_2)
             max_m = new_max_m
             sum_m = sum_m * fade_m + tl.sum(weight, 1)
             if row_key_ptr is not None:
@@ -79,9 +80,7 @@ def forward_kernel(
             value = load_tile(value_place, e, E, MASKED, CUT_E)
             out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
 
-    nothing_m = sum_m == 0.0
-    sum_m = tl.where(nothing_m, 1.0, sum_m)
-    store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / sum_m)[:, None])
-    if logsumexp_ptr is not None and tl.program_id(1) == 0:
-        logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + tl.log2(sum_m)) / LOG2E)
-        tl.store(logsumexp_ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)
+    divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees nothing, whose result is 0
+    store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])
+    if statistics_ptr is not None and tl.program_id(1) == 0:
+        store_statistics(statistics_ptr, bh, i, M, max_m, sum_m, BASE_2)

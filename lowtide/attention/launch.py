@@ -48,6 +48,7 @@ class Kernels:
             "limit": dropout.limit(options.dropout) if seed is not None else 0,
             "rescale": dropout.rescale(options.dropout) if seed is not None else 1.0,
             "SOFTCAP": options.softcap, "PRECISION": precision(),
+            "BASE_2": not operands.adds_bias,
             "COLUMN_BIAS": bias is not None and bias.shape[2] == 1,
         }  # fmt: skip
 
@@ -63,35 +64,37 @@ class Kernels:
             found = found._replace(stages=1)  # the bias's own tiles need the room
         return cut(self.size.K, self.size.E, found)
 
-    def forward(self, keep_logsumexp: bool) -> list[Tensor]:
+    def forward(self, keep_statistics: bool) -> list[Tensor]:
         B, H, _, M, _, _, E = self.size
         query = self.operands.query
         out = allocate(query, (B, H, M, E), self.options.rows_first)
-        logsumexp = query.new_empty(B, H, M, dtype=torch.float32) if keep_logsumexp else None
+        statistics = None
+        if keep_statistics:
+            statistics = query.new_empty(self.operands.statistics_shape, dtype=torch.float32)
         given = self._cut("forward")
         if out.numel():
             tiles = triton.cdiv(M, given["BLOCK_M"])
             forward_kernel[(tiles * B * H, given["BLOCKS_E"])](
-                **self.tensors, **self.numbers, **given, tiles=tiles, out_ptr=out, logsumexp_ptr=logsumexp,
+                **self.tensors, **self.numbers, **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics,
                 out_strides=out.stride(),
             )  # fmt: skip
-        return [out] if logsumexp is None else [out, logsumexp]
+        return [out] if statistics is None else [out, statistics]
 
     def backward(
         self,
         upstream: Tensor,
         logsumexp_upstream: Tensor | None,
         out: Tensor,
-        logsumexp: Tensor,
+        statistics: Tensor,
         wanted: Sequence[bool],
     ) -> list[Tensor]:
         """The gradients of query, key, value and bias that are wanted."""
         B, H, _, M, N, _, E = self.size
-        delta = torch.empty_like(logsumexp)
+        delta = statistics.new_empty(B, H, M)
         upstream = upstream.contiguous() if is_far(upstream) else upstream
         given = {
             **self.tensors, **self.numbers, "upstream_ptr": upstream, "upstream_strides": upstream.stride(),
-            "delta_ptr": delta, "logsumexp_ptr": logsumexp,
+            "delta_ptr": delta, "statistics_ptr": statistics,
         }  # fmt: skip
         empty = 0 in (B, H, M, N)
         grad_query, grad_key, grad_value = (
@@ -113,7 +116,7 @@ class Kernels:
         bias = self.operands.bias
         bias_sum = None
         if wanted[3] and bias is not None and bias.shape[2] == 1:
-            bias_sum = logsumexp.new_empty(B, H, 1, N)
+            bias_sum = statistics.new_empty(B, H, 1, N)
         if self._blocks("key and value") is not None:
             self._key_value_gradient("key and value", given, grad_key, grad_value, bias_sum)
         else:

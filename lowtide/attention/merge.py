@@ -26,7 +26,9 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
     Differentiable to any order, with respect to the outs and the logsumexps: merged halves have the
     gradients of the whole. A part that sees nothing (logsumexp -inf) counts for nothing; a query that sees
-    nothing anywhere gets 0 and -inf, and finite gradients.
+    nothing anywhere gets 0 and -inf, and finite gradients. What a logsumexp has lost, its part has: of scores
+    that are all about -1e9 (a float32 has no digits left then for how many there are) each part counts the
+    same.
 
     Dtypes: the weights are computed in the logsumexps' dtype (float32; float64 for float64), the result is
     in that of the outs.

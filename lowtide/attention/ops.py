@@ -1,7 +1,7 @@
 """The registered operators: what a graph sees of lowtide's attention. shapes.py says what comes out of them,
 without running them; they know no autograd, autograd.py differentiates them.
 
-    attention             the result, and where it is wanted the logsumexp of each row
+    attention             the result, and where they are wanted the statistics of each row (problem.py)
     attention_backward    the gradients of query, key, value and bias that are wanted, in this order
 """
 
@@ -24,7 +24,7 @@ def _operator(name: str, before: str, flags: str) -> Any:
     return custom_op(f"lowtide::{name}", mutates_args=(), schema=schema)
 
 
-@_operator("attention", "", "bool keep_logsumexp")
+@_operator("attention", "", "bool keep_statistics")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -33,24 +33,24 @@ def attention(
     first: Tensor | None,
     end: Tensor | None,
     seed: Tensor | None,
-    keep_logsumexp: bool,
+    keep_statistics: bool,
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
     with on_device_of(operands.query):
-        return engines.forward(operands, Options(*options), keep_logsumexp)
+        return engines.forward(operands, Options(*options), keep_statistics)
 
 
 @_operator(
     "attention_backward",
-    "Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor logsumexp, ",
+    "Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor statistics, ",
     "bool[] wanted",
 )
 def attention_backward(
     upstream: Tensor,
     logsumexp_upstream: Tensor | None,
     out: Tensor,
-    logsumexp: Tensor,
+    statistics: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,5 +63,5 @@ def attention_backward(
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
     with on_device_of(operands.query):
-        given = (upstream, logsumexp_upstream, out, logsumexp)
+        given = (upstream, logsumexp_upstream, out, statistics)
         return engines.backward(operands, Options(*options), wanted, *given)

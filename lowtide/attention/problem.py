@@ -33,6 +33,20 @@ class Operands(NamedTuple):
         """Of scores, statistics and sums: float32, or float64 for float64."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the bias is one of floating-point numbers, and not of what takes part."""
+        return self.bias is not None and self.bias.dtype != torch.bool
+
+    @property
+    def statistics_shape(self) -> tuple[int, int, int, int]:
+        """[B, H, 1 or 2, M], of what forward keeps of each row for backward: two numbers whose sum is its
+        logsumexp, the maximum of its scores and the logarithm of the sum of what their exponentials are then.
+        In one number a maximum of -1e9, as a bias may make it, would swallow the logarithm; where there is
+        no such bias, one is enough. A row that sees nothing keeps the lowest number, and -inf."""
+        B, H, M, _ = self.query.shape
+        return B, H, 2 if self.adds_bias else 1, M
+
 
 class Options(NamedTuple):
     scale: float

@@ -17,12 +17,12 @@ from lowtide.attention.problem import Operands, Options, sizes
 
 @ops.attention.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    operands, keep_logsumexp, options = Operands(*arguments[:7]), arguments[7], Options(*arguments[8:])
+    operands, keep_statistics, options = Operands(*arguments[:7]), arguments[7], Options(*arguments[8:])
     B, H, _, M, _, _, E = sizes(operands)
     out = allocate(operands.query, (B, H, M, E), options.rows_first)
-    if not keep_logsumexp:
+    if not keep_statistics:
         return [out]
-    return [out, operands.query.new_empty(B, H, M, dtype=operands.sum_dtype)]
+    return [out, operands.query.new_empty(operands.statistics_shape, dtype=operands.sum_dtype)]
 
 
 @ops.attention_backward.register_fake
@@ -46,7 +46,7 @@ def _(
     upstream: Any,
     logsumexp_upstream: Any,
     out: Any,
-    logsumexp: Any,
+    statistics: Any,
     query: Any,
     key: Any,
     value: Any,

@@ -1,16 +1,17 @@
 """What the Triton kernels have in common: a tile of scores, from its product to what is exponentiated.
 
-Scores are in base 2: z2 = z log2(e), so that an exponential is one instruction. Indices i of queries and j of
-keys are columns or rows of numbers that broadcast against each other; a kernel that wants a tile the other
-way round passes them the other way round.
+Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction; but in natural units
+where a floating-point bias is added: -1e9, or the lowest number there is, has to stay what it is. Indices i
+of queries and j of keys are columns or rows of numbers that broadcast against each other; a kernel that wants
+a tile the other way round passes them the other way round.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Finite, so that a row that has seen nothing yet is shifted by a number.
-LOWEST = tl.constexpr(-3.0e38)
+# Of float32, finite: a row that has seen nothing yet is shifted by a number, and no other score is below it.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -38,6 +39,15 @@ def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
 def store_tile(ptr, i, f, strides, I, F, tile):
     offsets = i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3]
     tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(i < I)[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def load_rows(ptr, i, M, CUT: tl.constexpr):
+    if CUT:
+        rows = tl.load(ptr + i, mask=i < M, other=0.0)
+    else:
+        rows = tl.load(ptr + i)
+    return rows
 
 
 @triton.jit
@@ -75,16 +85,17 @@ def tanh(x):
 @triton.jit
 def finished(
     product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
-    COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
+    BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """z2, and the soft cap's tanh (without one, anything); COLUMN_BIAS: one that is the same for
+    """z, and the soft cap's tanh (without one, anything); COLUMN_BIAS: one that is the same for
     all queries; MASKED: a score of the tile may be hidden."""
+    unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     capped = product
     if SOFTCAP > 0:
         capped = tanh(product * (scale / SOFTCAP))
-        z2 = capped * (SOFTCAP * LOG2E)
+        z = capped * (SOFTCAP * unit)
     else:
-        z2 = product * (scale * LOG2E)
+        z = product * (scale * unit)
     if bias_ptr is not None:
         if COLUMN_BIAS:
             bias = tl.load(bias_ptr + j.to(tl.int64) * bias_strides[3], mask=j < N, other=0)
@@ -92,12 +103,51 @@ def finished(
             offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
             bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
         if bias_ptr.dtype.element_ty == tl.uint8:  # bool: whether a score takes part
-            z2 = tl.where(bias != 0, z2, -float("inf"))
+            z = tl.where(bias != 0, z, -float("inf"))
         else:
-            z2 += bias.to(tl.float32) * LOG2E
+            z += bias.to(tl.float32)
     if MASKED:
-        z2 = tl.where((j >= first) & (j < end), z2, -float("inf"))
-    return z2, capped
+        z = tl.where((j >= first) & (j < end), z, -float("inf"))
+    return z, capped
+
+
+@triton.jit
+def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
+    """exp(z - shift) / 2^log2_sum; in base 2 the shift has the logarithm in it. In natural units the
+    difference comes first, which is exact where both are large."""
+    if BASE_2:
+        power = z - shift
+    else:
+        power = (z - shift) * LOG2E - log2_sum
+    return tl.exp2(power)
+
+
+@triton.jit
+def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
+    """problem.py, statistics_shape; in natural units."""
+    nothing_m = sum_m == 0.0
+    log2_sum_m = tl.log2(tl.where(nothing_m, 1.0, sum_m))
+    if BASE_2:
+        logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + log2_sum_m) / LOG2E)
+        tl.store(ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)
+    else:
+        ptr += bh.to(tl.int64) * (2 * M) + i
+        tl.store(ptr, max_m, mask=i < M)
+        tl.store(ptr + M, tl.where(nothing_m, -float("inf"), log2_sum_m / LOG2E), mask=i < M)
+
+
+@triton.jit
+def load_statistics(ptr, row, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+    """Of each row what `weights` takes; 0 instead of -inf, where all scores are -inf too."""
+    if BASE_2:
+        logsumexp = load_rows(ptr + row, i, M, CUT)
+        shift = tl.where(logsumexp == -float("inf"), 0.0, logsumexp) * LOG2E
+        log2_sum = shift
+    else:
+        shift = load_rows(ptr + 2 * row, i, M, CUT)
+        log_sum = load_rows(ptr + 2 * row + M, i, M, CUT)
+        log2_sum = tl.where(log_sum == -float("inf"), 0.0, log_sum) * LOG2E
+    return shift, log2_sum
 
 
 @triton.jit

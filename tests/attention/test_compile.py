@@ -28,10 +28,10 @@ def test_opcheck(device, dtype, rows_first):
     options = Options(0.4, 3.0, 0.2, rows_first, "torch")
     for keep in (False, True):
         torch.library.opcheck(OPS.attention.default, (*given, keep, *options))
-    out, logsumexp = OPS.attention(*given, True, *options)
+    out, statistics = OPS.attention(*given, True, *options)
     for wanted in WANTED:
-        for of_logsumexp in (None, torch.randn_like(logsumexp)):
-            arguments = (torch.randn_like(out), of_logsumexp, out, logsumexp, *given, wanted, *options)
+        for of_logsumexp in (None, torch.randn_like(statistics[:, :, 0])):
+            arguments = (torch.randn_like(out), of_logsumexp, out, statistics, *given, wanted, *options)
             torch.library.opcheck(OPS.attention_backward.default, arguments)
 
 

@@ -6,12 +6,14 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from tests.attention.helpers import check, differentiate, make_case, make_upstream, ours
+from tests.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
 from tests.attention.test_layouts import poisoned
 from tests.helpers import skip_unless_runnable
 
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("lowtide.attention.launch")
+
+pytestmark = INTERPRETED
 
 CASES = {
     "plain": {},
