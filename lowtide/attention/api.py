@@ -64,9 +64,9 @@ def memory_efficient_attention(
             the sequence.
         seed: of dropout: an int, or a 0-d int64 tensor. By default it is drawn from `generator`, or torch's.
         backend: "auto" runs "sdpa" (torch's own kernels) where these compute the same exactly, in O(M)
-            memory and fast; else "torch" (tiles of BLAS products). "triton" (our kernels) runs by name, and
-            "reference", the plain definition, which holds all scores. One that is named runs, or says why it
-            cannot. docs/attention.md has the table.
+            memory and fast; else "triton" (our kernels), where there is a CUDA device for them; else "torch"
+            (tiles of BLAS products). "reference", the plain definition, holds all scores. One that is named
+            runs, or says why it cannot. docs/attention.md has the table.
 
     Dtypes: float16, bfloat16, float32, float64, the same for query, key and value (autocast's under
         autocast); the bias of any. The result is in that of query. Statistics and sums are float32, float64

@@ -38,5 +38,5 @@ def engine(
     reasons = [f"not sdpa: {choice.reason}"]
     if name == "torch":
         refusal = engines.reason_against_triton(operands)
-        reasons.append(f"not triton: {refusal or 'its kernels could run, but by name only'}")
+        reasons.append(f"not triton: {refusal or 'on the CPU its interpreter runs by name'}")
     return Engine(name, "; ".join(reasons))

@@ -59,6 +59,7 @@ SPILLS = {
     "value, half, 512": 576,
     "value, float32, 128": 448,
     "bias, half, 128": 32,
+    "bias, half, 256": 64,
     "bias, half, 512": 64,
     "bias, float32, 64": 192,
     "bias, float32, 128": 96,
@@ -110,6 +111,7 @@ def _builds() -> dict[str, Build]:
         together = name == "key and value"
         for label, half, features, arguments, targets in (
             ("half, 128", True, 128, own, TARGETS),
+            ("half, 256", True, 256, own, (80,)),
             ("half, 512", True, 512, own, (90,)),
             ("half, all", True, 64, {**ALL, **own}, (90,)),
             ("float32, 64", False, 64, own, TARGETS),

@@ -34,6 +34,7 @@ CASES = {
     "soft cap": {"softcap": 2.0, "scale": 0.8},
     "dropout": {"p": 0.4, "seed": 9},
     "features in several blocks": {"B": 1, "M": 20, "N": 37, "H": 2, "G": 1, "K": 150, "E": 270},
+    "more features than most": {"B": 1, "M": 9, "N": 20, "H": 2, "K": 600, "E": 520},
     "extreme scores": {"spread": 300.0},
 }  # fmt: skip
 BIASES = [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0), (0, 1, 1, 1), (1, 1, 1, 1)]

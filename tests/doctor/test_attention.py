@@ -86,6 +86,7 @@ def test_the_reasons():
     for_cuda = Call(device="cuda", K=512).engine()
     assert "at most 256 features" in for_cuda.reason
     assert ("not triton" in for_cuda.reason) == (for_cuda.name == "torch")
+    assert "query is float64" in Call(device="cuda", dtype=torch.float64).engine().reason
 
 
 @pytest.mark.parametrize(
