@@ -5,10 +5,10 @@ for small ones are the largest that fit.
 Shapes: M queries, N keys; K features of queries and keys, E of values.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 # Of an H100's 227 KiB a block may have; consumer cards have 99.
 LARGE = 227 << 10
@@ -115,6 +115,7 @@ def blocks(kernel: str, half: bool, features: int, shared_memory: int) -> Blocks
     return next((size for most, size in table if features <= most), None)
 
 
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes a block may have; in the interpreter, which has no limit, those of a large card."""
     if device.type != "cuda":
@@ -122,12 +123,21 @@ def shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
+def cdiv(total: int, step: int) -> int:
+    """Triton's own takes 2 us."""
+    return -(-total // step)
+
+
+def next_power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
 def cut(K: int, E: int, size: Blocks) -> dict[str, Any]:
     """A kernel's arguments."""
-    block_k = max(FEWEST, min(triton.next_power_of_2(K), size.K))
-    block_e = max(FEWEST, min(triton.next_power_of_2(E), size.E))
+    block_k = max(FEWEST, min(next_power_of_2(K), size.K))
+    block_e = max(FEWEST, min(next_power_of_2(E), size.E))
     return {
-        "BLOCK_M": size.M, "BLOCK_N": size.N, "BLOCK_K": block_k, "BLOCKS_K": triton.cdiv(K, block_k),
-        "BLOCK_E": block_e, "BLOCKS_E": triton.cdiv(E, block_e), "CUT_K": K % block_k > 0,
+        "BLOCK_M": size.M, "BLOCK_N": size.N, "BLOCK_K": block_k, "BLOCKS_K": cdiv(K, block_k),
+        "BLOCK_E": block_e, "BLOCKS_E": cdiv(E, block_e), "CUT_K": K % block_k > 0,
         "CUT_E": E % block_e > 0, "num_warps": size.warps, "num_stages": size.stages,
     }  # fmt: skip

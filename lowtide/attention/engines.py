@@ -1,5 +1,6 @@
 """Which engine runs an operator: the Triton kernels, or tiles in plain torch."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,18 +9,23 @@ from lowtide.attention.blockwise import Blockwise
 from lowtide.attention.blockwise_backward import BlockwiseBackward
 from lowtide.attention.check import ArgumentError
 from lowtide.attention.problem import Operands, Options, is_far
+from lowtide.linear_cross_entropy.operands import on_device_of
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
     if chosen(operands, options) == "triton":
-        return _kernels(operands, options).forward(keep_statistics)
-    return Blockwise(operands, options).forward(keep_statistics)
+        with torch.cuda.device_of(operands.query):
+            return _kernels(operands, options).forward(keep_statistics)
+    with on_device_of(operands.query):
+        return Blockwise(operands, options).forward(keep_statistics)
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
     if chosen(operands, options) == "triton":
-        return _kernels(operands, options).backward(*given, wanted)
-    return BlockwiseBackward(operands, options, wanted).backward(*given)
+        with torch.cuda.device_of(operands.query):
+            return _kernels(operands, options).backward(*given, wanted)
+    with on_device_of(operands.query):
+        return BlockwiseBackward(operands, options, wanted).backward(*given)
 
 
 def _kernels(operands: Operands, options: Options) -> Any:
@@ -51,7 +57,14 @@ def reason_against_triton(operands: Operands) -> str | None:
         return "its kernels sum in float32, and query is float64"
     if any(is_far(tensor) for tensor in operands[:3]):
         return "its kernels count within a tile in 32 bits, and a stride is too large for that"
-    known = operands.device.type == "cuda" and torch.cuda.is_available()
-    if known and (torch.version.hip or torch.cuda.get_device_capability(operands.device) < (8, 0)):
+    if operands.device.type == "cuda" and not _is_known_to_run(operands.device):
         return "its kernels are for NVIDIA cards from compute capability 8.0 on"
     return None
+
+
+@cache
+def _is_known_to_run(device: torch.device) -> bool:
+    """A card that is not there, of a call that is described only, is taken for one that can."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

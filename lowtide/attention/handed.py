@@ -20,9 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention as torchs_own
 from lowtide.attention.autograd import Gradients, again
 from lowtide.attention.masks import AttentionBias, Band, intervals, is_plain_causal
 from lowtide.attention.problem import Operands, Options, sizes
-from lowtide.derivatives import is_differentiated
+from lowtide.derivatives import is_differentiated, placed
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -73,8 +74,22 @@ def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
     shared = False
     if query.shape[1] != key.shape[1]:  # an if: to torch.compile the comparison may be no bool
         shared = True
+    given: dict[str, Any] = {"is_causal": causal, "scale": options.scale, "enable_gqa": shared}
+    if not torch.compiler.is_compiling() and _is_fused_already(operands, given):
+        return torchs_own(query, key, value, **given)
     with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):
-        return torchs_own(query, key, value, is_causal=causal, scale=options.scale, enable_gqa=shared)
+        return torchs_own(query, key, value, **given)
+
+
+def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
+    """Whether torch takes one of these kernels with its settings as they are, by the function that it asks
+    itself (it knows no subclasses). To change the settings and restore them takes the host 25 us."""
+    tensors, device = operands[:3], operands.device.type
+    if any(type(tensor) is not Tensor for tensor in tensors):
+        return False
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != operands.query.dtype:
+        return False  # float64, which autocast would cast
+    return torch._fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
 
 
 class _Handed(torch.autograd.Function):
@@ -101,6 +116,6 @@ class _Handed(torch.autograd.Function):
         else:
             wanted = [own for own in ctx.own if own.requires_grad]
             keep = torch._C._autograd._get_current_graph_task_keep_graph()
-            each = iter(torch.autograd.grad(ctx.out, wanted, upstream, retain_graph=keep))
-            gradients = tuple(next(each) if want else None for want in ctx.wanted)
+            found = torch.autograd.grad(ctx.out, wanted, upstream, retain_graph=keep)
+            gradients = placed(found, ctx.wanted)
         return (None, None, *gradients)

@@ -14,13 +14,16 @@ from torch import Tensor
 from lowtide.attention import dropout
 from lowtide.attention.backward_kernels import delta_kernel, key_value_gradient_kernel, query_gradient_kernel
 from lowtide.attention.bias_kernel import bias_gradient_kernel
-from lowtide.attention.blocks import Blocks, blocks, cut, shared_memory
+from lowtide.attention.blocks import Blocks, blocks, cdiv, cut, next_power_of_2, shared_memory
 from lowtide.attention.chunk import allocate
+from lowtide.attention.dropout_kernel import dropout_keys_kernel
 from lowtide.attention.forward_kernels import forward_kernel
 from lowtide.attention.problem import Operands, Options, is_far, sizes
 
 # Programs that keep a large card busy; and what the partial sums of a bias's gradient may take.
 PROGRAMS, PARTIAL_BYTES = 512, 16 << 20
+# Of dropout, a program.
+KEYS = 1024
 
 
 class Kernels:
@@ -28,10 +31,8 @@ class Kernels:
         self.operands, self.options = operands, options
         self.size = sizes(operands)
         query, key, value, bias, first, end, seed = operands
-        B, H, _, M, N, K, E = self.size
-        row_key = column_key = None
-        if seed is not None:
-            row_key, column_key = dropout.row_keys(seed, B, H, M), dropout.column_keys(seed, N)
+        _, H, _, M, N, K, E = self.size
+        row_key, column_key = (None, None) if seed is None else self._dropout_keys(seed)
         if bias is not None and bias.dtype == torch.bool:
             bias = bias.view(torch.uint8)
         strides = (0, 0, 0, 0)
@@ -51,6 +52,19 @@ class Kernels:
             "BASE_2": not operands.adds_bias,
             "COLUMN_BIAS": bias is not None and bias.shape[2] == 1,
         }  # fmt: skip
+
+    def _dropout_keys(self, seed: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, H, M] and [N], int32."""
+        B, H, _, M, N, _, _ = self.size
+        row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)
+        column_key = torch.empty(N, dtype=torch.int32, device=seed.device)
+        row_programs = cdiv(B * H * M, KEYS)
+        programs = row_programs + cdiv(N, KEYS)
+        if programs:
+            dropout_keys_kernel[(programs,)](
+                seed, row_key, column_key, B * H * M, row_programs, H, M, N, BLOCK=KEYS
+            )
+        return row_key, column_key
 
     def _blocks(self, kernel: str) -> Blocks | None:
         query, size = self.operands.query, self.size
@@ -73,7 +87,7 @@ class Kernels:
             statistics = query.new_empty(self.operands.statistics_shape, dtype=torch.float32)
         given = self._cut("forward")
         if out.numel():
-            tiles = triton.cdiv(M, given["BLOCK_M"])
+            tiles = cdiv(M, given["BLOCK_M"])
             forward_kernel[(tiles * B * H, given["BLOCKS_E"])](
                 **self.tensors, **self.numbers, **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics,
                 out_strides=out.stride(),
@@ -105,10 +119,10 @@ class Kernels:
             gradients = [grad.zero_() for grad in (grad_query, grad_key, grad_value) if grad is not None]
             bias = self.operands.bias
             return gradients if bias is None or not wanted[3] else [*gradients, torch.zeros_like(bias)]
-        delta_kernel[(triton.cdiv(M, 64) * B * H,)](
+        delta_kernel[(cdiv(M, 64) * B * H,)](
             out, upstream, logsumexp_upstream, delta, out.stride(), upstream.stride(),
             (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E,
-            triton.cdiv(M, 64), BLOCK_M=64, BLOCK_E=min(128, max(16, triton.next_power_of_2(E))),
+            cdiv(M, 64), BLOCK_M=64, BLOCK_E=min(128, max(16, next_power_of_2(E))),
         )  # fmt: skip
         if grad_query is not None:
             self._query_gradient(given, grad_query)
@@ -133,7 +147,7 @@ class Kernels:
     def _query_gradient(self, given: dict[str, Any], grad_query: Tensor) -> None:
         B, H, _, M, _, _, _ = self.size
         given = {**given, **self._cut("query")}
-        tiles = triton.cdiv(M, given["BLOCK_M"])
+        tiles = cdiv(M, given["BLOCK_M"])
         query_gradient_kernel[(tiles * B * H, given["BLOCKS_K"])](
             **given, tiles=tiles, grad_query_ptr=grad_query, grad_query_strides=grad_query.stride()
         )
@@ -150,7 +164,7 @@ class Kernels:
             return
         B, _, G, _, N, _, _ = self.size
         given = {**given, **self._cut(kernel)}
-        tiles = triton.cdiv(N, given["BLOCK_N"])
+        tiles = cdiv(N, given["BLOCK_N"])
         row_first, row_end = self._rows_of_keys()
         blocks_k, blocks_e = given["BLOCKS_K"], given["BLOCKS_E"]
         features = max(blocks_k if grad_key is not None else 1, blocks_e if grad_value is not None else 1)
@@ -173,11 +187,11 @@ class Kernels:
     def _bias_gradient(self, given: dict[str, Any], bias: Tensor) -> Tensor:
         B, H, _, M, N, _, _ = self.size
         given = {**given, **self._cut("bias")}
-        tiles = (B, H, triton.cdiv(N, given["BLOCK_N"]))
+        tiles = (B, H, cdiv(N, given["BLOCK_N"]))
         sizes = bias.shape[0], bias.shape[1], bias.shape[3]
         own = tuple(1 if size == 1 else count for size, count in zip(sizes, tiles))
         loops = tuple(count if size == 1 else 1 for size, count in zip(sizes, tiles))
-        programs, steps = math.prod(own) * triton.cdiv(M, given["BLOCK_M"]), math.prod(loops)
+        programs, steps = math.prod(own) * cdiv(M, given["BLOCK_M"]), math.prod(loops)
         parts = max(1, min(steps, PROGRAMS // programs, PARTIAL_BYTES // (4 * bias.numel())))
         dtype = bias.dtype if parts == 1 else torch.float32
         part = bias.new_empty(parts, *bias.shape, dtype=dtype)

@@ -5,23 +5,39 @@ without running them; they know no autograd, autograd.py differentiates them.
     attention_backward    the gradients of query, key, value and bias that are wanted, in this order
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import define, impl
 
 from lowtide.attention import engines
 from lowtide.attention.problem import Operands, Options
-from lowtide.linear_cross_entropy.operands import on_device_of
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
 OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend"
 
 
-def _operator(name: str, before: str, flags: str) -> Any:
+def _operator(name: str, before: str, flags: str) -> Callable[[Any], Any]:
+    """Not a custom_op, whose wrappers take the host 50 us a call."""
     schema = f"({before}{OPERANDS}, {flags}, {OPTIONS}) -> Tensor[]"
-    return custom_op(f"lowtide::{name}", mutates_args=(), schema=schema)
+    define(f"lowtide::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    def registered(function: Any) -> Any:
+        impl(f"lowtide::{name}", ("cpu", "cuda"), function)
+        return getattr(torch.ops.lowtide, name).default
+
+    return registered
+
+
+def _refuse_derivatives(operands: Operands) -> None:
+    tracked = torch.is_grad_enabled()
+    if tracked and any(each is not None and each.requires_grad for each in operands.differentiable):
+        raise RuntimeError(
+            "lowtide::attention has no derivative of its own; call lowtide.memory_efficient_attention, which "
+            "has, or this under torch.no_grad()"
+        )
 
 
 @_operator("attention", "", "bool keep_statistics")
@@ -37,8 +53,8 @@ def attention(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with on_device_of(operands.query):
-        return engines.forward(operands, Options(*options), keep_statistics)
+    _refuse_derivatives(operands)
+    return engines.forward(operands, Options(*options), keep_statistics)
 
 
 @_operator(
@@ -62,6 +78,6 @@ def attention_backward(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    with on_device_of(operands.query):
-        given = (upstream, logsumexp_upstream, out, statistics)
-        return engines.backward(operands, Options(*options), wanted, *given)
+    _refuse_derivatives(operands)
+    given = (upstream, logsumexp_upstream, out, statistics)
+    return engines.backward(operands, Options(*options), wanted, *given)

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from lowtide.attention import ops
+from lowtide.attention import ops  # noqa: F401  the operators that it speaks of
 from lowtide.attention.chunk import allocate
 from lowtide.attention.problem import Operands, Options, sizes
 
 
-@ops.attention.register_fake
+@register_fake("lowtide::attention")
 def _(*arguments: Any) -> list[Tensor]:
     operands, keep_statistics, options = Operands(*arguments[:7]), arguments[7], Options(*arguments[8:])
     B, H, _, M, _, _, E = sizes(operands)
@@ -25,7 +26,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [out, operands.query.new_empty(operands.statistics_shape, dtype=operands.sum_dtype)]
 
 
-@ops.attention_backward.register_fake
+@register_fake("lowtide::attention_backward")
 def _(*arguments: Any) -> list[Tensor]:
     operands, wanted, options = Operands(*arguments[4:11]), arguments[11], Options(*arguments[12:])
     gradients = [allocate(each, each.shape, options.rows_first) for each in operands[:3]]

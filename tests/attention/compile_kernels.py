@@ -75,7 +75,9 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "delta_ptr", "part_ptr"), F32),
-        **dict.fromkeys(("H", "R", "M", "N", "K", "E", "tiles", "parts", "limit"), "i32"),
+        **dict.fromkeys(
+            ("H", "R", "M", "N", "K", "E", "tiles", "parts", "limit", "rows", "row_programs"), "i32"
+        ),
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
         "part_strides": ("i32", "i32", "i32", "i32", 1),
@@ -94,6 +96,8 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
 def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str, Any]:
     from lowtide.attention.blocks import blocks, cut
 
+    if kernel == "dropout keys":
+        return {"BLOCK": 1024, "warps": 4, "stages": 3}
     if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
     size = blocks(kernel, half, features, SHARED[capability])
@@ -104,7 +108,10 @@ def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str
 
 def _builds() -> dict[str, Build]:
     builds = {
-        "delta": Build("backward_kernels", "delta_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)})
+        "delta": Build("backward_kernels", "delta_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
+        "dropout keys": Build(
+            "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
+        ),
     }
     for name, (module, kernel, absent) in KERNELS.items():
         own = dict.fromkeys(absent) | (BIASED if name == "bias" else {})

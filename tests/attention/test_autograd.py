@@ -1,11 +1,16 @@
 """What autograd may do with a call: everything, exactly."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import attn_bias as masks
+from lowtide.attention.problem import Options
 from tests.attention.helpers import check, differentiate, make_case, make_upstream, ours
 
 CASES = {
@@ -252,3 +257,37 @@ def test_handed_values_are_within_the_budget(device):
                 return out, ours(case, backend="torch")[1]
 
             check(differentiate(function, case, upstream), case, upstream)
+
+
+@pytest.mark.parametrize("settings", [None, [SDPBackend.MATH], [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_dense_kernel_is_never_taken(settings, autocast):
+    """Whatever torch's settings are, which are afterwards what they were."""
+    case = make_case(1, 64, 64, 2, 2, 16)
+    tensors = (case.query, case.key, case.value)
+
+    seen = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function.name())
+            return function(*args, **(kwargs or {}))
+
+    around = contextlib.nullcontext() if settings is None else sdpa_kernel(settings)
+    with around, torch.autocast("cpu", torch.bfloat16, enabled=autocast), Names():
+        before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        out = lowtide.memory_efficient_attention(*tensors)
+        assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
+    assert out.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert any("flash_attention_for_cpu" in name for name in seen)
+    assert not any("math" in name or "bmm" in name for name in seen)
+
+
+def test_an_operator_alone_has_no_derivative():
+    """It says so, as torch would only warn that there is none."""
+    query = torch.randn(1, 1, 4, 8, requires_grad=True)
+    given = (query, query, query, None, None, None, None, False, *Options(1.0, softcap=2.0))
+    with pytest.raises(RuntimeError, match="has no derivative of its own"):
+        torch.ops.lowtide.attention(*given)
+    with torch.no_grad():
+        torch.ops.lowtide.attention(*given)

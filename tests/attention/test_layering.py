@@ -34,15 +34,22 @@ ALLOWED = {
     "chunk": set(),
     "tiles": {"problem"},
     "dropout": set(),
-    "launch": {"backward_kernels", "bias_kernel", "blocks", "chunk", "dropout", "forward_kernels", "problem"},
+    "launch": {
+        *("backward_kernels", "bias_kernel", "blocks", "chunk", "dropout", "dropout_kernel"),
+        *("forward_kernels", "problem"),
+    },
     "blocks": set(),
     "forward_kernels": {"tile_kernels"},
     "backward_kernels": {"tile_kernels"},
     "bias_kernel": {"backward_kernels", "tile_kernels"},
+    "dropout_kernel": {"dropout"},
     "tile_kernels": set(),
 }
 # Imported only where a call runs them.
-TRITON = {"launch", "blocks", "forward_kernels", "backward_kernels", "bias_kernel", "tile_kernels"}
+TRITON = {
+    *("launch", "forward_kernels", "backward_kernels", "bias_kernel", "dropout_kernel"),
+    "tile_kernels",
+}
 OUTSIDE = {
     "lowtide.derivatives",
     "lowtide.rowwise",
