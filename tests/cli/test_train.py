@@ -11,6 +11,10 @@ import time
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
+
+from lowtide.cli.train import train
 
 TINY = {
     "--vocab-size": 512,
@@ -22,30 +26,33 @@ TINY = {
 }
 
 
-@pytest.fixture
-def lowtide_train(tmp_path):
-    """Start `lowtide train` in an empty directory, with a cache of its own and a text."""
+ARGUMENTS = [str(part) for option in TINY.items() for part in option]
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path, monkeypatch):
+    """An otherwise empty directory to work in, with a text and a cache of its own."""
     (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "PYTHONWARNINGS": "error",
-        "OMP_NUM_THREADS": "1",
-    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
 
-    tiny = [str(part) for option in TINY.items() for part in option]
 
-    def start(*arguments: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, "-m", "lowtide", "train", *tiny, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+def lowtide_train(*arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "train", *ARGUMENTS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
-    return start
+
+def invoke(*arguments: str):
+    """In this process, where nothing is asked of the process itself."""
+    app = typer.Typer()
+    app.command()(train)
+    return CliRunner().invoke(app, [*ARGUMENTS, *arguments])
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -58,7 +65,7 @@ def losses(directory) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
-def test_both_ends_with_samples_a_table_and_a_figure(lowtide_train, tmp_path):
+def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
     code, output, errors = finish(
         lowtide_train("--loss", "both", "--data", "text.txt", "--steps", "30", "--save-every", "20")
     )
@@ -80,7 +87,7 @@ def test_both_ends_with_samples_a_table_and_a_figure(lowtide_train, tmp_path):
     assert struct.unpack(">II", figure[16:24]) == (1600, 672)
 
 
-def test_a_killed_run_loses_at_most_one_interval(lowtide_train, tmp_path):
+def test_a_killed_run_loses_at_most_one_interval(tmp_path):
     arguments = ["--data", "text.txt", "--steps", "300", "--save-every", "10"]
     whole = lowtide_train(*arguments, "--out", "whole")
     killed = lowtide_train(*arguments, "--out", "killed")
@@ -102,9 +109,9 @@ def test_a_killed_run_loses_at_most_one_interval(lowtide_train, tmp_path):
     assert losses(tmp_path / "killed/lowtide") == losses(tmp_path / "whole/lowtide")
 
     before = checkpoint.read_bytes()
-    code, _, errors = finish(lowtide_train(*arguments, "--out", "killed", "--tied"))
-    assert code == 1
-    assert "tied False, not True" in errors
+    refused = invoke(*arguments, "--out", "killed", "--tied")
+    assert refused.exit_code == 1
+    assert "tied False, not True" in refused.output
     assert checkpoint.read_bytes() == before
 
 
@@ -124,30 +131,37 @@ def test_a_killed_run_loses_at_most_one_interval(lowtide_train, tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(lowtide_train, tmp_path, arguments, code, said):
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path, arguments, code, said):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "image.bin").write_bytes(b"\x89PNG\x00\xff")
-    returned, _, errors = finish(lowtide_train(*arguments.split()))
-    assert returned == code
-    assert said in errors
-    assert "Traceback" not in errors
+    done = invoke(*arguments.split())
+    assert done.exit_code == code
+    assert said in done.output
+    assert isinstance(done.exception, SystemExit), "no traceback"
     if code == 1:
-        assert errors.startswith("lowtide train: ")
-        assert errors.count("\n") == 1
+        assert done.output.startswith("lowtide train: ")
+        assert done.output.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
-def test_both_refuse_another_run_before_either_trains(lowtide_train, tmp_path):
-    code, _, errors = finish(lowtide_train("--loss", "eager", "--steps", "4", "--out", "there"))
-    assert code == 0, errors
-    code, _, errors = finish(lowtide_train("--loss", "both", "--steps", "2", "--out", "there"))
-    assert code == 1
-    assert "already at step 4" in errors
+def test_it_is_said_to_the_standard_error():
+    said = "lowtide train: --data nowhere: there is no such file or directory\n"
+    assert finish(lowtide_train("--data", "nowhere")) == (1, "", said)
+
+
+def test_both_refuse_another_run_before_either_trains(tmp_path):
+    text = ("--data", "text.txt", "--out", "there")
+    done = invoke(*text, "--loss", "eager", "--steps", "4")
+    assert done.exit_code == 0, done.output
+    done = invoke(*text, "--loss", "both", "--steps", "2")
+    assert done.exit_code == 1
+    assert "already at step 4" in done.output
     assert not (tmp_path / "there/lowtide").exists()
 
 
-def test_a_killed_comparison_takes_its_child_along(lowtide_train, tmp_path):
-    process = lowtide_train("--loss", "both", "--steps", "100000", "--save-every", "1", "--out", "killed")
+def test_a_killed_comparison_takes_its_child_along(tmp_path):
+    endless = ("--data", "text.txt", "--steps", "100000", "--save-every", "1")
+    process = lowtide_train(*endless, "--loss", "both", "--out", "killed")
     log = tmp_path / "killed/lowtide/log.csv"
     wait_until(log.exists)
     process.kill()

@@ -34,6 +34,12 @@ def test_the_standard_library_is_there_in_a_fixed_order():
     assert sum("unittest.main()" in text for text in texts) < len(texts) / 20
 
 
+def test_without_a_path_it_is_the_standard_library(text, monkeypatch):
+    monkeypatch.setattr(data, "read_standard_library", lambda: [text.read_text(encoding="utf-8")])
+    corpus = load_corpus(None, 512, context=32)
+    assert torch.equal(corpus.train, load_corpus(text, 512, context=32).train)
+
+
 def test_a_batch_is_windows_and_their_successors():
     ids = torch.arange(1000, dtype=torch.int32)
     tokens, targets = batch(ids, rows=5, context=16, seed=3, step=7)
