@@ -5,6 +5,7 @@ import torch
 
 if not torch.cuda.is_available():  # read when triton is imported, which torch does not do by itself
     os.environ.setdefault("TRITON_INTERPRET", "1")
+import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
 # The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
 torch.set_num_threads(1)
