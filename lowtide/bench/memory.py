@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 
 
@@ -44,20 +45,27 @@ class Allocation:
     operators: tuple[str, ...]  # it happened in, the outermost first
 
 
+# Of what is to be recorded, beside allocations. Operators are several times as many as these.
+OPERATORS: set[Any] = set()  # none given: all
+NOTHING = {RecordScope.STATIC_RUNTIME_MODEL}  # there is none
+
+
 @contextlib.contextmanager
-def cpu_allocations() -> Iterator[list[Allocation]]:
+def cpu_allocations(scopes: set[Any] = OPERATORS) -> Iterator[list[Allocation]]:
     """A list of all that the block allocates and gives back on the CPU, filled when the block ends."""
     profiler = profile(use_kineto=True, profile_memory=True)
+    config, activities = profiler.config(), profiler.kineto_activities
     found: list[Allocation] = []
     with _stderr_silenced():
-        profiler.__enter__()
+        _prepare_profiler(config, activities)
+        _enable_profiler(config, activities, scopes)  # type: ignore[call-arg]  # not in torch's stub
     try:
         yield found
     finally:
         with _stderr_silenced():
-            profiler.__exit__(None, None, None)
+            results = _disable_profiler()
         waiting: list[tuple[Any, tuple[str, ...]]] = [
-            (event, ()) for event in reversed(profiler.kineto_results.experimental_event_tree())
+            (event, ()) for event in reversed(results.experimental_event_tree())
         ]
         while waiting:
             event, operators = waiting.pop()
@@ -75,7 +83,7 @@ def cpu_allocations() -> Iterator[list[Allocation]]:
 def _cpu(peak: Peak) -> Iterator[None]:
     allocations: list[Allocation] = []
     try:
-        with cpu_allocations() as allocations:
+        with cpu_allocations(NOTHING) as allocations:
             yield
     finally:
         held = 0

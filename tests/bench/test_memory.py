@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lowtide.bench.memory import peak_memory
+from lowtide.bench.memory import NOTHING, OPERATORS, cpu_allocations, peak_memory
 
 MIB = 2**20
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -63,6 +63,23 @@ def test_temporaries_inside_an_operator_count():
     with peak_memory("cpu") as peak:
         torch.nn.functional.cross_entropy(logits, torch.zeros(512, dtype=torch.int64)).backward()
     assert peak.bytes >= 2 * logits.nbytes  # log-probabilities and their gradient
+
+
+def test_allocations_are_the_same_with_and_without_their_operators():
+    def step():
+        x, weight = (torch.randn(64, 32, requires_grad=True) for _ in range(2))
+        (gradient,) = torch.autograd.grad((x @ weight.T).logsumexp(1).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    step()
+    found = []
+    for scopes in (OPERATORS, NOTHING):
+        with cpu_allocations(scopes) as allocations:
+            step()
+        found.append([each.bytes for each in allocations])
+        assert any(each.operators for each in allocations) == (scopes is OPERATORS)
+    assert found[0] == found[1]
+    assert len(found[0]) > 20
 
 
 def test_an_exception_passes_through_and_leaves_the_figures():
