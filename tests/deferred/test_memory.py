@@ -12,8 +12,8 @@ from lowtide.bench.memory import peak_memory
 from lowtide.deferred import RealLogitsWarning
 from tests.deferred.helpers import GPT
 
-# More than the default workspace, 64 MiB on the CPU and 1 GiB on CUDA.
-ROWS = {"cpu": 1024, "cuda": 16384}
+# Of float32 logits, more than the default workspace: 64 MiB on the CPU and 1 GiB on CUDA.
+ROWS = {"cpu": 640, "cuda": 16384}
 D, V = 8, 32768
 
 
@@ -47,7 +47,7 @@ USES = {
 
 
 def prepared(device, dtype):
-    N = ROWS[device]
+    N = ROWS[device] * 4 // dtype.itemsize
     model = GPT(features=D, classes=V).to(device, dtype)
     tokens, targets = torch.randint(V, (2, 2, N // 2), device=device)
     return model, tokens, targets
@@ -63,7 +63,7 @@ def step(model, tokens, targets, use):
 )
 def test_no_logits(device, name, dtype):
     model, tokens, targets = prepared(device, dtype)
-    logits = ROWS[device] * V * dtype.itemsize
+    logits = ROWS[device] * V * 4
     with lowtide.defer_logits(model) as deferral:
         with peak_memory(device) as peak:
             step(model, tokens, targets, USES[name])
