@@ -10,7 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.bench.memory import peak_memory
 
-BATCH, TOKENS, FEATURES, CLASSES = 4, 128, 64, 32000
+BATCH, TOKENS, FEATURES, CLASSES = 4, 96, 32, 32000
 
 
 class Model(nn.Module):

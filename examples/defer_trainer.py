@@ -12,7 +12,7 @@ import transformers
 from lowtide.bench.memory import peak_memory
 from lowtide.integrations.transformers import DeferLogits
 
-TOKENS, CLASSES = 128, 32000
+TOKENS, CLASSES = 96, 32000
 
 
 class Data(torch.utils.data.Dataset):
@@ -35,8 +35,8 @@ def train(callbacks, folder):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=CLASSES,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         tie_word_embeddings=True,
