@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lowtide.bench.cases import CASES
@@ -15,6 +16,7 @@ from lowtide.bench.measure import Mode
 from lowtide.bench.options import OPTIONS, WORKSPACE
 from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.cli import bench
+from lowtide.cli.train import train
 
 
 def lowtide(*arguments):
@@ -55,11 +57,15 @@ def test_a_smoke_run_measures_every_provider(tmp_path):
     assert all(int(row["peak_bytes"]) < eager_peak for name, row in ours.items() if name != "eager")
 
 
+def invoke(*arguments):
+    return CliRunner().invoke(bench.app, ["linear-cross-entropy", *arguments])
+
+
 def test_a_forward_alone_of_one_provider(tmp_path):
     out = tmp_path / "forward.csv"
     chosen = ("--provider", "eager", "--case", "smoke-cpu", "--mode", "forward", "--device", "cpu")
-    done = lowtide(*chosen, "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    done = invoke(*chosen, "--out", str(out))
+    assert done.exit_code == 0, done.output
     with out.open() as file:
         (row,) = csv.DictReader(file)
     assert (row["provider"], row["mode"], row["status"]) == ("eager", "forward", "ok")
@@ -67,27 +73,19 @@ def test_a_forward_alone_of_one_provider(tmp_path):
     assert row["grad_input_error"] == ""
 
 
-def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(inspect.getsource(argparse), encoding="utf-8")
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_WAIT_POLICY": "passive",
-        "OMP_NUM_THREADS": "1",
-    }
+def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny = "--device cpu --vocab-size 512 --width 64 --depth 1 --context 32 --batch 8 --steps 60"
-    bench = "--device cpu --case smoke-cpu --logits trained --checkpoint head --csv trained.csv"
-    for command in (
-        f"train {tiny} --data text.txt --out head",
-        f"bench linear-cross-entropy {bench} --data text.txt --provider lowtide --provider eager",
-    ):
-        started = [sys.executable, "-m", "lowtide", *command.split()]
-        done = subprocess.run(
-            started, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-    assert "smoke-cpu-trained: 256 x 64 x 512 float32 on cpu, step, trained logits up to" in done.stdout
+    app = typer.Typer()
+    app.command()(train)
+    done = CliRunner().invoke(app, f"{tiny} --data text.txt --out head".split())
+    assert done.exit_code == 0, done.output
+    chosen = "--device cpu --case smoke-cpu --logits trained --checkpoint head --csv trained.csv"
+    done = invoke(*f"{chosen} --data text.txt --provider lowtide --provider eager".split())
+    assert done.exit_code == 0, done.output
+    assert "smoke-cpu-trained: 256 x 64 x 512 float32 on cpu, step, trained logits up to" in done.output
     with (tmp_path / "trained.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["provider"] for row in rows] == ["lowtide", "eager"]

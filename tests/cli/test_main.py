@@ -3,20 +3,23 @@
 import subprocess
 import sys
 
+import pytest
+
 import lowtide
-
-
-def run(*arguments):
-    return subprocess.run([sys.executable, "-m", "lowtide", *arguments], capture_output=True, text=True)
+from lowtide.cli import main
 
 
 def test_version():
-    found = run("--version")
+    command = [sys.executable, "-m", "lowtide", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout == f"lowtide {lowtide.__version__}\n"
 
 
-def test_alone_it_shows_its_commands():
-    found = run()
+def test_alone_it_shows_its_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lowtide"])
+    with pytest.raises(SystemExit):
+        main()
+    found = capsys.readouterr()
     for command in ("bench", "doctor", "estimate", "profile", "train"):
-        assert command in found.stdout + found.stderr
+        assert command in found.out + found.err
