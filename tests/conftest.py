@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -10,6 +11,19 @@ import torch._dynamo  # makes a table of torch's functions, before some are repl
 # The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+
+# The garbage collector goes through all that lives, most of which is imported or a test, and stays.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or what is left at the end looks like a leak to extensions
+
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
