@@ -111,7 +111,10 @@ def attention(
         out, lse_BHM = memory_efficient_attention_with_lse(
             q, k, v, attention_mask, drop, scaling, softcap=softcap
         )
-        share_BHM = torch.sigmoid(lse_BHM - sinks[..., 0])
+        sinks_BHM = sinks[..., 0]
+        if packed:  # as the rows are: one after the other
+            sinks_BHM = sinks_BHM.expand(query.shape[:-1]).transpose(0, 1).flatten(1)[None]
+        share_BHM = torch.sigmoid(lse_BHM - sinks_BHM)
         out = (out * share_BHM.transpose(1, 2)[..., None]).to(out.dtype)
     if packed:
         out = out[0].unflatten(0, (query.shape[0], -1))
