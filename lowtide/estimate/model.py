@@ -5,8 +5,9 @@ The step is the same whatever computes the loss: `lowtide.defer_logits` alone de
 Shapes: B sequences, T tokens of each.
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,6 @@ def fake(setting: Setting) -> Model:
     """The model with fake tensors on the CPU as its parameters and buffers; within a FakeTensorMode."""
     with _disable_current_modes(), torch.device("meta"):
         model = build(setting)
-    _mask_as_on_data(model.module)
     made: dict[int, Tensor] = {}
     for owner in model.module.modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -142,19 +142,22 @@ def fake(setting: Setting) -> Model:
     return model
 
 
-def _mask_as_on_data(module: nn.Module) -> None:
+@contextlib.contextmanager
+def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     """For fake tensors, whose positions it can't look at, Transformers makes a mask [T, T] where none is
-    needed."""
+    needed. Within this block it makes none."""
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        yield
         return
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 
-    attention, masks = AttentionInterface(), AttentionMaskInterface()
     mask = masks["sdpa"]
 
     def without_packing(*args: Any, **options: Any) -> Any:
         return mask(*args, **options | {"allow_is_causal_skip": True})
 
-    AttentionInterface.register("lowtide-fake", attention["sdpa"])
-    AttentionMaskInterface.register("lowtide-fake", without_packing)
-    module.set_attn_implementation("lowtide-fake")  # type: ignore[operator]
+    masks["sdpa"] = without_packing  # an override of the registered one, which deleting it brings back
+    try:
+        yield
+    finally:
+        del masks["sdpa"]

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
 from lowtide.estimate.cuda import Functions, Operators, Workspace
-from lowtide.estimate.model import Model, fake
+from lowtide.estimate.model import Model, fake, masks_as_on_data
 from lowtide.estimate.setting import Loss, Setting
 from lowtide.estimate.tracker import OPTIMIZER, Tracker
 from lowtide.train.config import UserError
@@ -42,6 +42,7 @@ def estimate(setting: Setting, loss: Loss, device: str = "cuda") -> Estimate:
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         model = fake(setting)
+        stack.enter_context(masks_as_on_data(model.module))
         tracker = Tracker(model.module, model.classes)
         stack.enter_context(tracker)
         stack.enter_context(Operators(model.classes, device))

@@ -64,6 +64,26 @@ def test_scores_and_masks_are_not_made_where_cuda_makes_none(config):
     assert estimate(Setting(windowed, 1, queries), Loss.eager).peak > queries * queries
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_transformers_is_left_as_it_was(config, fails, monkeypatch):
+    interfaces = pytest.importorskip("transformers").modeling_utils.ALL_ATTENTION_FUNCTIONS, masks()
+    before = [dict(interface) for interface in interfaces]
+    setting = Setting(config(TINY_LLAMA, vocab_size=128), 1, 16)
+    if fails:
+        monkeypatch.setattr("lowtide.estimate.step.run", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            estimate(setting, Loss.eager)
+    else:
+        estimate(setting, Loss.eager)
+    assert [dict(interface) for interface in interfaces] == before
+
+
+def masks():
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS
+
+
 def test_dropout_on_cuda_keeps_a_byte_an_element(config):
     pytest.importorskip("transformers")
     B, T, D = 2, 256, 64
