@@ -70,12 +70,18 @@ def profile(
 
 
 def write(record: Record, label: str, title: str, out: Path, console: Console) -> None:
-    line = timeline(record.snapshot)
-    if not line.bytes:
+    lines = {
+        place: timeline(record.snapshot, place) for place in range(len(record.snapshot["device_traces"]))
+    }
+    used = {f"cuda:{place}": line for place, line in lines.items() if line.bytes}
+    if not used:
         raise UserError("nothing was allocated through torch")
+    device, line = max(used.items(), key=lambda each: each[1].peak)
+    several = len(used) > 1
     save(record.snapshot, out / "memory.pickle")
-    draw({label: line}, title, out / "memory.png")
+    draw({label: line}, f"{title}, {device}" if several else title, out / "memory.png")
     unit, name = unit_of(line.peak)
-    console.print(f"peak: {line.peak / unit:,.2f} {name}")
+    of_device = f" on {device}, the most of {len(used)} devices" if several else ""
+    console.print(f"peak: {line.peak / unit:,.2f} {name}{of_device}")
     console.print(f"picture: {out / 'memory.png'}", soft_wrap=True)
     console.print(f"for pytorch.org/memory_viz: {out / 'memory.pickle'}", soft_wrap=True)

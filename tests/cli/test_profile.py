@@ -9,6 +9,7 @@ from torch.cuda import _memory_viz
 from typer.testing import CliRunner
 
 from lowtide.cli import profile
+from lowtide.profile.record import Record
 from lowtide.profile.timeline import timeline
 
 SCRIPT = """
@@ -81,6 +82,26 @@ def test_steps_of_a_model(tmp_path):
     logits = 4 * 256 * 32_768
     assert peaks["lowtide"] < 2 * logits
     assert peaks["eager"] > 3 * logits
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch, idle):
+    sizes = [0 if idle else 2**20, 3 * 2**20]
+    event = {"action": "alloc", "time_us": 0, "addr": 1, "stream": 0, "frames": []}
+    traces = [[event | {"size": size}] if size else [] for size in sizes]
+    block = {"state": "active_allocated"}
+    segments = [{"device": at, "blocks": [block | {"requested_size": size}]} for at, size in enumerate(sizes)]
+    record = Record({"device_traces": traces, "segments": segments})
+    monkeypatch.setattr(profile, "run_steps", lambda *_: record)
+    titles = []
+    monkeypatch.setattr(profile, "draw", lambda lines, title, path: titles.append((title, *lines.values())))
+    done = invoke("--step", "demo-cpu", "--dtype", "float32", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    ((title, line),) = titles
+    assert line.peak == 3 * 2**20
+    peak, *_ = done.output.splitlines()
+    assert title.endswith("tokens" if idle else "tokens, cuda:1")
+    assert peak == "peak: 3.00 MiB" + ("" if idle else " on cuda:1, the most of 2 devices")
 
 
 @pytest.mark.parametrize(
