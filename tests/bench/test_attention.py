@@ -139,6 +139,8 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Of Dynamo, which looks at every attribute of flex attention's operands; as an error it would end in it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["smoke-cuda", "smoke-cuda-bias", "smoke-cuda-dropout"])
 def test_every_provider_of_a_card(name):
     (case,) = (case for case in ATTENTION_CASES if case.name == name)
