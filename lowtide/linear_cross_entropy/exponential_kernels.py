@@ -58,6 +58,7 @@ def _exponentials_kernel(
     first_class,
     STORE: tl.constexpr,
     GUARDED: tl.constexpr,
+    MASKED: tl.constexpr,
     REPAIR: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -71,6 +72,7 @@ def _exponentials_kernel(
     reference), of the stored value times u, and the largest z with its class. With means, which come with
     maxima, the reference is the largest z of the half. With `repair`, only row tiles that are marked. An
     ignored row's reference is infinite, so that it adds 0; if its logits are not finite, only where GUARDED.
+    Targets are left out of every half where MASKED, else out of those that have any.
     Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
     group_tiles = GROUP * tiles_b
@@ -136,8 +138,9 @@ def _exponentials_kernel(
                     exp_ch = tl.exp2(shift_ch)
                     if mean_ptr is not None:  # beyond the last class z is -inf
                         exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
+                    elif MASKED:
+                        exp_ch = _others(exp_ch, columns, target_c, B)
                     else:
-                        # A comparison an element costs more than its exponential; most halves are spared it.
                         hit_c = (target_c >= first) & (target_c < first + BLOCK_B // 2)
                         if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
                             exp_ch = _others(exp_ch, columns, target_c, B)
@@ -209,6 +212,9 @@ class Exponentials:
         logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit some
         other place for its maximum."""
         store = self.out_CB is not None and sums is not None
+        # A comparison an element costs more than its exponential. A branch that spares most halves of it
+        # pays, unless it takes registers that are not there.
+        masked = self.softcap > 0 and moments is not None
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,
@@ -233,6 +239,7 @@ class Exponentials:
             self.first_class,
             STORE=store,
             GUARDED=guarded,
+            MASKED=masked,
             REPAIR=repair is not None,
             SOFTCAP=self.softcap,
             PROGRAMS=self.programs,

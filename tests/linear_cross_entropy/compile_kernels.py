@@ -74,6 +74,7 @@ def _exponentials(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
+        "MASKED": False,
         "REPAIR": False,
         "SOFTCAP": 0.0,
         "PROGRAMS": 132,
@@ -144,17 +145,17 @@ BUILDS = {
     "exponentials, scale": _exponentials(scale_ptr=F32),
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
-    "exponentials, all": _exponentials(**_BENT, moment_ptr=F32, spills=200),
+    "exponentials, all": _exponentials(**_BENT, MASKED=True, moment_ptr=F32, spills=320),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
         spills=72),
     "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=20),
     "exponentials, gradient of entropy, all": _exponentials(
-        **_TILTED, **_BENT, moment_ptr=F32, spills=784
+        **_TILTED, **_BENT, MASKED=True, moment_ptr=F32, spills=632
     ),
     "exponentials, two terms": _exponentials(**_TWO_TERMS),
     "exponentials, two terms, all": _exponentials(
-        **_TWO_TERMS, **_BENT, moment_ptr=F32, spills=360
+        **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
     ),
     "exponentials, two terms, log-probabilities": _exponentials(
         **_TWO_TERMS | _FOUND | {"exp_CB": None, "STORE": False}
