@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tests.linear_cross_entropy.compile_kernels import _assembled as assembled
+from tests.ahead_of_time import assembled
 
 TARGETS = (80, 90)
 # Bytes a block may have: what consumer cards of the older generation have; and an H100.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import lowtide
+from tests.ahead_of_time import compile_all
 from tests.attention.compile_kernels import BUILDS, SHARED
-from tests.linear_cross_entropy.test_kernels_compile import compile_all
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import lowtide
+from tests.ahead_of_time import compile_all
 from tests.distillation.compile_kernels import BUILDS
 from tests.linear_cross_entropy.compile_kernels import TARGETS
-from tests.linear_cross_entropy.test_kernels_compile import compile_all
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 

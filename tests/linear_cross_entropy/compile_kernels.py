@@ -6,11 +6,9 @@ one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kern
 """
 
 import json
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.ahead_of_time import assembled
 
 TARGETS = (80, 90)
 
@@ -220,26 +218,7 @@ def resources(build: Build, capability: int) -> dict[str, int]:
     )
     options = {"num_warps": build.warps, "num_stages": build.stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": compiled.metadata.shared, **_assembled(compiled.asm["ptx"], capability)}
-
-
-def _assembled(ptx: str, capability: int) -> dict[str, int]:
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    architecture = re.search(r"\.target (sm_\w+)", ptx)[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", str(path)]
-        report = subprocess.run(
-            [*command, "-o", f"{folder}/kernel.cubin"], capture_output=True, text=True, check=True
-        ).stderr
-    numbers = {
-        "registers": r"Used (\d+) registers",
-        "spill_stores": r"(\d+) bytes spill stores",
-        "spill_loads": r"(\d+) bytes spill loads",
-    }
-    return {name: int(re.search(pattern, report)[1]) for name, pattern in numbers.items()}
+    return {"shared": compiled.metadata.shared, **assembled(compiled.asm["ptx"], capability)}
 
 
 def main(builds: dict[str, Build] = BUILDS) -> None:

@@ -1,15 +1,13 @@
 """Every kernel compiles ahead of time, without a GPU, and keeps its numbers in registers."""
 
 import importlib.util
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import lowtide
+from tests.ahead_of_time import compile_all
 from tests.linear_cross_entropy.compile_kernels import BUILDS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -18,23 +16,6 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 @pytest.fixture(scope="module")
 def compiled():
     return compile_all("tests.linear_cross_entropy.compile_kernels")
-
-
-def compile_all(module):
-    import os
-
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", module],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    results = [json.loads(line) for line in run.stdout.splitlines()]
-    return {(result["name"], result["capability"]): result for result in results}
 
 
 @pytest.mark.parametrize(
