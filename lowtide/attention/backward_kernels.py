@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from lowtide.attention.tile_kernels import (
+    LOG2E,
     finished,
     head,
     interval,
     kept,
     load_rows,
-    load_statistics,
     load_tile,
     product,
     seen_of_rows,
@@ -26,11 +26,13 @@ from lowtide.attention.tile_kernels import (
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, upstream_ptr, logsumexp_upstream_ptr, delta_ptr, out_strides, upstream_strides, lse_strides,
-    H, M, E, tiles, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+def rows_kernel(
+    out_ptr, upstream_ptr, logsumexp_upstream_ptr, statistics_ptr, rows_ptr,
+    out_strides, upstream_strides, lse_strides, H, M, E, tiles,
+    BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(o do) - dlse."""
+    """rows [B, H, 2 or 3, M]: delta = rowsum(o do) - dlse, and what `weights` takes, once and not a tile: the
+    shift and, in natural units, log2_sum. 0 instead of -inf, where all scores are -inf too."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
@@ -45,7 +47,32 @@ def delta_kernel(
         out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
         upstream = load_tile((upstream_ptr, start_m, row_m, upstream_strides, M), e, E, True, True)
         delta_m += tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)
-    tl.store(delta_ptr + bh.to(tl.int64) * M + i, delta_m, mask=i < M)
+    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2) + i
+    tl.store(rows_ptr, delta_m, mask=i < M)
+    if BASE_2:
+        logarithm_ptr = statistics_ptr + bh.to(tl.int64) * M + i
+    else:
+        maximum_ptr = statistics_ptr + bh.to(tl.int64) * (2 * M) + i
+        tl.store(rows_ptr + M, tl.load(maximum_ptr, mask=i < M, other=0.0), mask=i < M)
+        logarithm_ptr, rows_ptr = maximum_ptr + M, rows_ptr + M
+    logarithm_m = tl.load(logarithm_ptr, mask=i < M, other=0.0)
+    logarithm_m = tl.where(logarithm_m == -float("inf"), 0.0, logarithm_m) * LOG2E
+    tl.store(rows_ptr + M, logarithm_m, mask=i < M)
+
+
+@triton.jit
+def rows_of(rows_ptr, bh, M, BASE_2: tl.constexpr):
+    """Where those of one batch and head begin."""
+    return rows_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
+
+
+@triton.jit
+def load_shift(rows_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+    shift = load_rows(rows_ptr + M, i, M, CUT)
+    log2_sum = shift
+    if not BASE_2:
+        log2_sum = load_rows(rows_ptr + 2 * M, i, M, CUT)
+    return shift, log2_sum
 
 
 @triton.jit
@@ -59,7 +86,7 @@ def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.cons
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, delta_ptr, statistics_ptr, grad_query_ptr,
+    upstream_ptr, rows_ptr, grad_query_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -83,8 +110,9 @@ def query_gradient_kernel(
     upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
     query = load_tile(query_place, k, K, True, CUT_K)
     upstream = load_tile(upstream_place, e, E, True, CUT_E)
-    delta = load_rows(delta_ptr + row, i, M, True)[:, None]
-    shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, True, BASE_2)
+    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2)
+    delta = load_rows(rows_ptr, i, M, True)[:, None]
+    shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -133,7 +161,7 @@ def query_gradient_kernel(
 @triton.jit
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    row_first_ptr, row_end_ptr, upstream_ptr, delta_ptr, statistics_ptr, grad_key_ptr, grad_value_ptr,
+    row_first_ptr, row_end_ptr, upstream_ptr, rows_ptr, grad_key_ptr, grad_value_ptr,
     bias_sum_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
     grad_key_strides, grad_value_strides,
@@ -166,6 +194,7 @@ def key_value_gradient_kernel(
         row = (b * H + h).to(tl.int64) * M
         q_ptr, do_ptr = head(query_ptr, query_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
         head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
+        head_rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
         if bias_ptr is not None:
             head_bias_ptr = head(bias_ptr, bias_strides, b, h)
         if row_key_ptr is not None:
@@ -196,7 +225,7 @@ def key_value_gradient_kernel(
                 z, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
                     head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
                 )  # fmt: skip
-                shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, MASKED, BASE_2)
+                shift_m, log2_sum_m = load_shift(head_rows_ptr, i, M, MASKED, BASE_2)
                 weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
                 used, stays = weight, MASKED
                 if row_key_ptr is not None:
@@ -208,7 +237,7 @@ def key_value_gradient_kernel(
                         own = load_tile(upstream_place, own_e, E, MASKED, True)
                     grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
                 if grad_key_ptr is not None or bias_sum_ptr is not None:
-                    delta = load_rows(delta_ptr + row, i, M, MASKED)[None, :]
+                    delta = load_rows(head_rows_ptr, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None
                     )

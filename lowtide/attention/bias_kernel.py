@@ -9,14 +9,13 @@ partial sums. No atomics: memory is that of the bias, times the parts, and the o
 import triton
 import triton.language as tl
 
-from lowtide.attention.backward_kernels import gradient_of_scores
+from lowtide.attention.backward_kernels import gradient_of_scores, load_shift, rows_of
 from lowtide.attention.tile_kernels import (
     finished,
     head,
     interval,
     kept,
     load_rows,
-    load_statistics,
     load_tile,
     product,
     seen_of_rows,
@@ -27,7 +26,7 @@ from lowtide.attention.tile_kernels import (
 @triton.jit
 def bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, delta_ptr, statistics_ptr, part_ptr,
+    upstream_ptr, rows_ptr, part_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, part_strides,
     own_sizes, loop_sizes, parts, H, R, M, N, K, E, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -73,9 +72,10 @@ def bias_gradient_kernel(
         stays = True
         if row_key_ptr is not None:
             stays = kept(row_key_ptr + row, column_key_ptr, i[:, None], j[None, :], M, N, limit)
-        shift_m, log2_sum_m = load_statistics(statistics_ptr, row, i, M, True, BASE_2)
+        head_rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
+        shift_m, log2_sum_m = load_shift(head_rows_ptr, i, M, True, BASE_2)
         weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
-        delta = load_rows(delta_ptr + row, i, M, True)[:, None]
+        delta = load_rows(head_rows_ptr, i, M, True)[:, None]
         total += gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
 
     j = own_n * BLOCK_N + row_n

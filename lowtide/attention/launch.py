@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from lowtide.attention import dropout
-from lowtide.attention.backward_kernels import delta_kernel, key_value_gradient_kernel, query_gradient_kernel
+from lowtide.attention.backward_kernels import key_value_gradient_kernel, query_gradient_kernel, rows_kernel
 from lowtide.attention.bias_kernel import bias_gradient_kernel
 from lowtide.attention.blocks import Blocks, blocks, cdiv, cut, next_power_of_2, shared_memory
 from lowtide.attention.chunk import allocate
@@ -104,11 +104,11 @@ class Kernels:
     ) -> list[Tensor]:
         """The gradients of query, key, value and bias that are wanted."""
         B, H, _, M, N, _, E = self.size
-        delta = statistics.new_empty(B, H, M)
+        rows = statistics.new_empty(B, H, 3 if self.operands.adds_bias else 2, M)
         upstream = upstream.contiguous() if is_far(upstream) else upstream
         given = {
             **self.tensors, **self.numbers, "upstream_ptr": upstream, "upstream_strides": upstream.stride(),
-            "delta_ptr": delta, "statistics_ptr": statistics,
+            "rows_ptr": rows,
         }  # fmt: skip
         empty = 0 in (B, H, M, N)
         grad_query, grad_key, grad_value = (
@@ -119,10 +119,10 @@ class Kernels:
             gradients = [grad.zero_() for grad in (grad_query, grad_key, grad_value) if grad is not None]
             bias = self.operands.bias
             return gradients if bias is None or not wanted[3] else [*gradients, torch.zeros_like(bias)]
-        delta_kernel[(cdiv(M, 64) * B * H,)](
-            out, upstream, logsumexp_upstream, delta, out.stride(), upstream.stride(),
+        rows_kernel[(cdiv(M, 64) * B * H,)](
+            out, upstream, logsumexp_upstream, statistics, rows, out.stride(), upstream.stride(),
             (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E,
-            cdiv(M, 64), BLOCK_M=64, BLOCK_E=min(128, max(16, next_power_of_2(E))),
+            cdiv(M, 64), self.numbers["BASE_2"], 64, min(128, max(16, next_power_of_2(E))),
         )  # fmt: skip
         if grad_query is not None:
             self._query_gradient(given, grad_query)

@@ -137,20 +137,6 @@ def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
 
 
 @triton.jit
-def load_statistics(ptr, row, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
-    """Of each row what `weights` takes; 0 instead of -inf, where all scores are -inf too."""
-    if BASE_2:
-        logsumexp = load_rows(ptr + row, i, M, CUT)
-        shift = tl.where(logsumexp == -float("inf"), 0.0, logsumexp) * LOG2E
-        log2_sum = shift
-    else:
-        shift = load_rows(ptr + 2 * row, i, M, CUT)
-        log_sum = load_rows(ptr + 2 * row + M, i, M, CUT)
-        log2_sum = tl.where(log_sum == -float("inf"), 0.0, log_sum) * LOG2E
-    return shift, log2_sum
-
-
-@triton.jit
 def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
     """Of the tiles that touch low <= n < high, in numbers of tiles: the first; the first and the last + 1 of
     those that are seen whole; how many these and the others are."""

@@ -74,7 +74,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
-        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "delta_ptr", "part_ptr"), F32),
+        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "part_ptr"), F32),
         **dict.fromkeys(
             ("H", "R", "M", "N", "K", "E", "tiles", "parts", "limit", "rows", "row_programs"), "i32"
         ),
@@ -98,7 +98,7 @@ def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str
 
     if kernel == "dropout keys":
         return {"BLOCK": 1024, "warps": 4, "stages": 3}
-    if kernel == "delta":
+    if kernel == "rows":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
     size = blocks(kernel, half, features, SHARED[capability])
     assert size is not None
@@ -108,7 +108,7 @@ def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str
 
 def _builds() -> dict[str, Build]:
     builds = {
-        "delta": Build("backward_kernels", "delta_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
+        "rows": Build("backward_kernels", "rows_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
         "dropout keys": Build(
             "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
         ),
