@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
+from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, few_tokens, make_plan
 from tests.helpers_dense import (
     HALVES,
     Inputs,
@@ -249,7 +249,8 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
         inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
-    return make_plan(head, Options(workspace=workspace, compute_dtype=dtype, **options), job)
+    few = few_tokens(head)
+    return make_plan(head, Options(workspace=workspace, compute_dtype=dtype, few_tokens=few, **options), job)
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

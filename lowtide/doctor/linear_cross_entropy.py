@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.linear_cross_entropy.check import ArgumentError, check_arguments, check_loss_options
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
+from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, few_tokens, make_plan
 
 WEIGHT_GRADIENTS = {
     "at_once": "one product of all tokens, rounded as it leaves",
@@ -63,7 +63,8 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
             )
-            return make_plan(Head((input_ND,), (weight_VD,), bias_V), options, job)
+            head = Head((input_ND,), (weight_VD,), bias_V)
+            return make_plan(head, options._replace(few_tokens=few_tokens(head)), job)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -58,7 +58,7 @@ class ExponentialStream(Stream):
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
         self.linear = [
-            LinearTerm(operand, dx, dws[k], plan, self.class_weight_V, first=k == 0)
+            LinearTerm(operand, dx, dws[k], plan, self.class_weight_V, first=k == 0, smoothing=smoothing)
             for k, (operand, dx) in enumerate(zip(self.operands, gradients.inputs))
         ]
         exp_CV: Any = self._exponentials_buffer(plan.rows if wanted else 0, self.V)
@@ -100,7 +100,7 @@ class ExponentialStream(Stream):
         for each in self.linear:
             each.finish(self.hit_N, *sorted_targets)
         if db is not None:
-            self._add_bias_terms(db.tensor, terms)
+            self._add_bias_terms(db.tensor, terms, sorted_targets)
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, dw: Kept) -> None:
         plan, operand = self.plan, self.operands[0]
@@ -110,7 +110,7 @@ class ExponentialStream(Stream):
         sorted_targets, spread_x_D = self._sorted_targets(), self.linear[0].spread_x_D
         for classes in blocks(self.V, plan.block_classes):
             B = classes.stop - classes.start
-            weight_sum = FloatSum(Kept(sum_BD[:B], None, None))
+            weight_sum = FloatSum(sum_BD[:B])
             for start in range(0, self.M, plan.block_rows):
                 rows = slice(start, min(start + plan.block_rows, self.M))
                 chunks, C = [each.rows(rows) for each in self.operands], rows.stop - rows.start
@@ -263,10 +263,10 @@ class ExponentialStream(Stream):
         """The targets in order, ignored rows last under a class of their own, and the rows they belong to."""
         return self.target_N.masked_fill(self.ignored_N, self.V).sort(stable=True)
 
-    def _add_bias_terms(self, sum_V: Tensor, terms: Terms) -> None:
+    def _add_bias_terms(self, sum_V: Tensor, terms: Terms, sorted_targets: tuple[Tensor, Tensor]) -> None:
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        bias_sum = FloatSum(Kept(sum_V[:, None], None, None))
-        bias_sum.add_target_rows(one_N1, self.hit_N, *self._sorted_targets())
+        bias_sum = FloatSum(sum_V[:, None])
+        bias_sum.add_target_rows(one_N1, self.hit_N, *sorted_targets)
         if terms.spread_N is not None:
             spread = terms.spread_N.sum()
             sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)

@@ -59,6 +59,9 @@ class Options(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0
     """0 for none."""
+    few_tokens: bool = False
+    """Whether these are known to be few beside the classes (plan.few_tokens): said by the caller, as a number
+    of tokens that is a symbol should not decide it."""
     compute_dtype: torch.dtype = torch.float32
     """What the operands of the products are rounded to: the input's dtype, or autocast's."""
     workspace: int | None = None

@@ -27,6 +27,7 @@ class LinearTerm:
         class_weight_V: Tensor | None,
         *,
         first: bool,
+        smoothing: bool,
     ) -> None:
         """dx, dw: where its gradients are kept, None for one that is not made here."""
         self.operand, self.dx, self.dw, self.class_weight_V = operand, dx, dw, class_weight_V
@@ -36,11 +37,13 @@ class LinearTerm:
         self.sum: Any = None
         if dw is not None:
             kind = plan.weight_gradient if first else "accumulate"
-            self.sum = {"split": SplitSum, "at_once": RoundedProduct}.get(kind, FloatSum)(dw)
+            self.sum = {"split": SplitSum, "at_once": RoundedProduct}.get(kind, FloatSum)(
+                dw.tensor, dw.rounding
+            )
         # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
         self.total_weight_D: Tensor | None = None
         self.spread_x_D: Tensor | None = None
-        if plan.options.label_smoothing and not plan.job.log_probs:
+        if smoothing:
             ones_V = torch.ones(operand.weight_VD.shape[0], dtype=plan.sum_dtype, device=self.one.device)
             summed_V = ones_V if class_weight_V is None else class_weight_V
             self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]

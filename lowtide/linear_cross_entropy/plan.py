@@ -113,6 +113,15 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
     )
 
 
+def few_tokens(head: Head) -> bool:
+    """Whether one product for all tokens may be a weight's gradient. Not in a compiled or an exported graph,
+    where N may be a symbol (Dynamo shows it as an int): two graphs would take the place of one of any length,
+    and an export would be refused."""
+    if torch.compiler.is_compiling() or not isinstance(head.tokens, int):
+        return False
+    return head.tokens * CLASSES_PER_TOKEN <= head.classes
+
+
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
     """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
     the outputs depend on, and as little as possible of N, which may be symbolic."""
@@ -242,8 +251,8 @@ def _needs(head: Head, options: Options, job: Job, route: _Route) -> tuple[int, 
     if route.exponentials and head.weights[0].dtype == torch.bfloat16:
         split_sum = min(weight_sum, V * D)
         # Not with label smoothing, which adds to every row.
-        if not options.label_smoothing and N * CLASSES_PER_TOKEN <= V:
-            at_once = min(N, TARGETS) * (N * operand_size + D * sum_size)
+        if options.few_tokens and not options.label_smoothing:
+            at_once = TARGETS * (N * operand_size + D * sum_size)
     elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
         split_sum = min(weight_sum, (V - V // 2) * D * sum_size)
     return allowed(options.workspace, device, weight_sum), Needs(

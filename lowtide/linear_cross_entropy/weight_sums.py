@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import row_kernels, scaling, sum_kernels
-from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.operands import product
 from lowtide.linear_cross_entropy.workspace import TARGETS
 
@@ -19,8 +18,8 @@ class FloatSum:
     factor: Tensor | None = None
     """What is to go into the rows of the products' second operand."""
 
-    def __init__(self, kept: Kept) -> None:
-        self.sum_BD = kept.tensor
+    def __init__(self, sum_BD: Tensor, rounding: Tensor | None = None) -> None:
+        self.sum_BD = sum_BD
 
     def add_product(self, exp_CB: Tensor, x_CD: Tensor, *, first: bool) -> None:
         product(self.sum_BD, exp_CB.t(), x_CD, add=not first)
@@ -48,10 +47,10 @@ class SplitSum:
 
     factor = None
 
-    def __init__(self, kept: Kept) -> None:
-        self.high_VD = kept.tensor.view(torch.int16)
+    def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
+        self.high_VD = gradient_VD.view(torch.int16)
         self.low_VD = torch.empty_like(self.high_VD, dtype=torch.uint8)
-        self.rounding = kept.rounding
+        self.rounding = rounding
         self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool) -> None:
@@ -71,9 +70,8 @@ class RoundedProduct:
     """One product has all tokens, and leaves as the rounded gradient. The rows of classes that are a target,
     to which more is added in float32, are formed again by themselves: at most one a token."""
 
-    def __init__(self, kept: Kept) -> None:
-        assert kept.rounding is not None
-        self.gradient_VD, self.factor = kept.tensor, kept.rounding
+    def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
+        self.gradient_VD, self.factor = gradient_VD, rounding
 
     def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool) -> None:
         assert first
@@ -84,7 +82,8 @@ class RoundedProduct:
         exp_NV, x_ND = self.operands
         del self.operands
         hit_N = hit_N * self.factor
-        sum_TD = torch.empty(TARGETS, x_ND.shape[1], dtype=hit_N.dtype, device=hit_N.device)
+        targets = min(TARGETS, class_N.shape[0])
+        sum_TD = torch.empty(targets, x_ND.shape[1], dtype=hit_N.dtype, device=hit_N.device)
         for start in range(0, class_N.shape[0], TARGETS):
             class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)  # of ignored rows
             T = class_T.shape[0]

@@ -7,7 +7,8 @@
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
-Where one chunk has room for all tokens, and the path rounds in its product, there is no sum (weight_sums.py).
+Where one chunk has room for all tokens, these are few beside the classes, and nothing is spread over all
+classes, there is no sum: the path without a pass rounds in its product (weight_sums.py).
 Whatever the others leave is spent on rows. Where either sum leaves too few of them, the weight's gradient is
 formed class block by class block instead: exact as well, for one more product.
 
@@ -135,7 +136,7 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         copied = max(_least_copy(needs), min(room // 8, room - row))
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
-    rows = _rows(room, row, N, tiles)
+    rows = max(N, 1) if kind == "at_once" else _rows(room, row, N, tiles)
 
     # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
     of_a_class = needs.class_sum + needs.weight_copy
@@ -174,8 +175,8 @@ def _classes(room: int, size: int, V: int) -> int:
 
 
 def _rows(room: int, size: int, N: int, tiles: tuple[int, int]) -> int:
-    """Rows per chunk: as few chunks as fit the room, all of about the same size, in whole tiles; of several
-    such tiles where a chunk has four times as many."""
+    """Rows per chunk: few chunks of about the same size, in whole tiles, or in several tiles at a time where
+    a chunk has four times as many, and as long as the last chunk is no sliver."""
     most = max(1, room // size)
     if most >= N:
         return max(N, 1)
@@ -184,6 +185,10 @@ def _rows(room: int, size: int, N: int, tiles: tuple[int, int]) -> int:
         return -(-N // -(-N // most))
     while tile < largest and 8 * tile <= most:
         tile *= 2
-    most -= most % tile
-    even = -(-N // -(-N // most))
-    return min(most, -(-even // tile) * tile)
+    while True:
+        whole = most - most % tile
+        even = -(-N // -(-N // whole))
+        rows = min(whole, -(-even // tile) * tile)
+        if tile == tiles[0] or N % rows == 0 or 4 * (N % rows) >= rows:
+            return rows
+        tile //= 2

@@ -24,7 +24,7 @@ class Build(NamedTuple):
     stages: int = 3
     targets: tuple[int, ...] = TARGETS
     spills: int = 0
-    """Bytes a thread may put aside; only where many options meet, and a card showed that it costs little."""
+    """Bytes a thread may put aside; only where many options meet."""
     package: str = "lowtide.linear_cross_entropy"
 
 
@@ -125,13 +125,13 @@ BUILDS = {
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
         "kernels", "_scale_kernel",
-        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "PROGRAMS": 2048,
-         "IN_PLACE": False, "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": I32, "IN_PLACE": False,
+         "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
         "kernels", "_scale_kernel",
-        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "PROGRAMS": 2048,
-         "IN_PLACE": True, "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
+         "BLOCK": 4096}, warps=8,
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
@@ -154,9 +154,6 @@ BUILDS = {
     "exponentials, two terms": _exponentials(**_TWO_TERMS),
     "exponentials, two terms, all": _exponentials(
         **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
-    ),
-    "exponentials, two terms, log-probabilities": _exponentials(
-        **_TWO_TERMS | _FOUND | {"exp_CB": None, "STORE": False}
     ),
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
     "target logits": _rows(

@@ -14,7 +14,6 @@ from tests.helpers import Inputs, check, differentiate, fused, planned
 
 @pytest.fixture(autouse=True)
 def everywhere(device, monkeypatch):
-    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0)
     if device == "cuda":
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("needs tensor maps")
@@ -25,6 +24,7 @@ def everywhere(device, monkeypatch):
         monkeypatch.setattr(kernels, name, size)
     monkeypatch.setattr(plan, "SECOND_FEATURES", 16)
     monkeypatch.setattr(weight_sums, "TARGETS", 16)
+    monkeypatch.setattr(plan, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(sum_kernels, name, size)
     prepare = operands.Operand.__init__
