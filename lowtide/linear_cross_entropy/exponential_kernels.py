@@ -212,9 +212,9 @@ class Exponentials:
         logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit some
         other place for its maximum."""
         store = self.out_CB is not None and sums is not None
-        # A comparison an element costs more than its exponential. A branch that spares most halves of it
-        # pays, unless it takes registers that are not there.
-        masked = self.softcap > 0 and moments is not None
+        # Where registers do not suffice, what spills wants the cache that a fourth stage would take; and the
+        # branch that spares most halves a comparison (which costs more than an exponential) takes more of them.
+        crowded = self.softcap > 0 and moments is not None
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
             self.weight_BD,
@@ -239,7 +239,7 @@ class Exponentials:
             self.first_class,
             STORE=store,
             GUARDED=guarded,
-            MASKED=masked,
+            MASKED=crowded,
             REPAIR=repair is not None,
             SOFTCAP=self.softcap,
             PROGRAMS=self.programs,
@@ -247,7 +247,7 @@ class Exponentials:
             BLOCK_C=BLOCK_C,
             BLOCK_B=BLOCK_B,
             BLOCK_D=BLOCK_D,
-            num_stages=STAGES - (self.x_CR is not None),
+            num_stages=STAGES - (crowded or self.x_CR is not None),
             num_warps=WARPS,
         )
 

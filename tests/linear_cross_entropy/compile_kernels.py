@@ -81,7 +81,7 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    spills, stages = changes.pop("spills", 0), 3 if "x_CR" in changes else 4
+    spills, stages = changes.pop("spills", 0), 3 if "x_CR" in changes or changes.get("MASKED") else 4
     return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
@@ -149,7 +149,7 @@ BUILDS = {
         spills=72),
     "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=20),
     "exponentials, gradient of entropy, all": _exponentials(
-        **_TILTED, **_BENT, MASKED=True, moment_ptr=F32, spills=632
+        **_TILTED, **_BENT, MASKED=True, moment_ptr=F32, spills=544
     ),
     "exponentials, two terms": _exponentials(**_TWO_TERMS),
     "exponentials, two terms, all": _exponentials(
