@@ -213,7 +213,7 @@ class Exponentials:
         other place for its maximum."""
         store = self.out_CB is not None and sums is not None
         # Where registers do not suffice, what spills wants the cache that a fourth stage would take; and the
-        # branch that spares most halves a comparison (which costs more than an exponential) takes more of them.
+        # branch that spares most halves a comparison (dearer than an exponential) takes more of them.
         crowded = self.softcap > 0 and moments is not None
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
