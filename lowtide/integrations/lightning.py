@@ -26,6 +26,7 @@ class DeferLogits(Callback):
         self.head = head
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        self.on_fit_end(trainer, pl_module)  # of a run that ended in an error
         head = None if self.head is None else pl_module.get_submodule(self.head)
         self.deferral = defer_logits(pl_module, head=head)
 

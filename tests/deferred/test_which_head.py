@@ -42,6 +42,13 @@ def test_within_a_wrapper(wrap):
         assert deferral.head is model.cls
 
 
+def test_several_devices_in_one_process():
+    wrapped = nn.DataParallel(Transformed())
+    wrapped.device_ids = [0, 1]  # as with two GPUs
+    with pytest.raises(ValueError, match="use DistributedDataParallel, one process a device"):
+        lowtide.defer_logits(wrapped)
+
+
 def test_a_classifier_is_told():
     model = Classifier()
     x, target = torch.randn(5, 4), torch.arange(5)

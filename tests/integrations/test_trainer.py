@@ -115,3 +115,27 @@ def test_resumed_without(tmp_path):
     found, _ = trained(tmp_path / "again", False, resume=str(tmp_path / "deferred" / "checkpoint-2"))
     for ours, theirs, want in zip(found, eager, exact):
         within_eager(ours, theirs, want.double(), torch.float32, size=8 * norm(want))
+
+
+def test_trained_again_after_an_error(tmp_path):
+    """The logits are real in between, and deferred in the second run, as in a retry with smaller batches."""
+    callback, model = DeferLogits(), build("LlamaForCausalLM")
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    callback.on_train_begin(arguments, state, control, model=model)
+    first = callback.deferral
+    callback.on_train_begin(arguments, state, control, model=model)  # no on_train_end: it raised
+    model.train()
+    batch = {name: each[None] for name, each in Data()[0].items()}
+    model(**batch).loss.backward()
+    assert (first.fused, callback.deferral.fused) == (0, 1)
+    callback.on_train_end(arguments, state, control)
+    assert type(callback.deferral.head) is torch.nn.Linear
+
+
+def test_several_gpus_in_one_process(tmp_path):
+    class Arguments:
+        n_gpu = 2
+
+    with pytest.raises(ValueError, match="start one process a GPU"):
+        DeferLogits().on_train_begin(Arguments(), None, None, model=build("LlamaForCausalLM"))

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowtide.deferred import Deferral, defer_logits
+from lowtide.linear_cross_entropy.check import ArgumentError
 
 
 class DeferLogits(TrainerCallback):
@@ -19,6 +20,13 @@ class DeferLogits(TrainerCallback):
     deferral: Deferral | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if getattr(args, "n_gpu", 1) > 1:
+            raise ArgumentError(
+                f"the Trainer would run {args.n_gpu} GPUs in one process by DataParallel, which copies the "
+                "logits of each to the first; start one process a GPU (torchrun, accelerate launch), or let "
+                "it see one GPU (CUDA_VISIBLE_DEVICES)"
+            )
+        self.on_train_end(args, state, control)  # of a run that ended in an error
         self.deferral = defer_logits(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
