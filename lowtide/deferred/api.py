@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from lowtide.deferred import elementwise, functions, rows
 from lowtide.deferred.find import check_head, check_model, classes, find_head
@@ -77,9 +78,11 @@ class Deferral:
 
 def _deferring(plain: type, deferral: Deferral) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
         if not args or not _defers(self, args[0]):
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        if self._backward_hooks or self._backward_pre_hooks:
+        if _has_backward_hooks(self):
             deferral._report("a backward hook of the head")
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         source = Source(deferral._report, deferral._count_fused)
@@ -101,6 +104,11 @@ def _deferring(plain: type, deferral: Deferral) -> type:
 
     body = {"forward": forward, "__reduce_ex__": __reduce_ex__, "lowtide_deferral": deferral}
     return type(f"Deferred{plain.__name__}", (plain,), body | {"__module__": plain.__module__})
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
+    return any((head._backward_hooks, head._backward_pre_hooks, *everywhere))
 
 
 def _defers(head: nn.Module, input: object) -> bool:

@@ -108,6 +108,35 @@ def test_a_backward_hook_of_the_head_has_its_gradient():
     assert torch.equal(*seen)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Full backward hook is firing"
+)  # of the embedding, whose inputs are integers
+def test_a_backward_hook_of_all_modules_has_its_gradient():
+    model, tokens, targets = make()
+    seen = []
+
+    def hook(module, inputs, outputs):
+        if module is model.lm_head:
+            seen.append(outputs[0])
+
+    with nn.modules.module.register_module_full_backward_hook(hook):
+        model(tokens, targets)[1].backward()
+        with lowtide.defer_logits(model), pytest.warns(RealLogitsWarning, match="a backward hook of the"):
+            model(tokens, targets)[1].backward()
+    assert torch.equal(*seen)
+
+
+def test_called_by_name():
+    model, tokens, _ = make()
+    hidden = torch.randn(*tokens.shape, D, dtype=model.lm_head.weight.dtype, requires_grad=True)
+    with lowtide.defer_logits(model) as deferral:
+        model.lm_head(input=hidden).logsumexp(-1).sum().backward()
+    found = hidden.grad.clone()
+    (expected,) = torch.autograd.grad(model.lm_head(hidden).logsumexp(-1).sum(), hidden)
+    torch.testing.assert_close(found, expected)
+    assert deferral.materialized == {}
+
+
 def test_backward_hooks_of_the_weight():
     model, tokens, targets = make(tied=True)
     seen = []
