@@ -40,7 +40,7 @@ def _triton() -> str:
 def _devices() -> dict[str, str]:
     found = {
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, "
-        f"{torch.get_num_threads()} threads"
+        f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
     }
     if not torch.cuda.is_available():
         return found | {"cuda": "no device" if torch.version.cuda else "torch is built without it"}

@@ -180,7 +180,7 @@ def _reason_against_exponentials(
     aligned: bool,
 ) -> str | None:
     if backend != "triton":
-        return f"its kernels are Triton's, and the backend is {backend!r}"
+        return f"its kernels are Triton's, and this call runs in plain torch, on {head.device.type} tensors"
     if not _has_tensor_maps(head.device):
         return "it needs the tensor maps of a Hopper card"
     if dtype not in EXPONENTIAL_DTYPES:
