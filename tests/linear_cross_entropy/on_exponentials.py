@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import operands, plan, sum_kernels, weight_sums
-from tests.helpers import Inputs, check, differentiate, fused, planned
+from tests.helpers import Inputs, check, differentiate, fused, make_inputs, planned
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +54,21 @@ def run(inputs: Inputs, *, upstream: Tensor | float = 1.0, factor: float = 2.0, 
 
 def dtype_on(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def with_options(device: str, options: dict, reduction: str, learned: bool, *, D: int) -> tuple:
+    """Inputs for these options, the options that are left beside them, and an upstream gradient; learned: a
+    bias, and a logit scale in place of a fixed one."""
+    inputs = make_inputs(
+        D=D,
+        V=101,
+        device=device,
+        dtype=dtype_on(device),
+        bias=learned,
+        class_weight=True,
+        logit_scale=learned,
+    )
+    if learned:
+        options = {name: value for name, value in options.items() if name != "logit_scale"}
+    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
+    return inputs, options, upstream

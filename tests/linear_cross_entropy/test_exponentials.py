@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from lowtide.linear_cross_entropy import plan
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
-from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -235,18 +235,7 @@ OPTIONS = [
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("learned", [False, True])
 def test_options(device, options, reduction, learned):
-    inputs = make_inputs(
-        D=24,
-        V=101,
-        device=device,
-        dtype=dtype_on(device),
-        bias=learned,
-        class_weight=True,
-        logit_scale=learned,
-    )
-    if learned:
-        options = {name: value for name, value in options.items() if name != "logit_scale"}
-    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
+    inputs, options, upstream = with_options(device, options, reduction, learned, D=24)
     run(inputs, reduction=reduction, upstream=upstream, **options)
 
 

@@ -26,7 +26,7 @@ from lowtide.bench.memory import peak_memory
 from lowtide.linear_cross_entropy import exponential_kernels, exponentials, plan, weight_sums
 from lowtide.linear_cross_entropy.entry import cross_entropy, log_probs
 from lowtide.linear_cross_entropy.head import Head
-from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
 from tests.linear_cross_entropy.test_exponentials import OPTIONS
 from tests.linear_cross_entropy.test_several_terms import in_terms
 
@@ -78,18 +78,7 @@ def test_two_terms(device, taken, reduction, chunks):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("reduction", "learned"), [("mean", True), ("none", False)])
 def test_two_terms_with_options(device, taken, options, reduction, learned):
-    inputs = make_inputs(
-        D=32,
-        V=101,
-        device=device,
-        dtype=dtype_on(device),
-        bias=learned,
-        class_weight=True,
-        logit_scale=learned,
-    )
-    if learned:
-        options = {name: value for name, value in options.items() if name != "logit_scale"}
-    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
+    inputs, options, upstream = with_options(device, options, reduction, learned, D=32)
     run_in_terms(taken, inputs, reduction=reduction, upstream=upstream, **options)
 
 
