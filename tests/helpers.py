@@ -20,7 +20,8 @@ from torch import Tensor
 
 import lowtide
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, few_tokens, make_plan
+from lowtide.linear_cross_entropy.plan import Plan, few_tokens, make_plan
+from lowtide.linear_cross_entropy.route import Job, Wanted
 from tests.helpers_dense import (
     HALVES,
     Inputs,

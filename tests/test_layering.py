@@ -22,22 +22,36 @@ ALLOWED = {
     "head": set(),
     "reference": {"check", "head"},
     "transforms": {"check", "head", "reference", "workspace"},
-    "autograd": {"head", "ops", "plan", "scaling", "shapes", "transforms"},
+    "autograd": {"head", "ops", "plan", "route", "scaling", "shapes", "transforms"},
     "shapes": {"head", "ops", "plan"},
-    "ops": {"exponentials", "gradients", "head", "operands", "plan", "rows", "scaling", "streamed"},
-    "plan": {"check", "head", "workspace"},
+    "ops": {
+        "exponentials",
+        "gradients",
+        "head",
+        "operands",
+        "plan",
+        "route",
+        "rows",
+        "scaling",
+        "streamed",
+        "probabilities",
+    },
+    "plan": {"head", "route", "workspace"},
+    "route": {"check", "head"},
     "workspace": {"check"},
+    "loss_rows": {"check", "head", "plan", "rows"},
     "streamed": {
-        "check",
         "gradients",
         "head",
         "kernels",
+        "loss_rows",
         "operands",
         "plan",
         "rows",
         "scaling",
         "shared_sum",
     },
+    "probabilities": {"distance_kernels", "rows", "streamed"},
     "shared_sum": {"operands"},
     "exponentials": {
         "exponential_kernels",
@@ -57,10 +71,11 @@ ALLOWED = {
     "scaling": {"kernels"},
     "kernels": {"rows"},
     "exponential_kernels": {"kernels"},
+    "distance_kernels": {"exponential_kernels", "rows"},
     "sum_kernels": {"exponential_kernels"},
     "row_kernels": {"sum_kernels"},
 }
-KERNELS = {"kernels", "exponential_kernels", "sum_kernels", "row_kernels"}
+KERNELS = {"kernels", "distance_kernels", "exponential_kernels", "sum_kernels", "row_kernels"}
 
 
 def imported(path):

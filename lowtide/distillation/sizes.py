@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.distillation.heads import Heads, Options
-from lowtide.linear_cross_entropy.plan import choose_backend
+from lowtide.linear_cross_entropy.route import choose_backend
 from lowtide.linear_cross_entropy.workspace import Needs, allowed, least, spend, weight_gradient
 
 # The pass in torch takes so many bytes of logits at a time: what a CPU's cache keeps, what fills a GPU; and

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.linear_cross_entropy.check import ArgumentError, check_arguments, check_loss_options
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, few_tokens, make_plan
+from lowtide.linear_cross_entropy.plan import Plan, few_tokens, make_plan
+from lowtide.linear_cross_entropy.route import Job, Wanted
 
 WEIGHT_GRADIENTS = {
     "at_once": "one product of all tokens, rounded as it leaves",

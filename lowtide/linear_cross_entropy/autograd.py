@@ -21,7 +21,8 @@ from torch import Tensor
 from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import choose_backend, few_tokens
+from lowtide.linear_cross_entropy.plan import few_tokens
+from lowtide.linear_cross_entropy.route import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
 
 Gradients = tuple[Tensor | None, ...]

@@ -28,6 +28,39 @@ LOWEST = tl.constexpr(-200.0)
 
 
 @triton.jit
+def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
+    """Of the rows and of the classes, which tile: GROUP tiles of rows go through all classes together."""
+    group_tiles = GROUP * tiles_b
+    first_c = tile // group_tiles * GROUP
+    height = min(tiles_c - first_c, GROUP)
+    return first_c + tile % group_tiles % height, tile % group_tiles // height
+
+
+@triton.jit
+def product_of_tile(
+    x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D,
+    BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        x_cd = x_CD.load([tile_c * BLOCK_C, start])
+        weight_bd = weight_BD.load([tile_b * BLOCK_B, start])
+        u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
+    if x_CR is not None:
+        x_cr, weight_br = x_CR.load([tile_c * BLOCK_C, 0]), weight_BR.load([tile_b * BLOCK_B, 0])
+        u_cb = tl.dot(x_cr, weight_br.T, u_cb)
+    return u_cb
+
+
+@triton.jit
+def halves(tile_cb):
+    """Of the classes: the first and the second."""
+    C: tl.constexpr = tile_cb.shape[0]
+    B: tl.constexpr = tile_cb.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _others(exp_ch, columns, target_c, B):
     """0 at the target, and beyond the last class."""
     return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
@@ -75,33 +108,24 @@ def _exponentials_kernel(
     Targets are left out of every half where MASKED, else out of those that have any.
     Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
-    group_tiles = GROUP * tiles_b
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=not REPAIR):
-        first_c = tile // group_tiles * GROUP
-        height = min(tiles_c - first_c, GROUP)
-        tile_c = first_c + tile % group_tiles % height
-        tile_b = tile % group_tiles // height
+        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
         features = D
         if REPAIR:
             features = tl.where(tl.load(repair_ptr + tile_c) != 0, D, 0)
         if not REPAIR or features > 0:
-            u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
-            for start in range(0, features, BLOCK_D):
-                x_cd = x_CD.load([tile_c * BLOCK_C, start])
-                weight_bd = weight_BD.load([tile_b * BLOCK_B, start])
-                u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
-            if x_CR is not None:
-                x_cr, weight_br = x_CR.load([tile_c * BLOCK_C, 0]), weight_BR.load([tile_b * BLOCK_B, 0])
-                u_cb = tl.dot(x_cr, weight_br.T, u_cb)
+            u_cb = product_of_tile(
+                x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, features, BLOCK_C, BLOCK_B, BLOCK_D
+            )
             rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
             target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
-            halves = tl.split(tl.permute(tl.reshape(u_cb, (BLOCK_C, 2, BLOCK_B // 2)), (0, 2, 1)))
+            halves_ch = halves(u_cb)
             for half in tl.static_range(2):
-                u_ch = halves[half]
+                u_ch = halves_ch[half]
                 if GUARDED:
                     u_ch = tl.where(reference_c[:, None] < float("inf"), u_ch, 0.0)
                 first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
@@ -182,8 +206,8 @@ class Exponentials:
         first_class: int = 0,
     ) -> None:
         (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
-        self.x_CD, self.weight_BD = _described(first_term)
-        second: Any = (None, None) if second_term is None else _described(second_term)
+        self.x_CD, self.weight_BD = described(first_term)
+        second: Any = (None, None) if second_term is None else described(second_term)
         self.x_CR, self.weight_BR = second
         self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // 2)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
@@ -252,7 +276,7 @@ class Exponentials:
         )
 
 
-def _described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
+def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
     x_CD, weight_BD = term
     return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
 

@@ -23,7 +23,8 @@ from torch.library import custom_op
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.operands import on_device_of
-from lowtide.linear_cross_entropy.plan import Job, Plan, Wanted, make_plan
+from lowtide.linear_cross_entropy.plan import Plan, make_plan
+from lowtide.linear_cross_entropy.route import Job, Wanted
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scaled
 from lowtide.linear_cross_entropy.streamed import Stream
@@ -175,6 +176,10 @@ def _stream(plan: Plan, *operands: Any) -> Stream:
         from lowtide.linear_cross_entropy.exponentials import ExponentialStream  # imports Triton
 
         return ExponentialStream(plan, *operands)
+    if plan.distances:
+        from lowtide.linear_cross_entropy.probabilities import ProbabilityStream  # imports Triton
+
+        return ProbabilityStream(plan, *operands)
     return Stream(plan, *operands)
 
 

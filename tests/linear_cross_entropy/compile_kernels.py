@@ -88,6 +88,32 @@ def _exponentials(**changes: Any) -> Build:
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+
+
+def _distances(**changes: Any) -> Build:
+    arguments = {
+        "x_CD": "tensordesc<bf16[128, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
+        "distance_CB": "tensordesc<i16[128, 64]>",
+        "soft_CB_ptr": "*bf16",
+        "found_CT4_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "T", "soft_row_stride"), I32),
+        "soft_stride": 1,
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SMOOTHED": False,
+        "STORE": True,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_C": 128,
+        "BLOCK_B": 256,
+        "BLOCK_D": 64,
+    }
+    stages = 2 if changes.get("soft_CB_ptr") == "*fp64" else 3
+    spills = changes.pop("spills", 0)
+    return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
+
+
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
@@ -156,6 +182,22 @@ BUILDS = {
         **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
     ),
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
+    "distances": _distances(),
+    "distances, sums": _distances(distance_CB=None, STORE=False),
+    "distances, two terms": _distances(**_TWO_TERMS, soft_CB_ptr=F32),
+    "distances, two terms, float64": _distances(**_TWO_TERMS, soft_CB_ptr="*fp64"),
+    "distances, all": _distances(
+        **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True
+    ),
+    "distances, gradient": Build(
+        "distance_kernels", "_gradient_kernel",
+        {"found_CT4_ptr": F32, "distance_CB_ptr": "*i16", "grad_CB_ptr": "*bf16", "soft_CB_ptr": "*bf16",
+         "class_weight_B_ptr": None, "soft_C_ptr": F32, "lse_pull_C_ptr": None,
+         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32),
+         **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32), "soft_stride": 1,
+         **dict.fromkeys(("keep", "floor"), "fp32"), "SMOOTHED": False, "GRADIENT": True, "WIDTH": 64,
+         "PARTS": 2048, "BLOCK_T": 128}, warps=16,
+    ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,

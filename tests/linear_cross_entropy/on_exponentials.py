@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import operands, plan, sum_kernels, weight_sums
+from lowtide.linear_cross_entropy import operands, plan, route, sum_kernels, weight_sums
 from tests.helpers import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -18,11 +18,11 @@ def everywhere(device, monkeypatch):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("needs tensor maps")
         return
-    monkeypatch.setattr(plan, "_has_tensor_maps", lambda device: True)
-    monkeypatch.setattr(plan, "EXPONENTIAL_DTYPES", (torch.float32,))
+    monkeypatch.setattr(route, "_has_tensor_maps", lambda device: True)
+    monkeypatch.setattr(route, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
-    monkeypatch.setattr(plan, "SECOND_FEATURES", 16)
+    monkeypatch.setattr(route, "SECOND_FEATURES", 16)
     monkeypatch.setattr(weight_sums, "TARGETS", 16)
     monkeypatch.setattr(plan, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):

@@ -24,7 +24,7 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import plan
+from lowtide.linear_cross_entropy import plan, route
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
 from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
 
@@ -203,7 +203,7 @@ def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device, m
     """Its dtype at least: a compiled graph is run with tensors that begin elsewhere."""
     if device == "cpu":  # where a weight of another dtype than the products is copied, and so aligned
         monkeypatch.setattr(
-            plan, "_maps", lambda input, weight, *_, anywhere: anywhere or weight.storage_offset() % 8 == 0
+            route, "_maps", lambda input, weight, *_, anywhere: anywhere or weight.storage_offset() % 8 == 0
         )
     monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0)
     kinds: set[str] = set()

@@ -23,7 +23,7 @@ from tests.helpers import (
 pytest.importorskip("triton")
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import exponential_kernels, exponentials, plan, weight_sums
+from lowtide.linear_cross_entropy import exponential_kernels, exponentials, plan, route, weight_sums
 from lowtide.linear_cross_entropy.entry import cross_entropy, log_probs
 from lowtide.linear_cross_entropy.head import Head
 from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
@@ -60,7 +60,7 @@ def run_in_terms(taken, inputs, widths=(24, 8), *, upstream=1.0, factor=2.0, **o
 
 
 def test_a_second_term_fits_one_step_of_the_product():
-    assert plan.SECOND_FEATURES == exponential_kernels.BLOCK_D
+    assert route.SECOND_FEATURES == exponential_kernels.BLOCK_D
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -1,0 +1,201 @@
+"""Triton kernels of class probabilities (probabilities.py has the mathematics): a product whose tiles leave
+as distances below the largest logit of a row, and the pass that makes the gradient of them. Their launcher is
+a class.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the quarters
+of the product's tiles; lower case = one tile, q a quarter of its classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import exponential_kernels as tiles
+from lowtide.linear_cross_entropy.exponential_kernels import LOG2_E, halves, product_of_tile, tile_at
+from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
+
+# Of a distance, to 1; the last of 2^16 numbers is infinity.
+STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)
+# Adding it leaves a whole number in the lowest bits.
+WHOLE = tl.constexpr(8388608.0)
+# A distance whose exponential is 0, and which times 0 is 0.
+NOTHING = tl.constexpr(200.0)
+# Of the pass: classes at a time, and warps.
+BLOCK, WARPS = 8192, 16
+
+
+@triton.jit
+def load_soft(ptrs, stride, columns, mask):
+    """The class probabilities of rows that begin at ptrs."""
+    return tl.load(ptrs + columns.to(tl.int64) * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.constexpr):
+    """Class probabilities, times the class weights."""
+    soft = soft.to(tl.float32)
+    if SMOOTHED:
+        soft = tl.where(mask, soft * keep + floor, 0.0)
+    if class_weight_ptr is not None:
+        soft *= tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
+    return soft
+
+
+@triton.jit
+def _distances_kernel(
+    x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB_ptr, class_weight_B_ptr,
+    found_CT4_ptr, C, B, D, T, soft_row_stride, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, STORE: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Of each row and quarter of a tile, in float32: the largest z; with d = largest - z the sum of exp(-d);
+    the sums of y and of y d. And d itself, in 16 bits if its place is no wider. Grid: one program a
+    multiprocessor, tiles in turn."""
+    tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=True):
+        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
+        rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        soft_ptrs = soft_CB_ptr + (rows.to(tl.int64) * soft_row_stride)[:, None]
+        first = tile_b * BLOCK_B
+        column = tl.arange(0, BLOCK_B // 4)[None, :]
+        u_cb = product_of_tile(x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D, BLOCK_C, BLOCK_B, BLOCK_D)
+        low_cb, high_cb = halves(u_cb)
+        quarters = halves(low_cb) + halves(high_cb)
+        for quarter in tl.static_range(4):
+            z_cq = quarters[quarter]
+            first = tile_b * BLOCK_B + quarter * (BLOCK_B // 4)
+            columns = first + column
+            beyond = first + BLOCK_B // 4 > B
+            soft_cq = load_soft(soft_ptrs, soft_stride, columns, (rows < C)[:, None] & (columns < B))
+            if bias_B_ptr is not None:
+                z_cq += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)
+            if scale_ptr is not None:
+                z_cq *= scale
+            if beyond:
+                z_cq = tl.where(columns < B, z_cq, -float("inf"))
+            max_c = tl.max(z_cq, 1)
+            distance_cq = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_cq
+            if beyond:
+                distance_cq = tl.where(columns < B, distance_cq, NOTHING)
+            if STORE:
+                stored_cq = distance_cq
+                if distance_CB.dtype == tl.int16:
+                    whole_cq = tl.minimum(tl.fma(distance_cq, STEPS, WHOLE), WHOLE + FURTHEST)
+                    stored_cq = (whole_cq.to(tl.int32, bitcast=True) & FURTHEST).to(tl.int16)
+                distance_CB.store([tile_c * BLOCK_C, first], stored_cq)
+            sum_c = tl.sum(tl.exp2(distance_cq * -LOG2_E), 1)
+            soft_cq = smoothed(soft_cq, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
+            mass_c, cross_c = tl.sum(soft_cq, 1), tl.sum(soft_cq * distance_cq, 1)
+            # All four at once: each store of rows has to go through shared memory.
+            found_c4 = tl.reshape(tl.join(tl.join(max_c, mass_c), tl.join(sum_c, cross_c)), (BLOCK_C, 4))
+            part = rows.to(tl.int64) * T + 4 * tile_b + quarter
+            ptrs = found_CT4_ptr + 4 * part[:, None] + tl.arange(0, 4)[None, :]
+            tl.store(ptrs, found_c4, mask=(rows < C)[:, None])
+
+
+@triton.jit
+def _gradient_kernel(
+    found_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr, soft_C_ptr, lse_pull_C_ptr,
+    max_C_ptr, sum_C_ptr, mass_C_ptr, cross_C_ptr, B, T, stride, soft_row_stride, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Puts the parts of a row together, and its gradient in the place of its distances. Grid: (C,)."""
+    row = tl.program_id(0).to(tl.int64)
+    found_ptr = found_CT4_ptr + row * 4 * T
+    part = tl.arange(0, PARTS)
+    max_t = tl.load(found_ptr + 4 * part, mask=part < T, other=-float("inf"))
+    sum_t = tl.load(found_ptr + 4 * part + 1, mask=part < T, other=0.0)
+    mass_t = tl.load(found_ptr + 4 * part + 2, mask=part < T, other=0.0)
+    cross_t = tl.load(found_ptr + 4 * part + 3, mask=part < T, other=0.0)
+    row_max = tl.max(max_t, 0)
+    row_sum, mass = tl.sum(sum_t * tl.exp(max_t - row_max), 0), tl.sum(mass_t, 0)
+    log_sum = tl.log(row_sum)
+    if max_C_ptr is not None:
+        shift_t = tl.where(max_t == -float("inf"), 0.0, max_t) - row_max
+        cross = tl.sum(cross_t + mass_t * tl.where(part < T, log_sum - shift_t, 0.0), 0)
+        tl.store(max_C_ptr + row, row_max)
+        tl.store(sum_C_ptr + row, row_sum)
+        tl.store(mass_C_ptr + row, mass)
+        tl.store(cross_C_ptr + row, cross)
+    if GRADIENT:
+        soft = tl.load(soft_C_ptr + row)
+        pull = soft * mass
+        if lse_pull_C_ptr is not None:
+            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+        slant = pull / row_sum
+        soft_ptr, column = soft_CB_ptr + row * soft_row_stride, tl.arange(0, WIDTH)
+        for start in range(0, T, BLOCK_T):
+            own = start + tl.arange(0, BLOCK_T)
+            own_max = tl.load(found_ptr + 4 * own, mask=own < T, other=-float("inf"))
+            columns = own[:, None] * WIDTH + column[None, :]
+            place = row * stride + columns
+            distance_tq = tl.load(distance_CB_ptr + place, mask=columns < B, other=0)
+            if distance_CB_ptr.dtype.element_ty == tl.int16:
+                bits_tq = distance_tq.to(tl.int32) & FURTHEST
+                distance_tq = tl.where(bits_tq < FURTHEST, bits_tq.to(tl.float32) / STEPS, float("inf"))
+            exp_tq = tl.exp2(distance_tq * -LOG2_E)
+            soft_tq = load_soft(soft_ptr, soft_stride, columns, columns < B)
+            soft_tq = smoothed(soft_tq, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
+            grad_tq = exp_tq * (tl.exp(own_max - row_max) * slant)[:, None] - soft * soft_tq
+            tl.store(grad_CB_ptr + place, grad_tq.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
+
+
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+    """What the gradient's kernel wants to know of each part of a row, [C, T, 4]; and the distances, where
+    there is a place for them."""
+    (x_CD, weight_VD), *others = (tiles.described(term) for term in terms)
+    x_CR, weight_VR = others[0] if others else (None, None)
+    soft: Any = columns.soft_CB
+    (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
+    T, programs = 4 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(terms[0][0].device)
+    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=terms[0][0].device)
+    out = (
+        None
+        if out_CV is None
+        else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 4)
+    )
+    _distances_kernel[(programs,)](
+        x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,
+        columns.class_weight_B, found_CT4, C, V, D, T, *soft.stride(), *columns.smoothing,
+        SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PROGRAMS=programs, GROUP=tiles.GROUP,
+        BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
+        num_stages=tiles.STAGES - 1 - (soft.dtype.itemsize > 4), num_warps=tiles.WARPS,
+    )  # fmt: skip
+    return found_CT4
+
+
+def gradient(
+    found_CT4: Tensor,
+    grad_CV: Tensor | None,  # None: statistics alone
+    terms: Terms,
+    statistics: Statistics,
+    columns: Columns,
+    *,
+    take_statistics: bool,
+) -> None:
+    C, T, _ = found_CT4.shape
+    soft: Any = columns.soft_CB
+    V, width = soft.shape[1], tiles.BLOCK_B // 4
+    stat: Any = [None] * 4
+    if take_statistics:
+        stat = [statistics.max_N, statistics.sum_N, statistics.mass_N, statistics.cross_N]
+    placed = found_CT4 if grad_CV is None else grad_CV
+    _gradient_kernel[(C,)](
+        found_CT4, place_of_distances(placed), placed, soft, columns.class_weight_B, terms.soft_N,
+        terms.lse_pull_N, *stat, V, T, placed.stride(0), *soft.stride(), *columns.smoothing,
+        SMOOTHED=columns.smoothing != (1, 0), GRADIENT=grad_CV is not None, WIDTH=width,
+        PARTS=triton.next_power_of_2(T), BLOCK_T=BLOCK // width, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def place_of_distances(grad_CV: Tensor) -> Tensor:
+    """The memory of a gradient, as what it holds before: whole numbers, where that is half precision."""
+    return grad_CV.view(torch.int16) if grad_CV.dtype.itemsize == 2 else grad_CV

@@ -1,0 +1,48 @@
+"""The chunk engine for class probabilities on a card with tensor maps: a pass over half the bytes.
+
+In each row G = c p - y, with p = exp(z - lse), is to be formed in float32 before it is rounded: z has to be
+kept until lse is known. What is kept is not z in 32 bits but d = m - z in 16, where m is the largest logit of
+the row in one part of its classes (a quarter of a tile of the product): steps of 1/1024, from 0 to 64. Half a
+step moves p by 5e-4 of itself, whatever z is, where rounding G to bfloat16 moves it by up to 4e-3; and p is 0
+where it is below e^-64 of a neighbour's. What becomes the loss is summed in float32 where z is still exact,
+in the product: of each part m, sum exp(-d), sum y and sum y d, from which, with M the largest m,
+
+    lse = M + log sum_parts exp(m - M) sum exp(-d),   loss = sum_parts (sum y d + (lse - m) sum y)
+
+G takes the place of d, which is as wide.
+
+Shapes: V classes; C tokens of a chunk.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import distance_kernels as kernels
+from lowtide.linear_cross_entropy.rows import Statistics, Terms
+from lowtide.linear_cross_entropy.streamed import Stream
+
+
+class ProbabilityStream(Stream):
+    def _gradient_of_chunk_(
+        self,
+        z_CV: Tensor,
+        chunks: list[Tensor],
+        rows: slice,
+        terms: Terms,
+        statistics: Statistics,
+        take_statistics: bool,
+        gradient: bool,
+    ) -> Any:
+        columns = self._columns(rows)
+        operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
+        g_CV = z_CV if gradient else None
+        found_CT4 = kernels.distances(operands, columns, g_CV)
+        kernels.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
+        return g_CV
+
+    def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
+        stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes
+        size = (rows if gradient else 0), stride
+        return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]

@@ -1,0 +1,168 @@
+"""The path of class probabilities that keeps distances from the largest logits in 16 bits.
+
+On a card as it is; on the CPU through the interpreter, on float32 operands, in small tiles.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers import check, differentiate, fused, make_inputs, planned, smallest_workspace, workspace_for
+
+pytest.importorskip("triton")
+
+from lowtide.linear_cross_entropy import distance_kernels, probabilities
+from lowtide.linear_cross_entropy.entry import cross_entropy
+from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
+from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere  # noqa: F401
+from tests.linear_cross_entropy.test_several_terms import in_terms
+
+# The interpreter computes with numpy, which warns of inf - inf.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# What make_inputs is asked for, and what the call is asked for.
+KINDS = {
+    "probabilities": ({"probabilities": True}, {}),
+    "smoothed": ({"probabilities": True, "class_weight": True}, {"label_smoothing": 0.1}),
+    "all": (
+        {"probabilities": True, "class_weight": True, "bias": True},
+        {"label_smoothing": 0.1, "logit_scale": 0.7, "z_loss": 0.02},
+    ),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def chunks(everywhere, monkeypatch):  # noqa: F811
+    """How many terms each chunk that went this way had."""
+    found, gradient = [], probabilities.ProbabilityStream._gradient_of_chunk_
+
+    def counted(self, z_CV, chunks, *arguments):
+        found.append(len(chunks))
+        return gradient(self, z_CV, chunks, *arguments)
+
+    monkeypatch.setattr(probabilities.ProbabilityStream, "_gradient_of_chunk_", counted)
+    return found
+
+
+def of_kind(kind, device, N=37, V=101, **changes):
+    made, options = KINDS[kind]
+    dtype = changes.pop("dtype", dtype_on(device))
+    return make_inputs(N, 24, V, device=device, dtype=dtype, **{**made, **changes}), options
+
+
+def run(inputs, *, upstream=1.0, factor=2.0, **options):
+    found = differentiate(fused, inputs, upstream, backend="triton", **options)
+    check(found, inputs, upstream=upstream, factor=factor, **options)
+
+
+@kinds
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_kind(device, chunks, kind, reduction):
+    inputs, options = of_kind(kind, device)
+    upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
+    run(inputs, reduction=reduction, upstream=upstream, **options)
+    assert chunks == [1] if reduction == "mean" else chunks == [1, 1]  # forward; and backward
+
+
+@kinds
+def test_several_chunks(device, chunks, kind):
+    inputs, options = of_kind(kind, device, N=70)
+    small = {name: value for name, value in options.items() if name != "logit_scale"}
+    workspace = workspace_for(inputs, lambda plan: plan.rows >= 18, backend="triton", **small)
+    run(inputs, workspace=workspace, **options)
+    assert len(chunks) >= 3
+
+
+@kinds
+def test_class_blocks(device, kind):
+    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
+    inputs, options = of_kind(kind, device, N=80, V=203, dtype=torch.bfloat16)
+    planned_options = {name: value for name, value in options.items() if name != "logit_scale"}
+    least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **planned_options))
+    plan = planned(inputs, least + 20_000, backend="triton", **planned_options)
+    assert plan.weight_gradient == "by_class"
+    assert plan.distances
+    run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "all"])
+def test_two_terms(device, chunks, kind):
+    made, options = KINDS[kind]
+    inputs = make_inputs(37, 32, 101, device=device, dtype=dtype_on(device), **made)
+    found = differentiate(in_terms(cross_entropy, (24, 8)), inputs, backend="triton", **options)
+    check(found, inputs, **options)
+    assert chunks == [2]
+
+
+@kinds
+def test_without_gradients_the_same_loss(device, chunks, kind):
+    inputs, options = of_kind(kind, device)
+    with_gradients = fused(inputs, backend="triton", **options)
+    with torch.no_grad():
+        assert torch.equal(fused(inputs, backend="triton", **options), with_gradients)
+    assert len(chunks) == 2
+
+
+@pytest.mark.parametrize("width", [8, 203, 256])
+def test_tiles_that_are_cut_and_whole_ones(device, width):
+    """The last tile of a row reaches beyond its classes, or does not; and a class that is excluded."""
+    inputs, _ = of_kind("probabilities", device, V=width, bias=True)
+    bias = inputs.linear_bias.detach().clone()
+    bias[1] = -torch.inf
+    target = inputs.target.clone()
+    target[:, 1] = 0
+    run(replace(inputs, linear_bias=bias.requires_grad_(), target=target))
+
+
+@pytest.mark.parametrize("size", [30.0, 3000.0])
+def test_logits_of_any_size(device, size):
+    """Each tile has its sums relative to its own largest logit."""
+    inputs, _ = of_kind("probabilities", device, scale=size)
+    run(inputs)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_the_loss(device, value):
+    inputs, _ = of_kind("probabilities", device)
+    with torch.no_grad():
+        inputs.input[3, 2] = value
+    assert fused(inputs, backend="triton").isnan()
+    rows = fused(inputs, backend="triton", reduction="none")
+    assert rows.isnan().nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("size", [2.0, 60.0])
+def test_what_16_bits_hold(device, size):
+    """Of each gradient: half a step of its distance, and the rounding of the whole. (The interpreter
+    truncates to bfloat16.)"""
+    C, D, V = 37, 24, 203
+    x_CD, weight_VD = torch.randn(C, D, device=device), torch.randn(V, D, device=device) * size / D**0.5
+    x_CD, weight_VD = (each.to(dtype_on(device)) for each in (x_CD, weight_VD))
+    soft_CV = torch.randn(C, V, device=device).softmax(1)
+    place_CV = torch.empty(C, 208, dtype=torch.bfloat16, device=device)[:, :V]
+    columns = Columns(0, None, None, soft_CV, (1.0, 0.0), None, 0.0)
+    nothing_C = torch.zeros(C, device=device)
+    terms = Terms(nothing_C, nothing_C, nothing_C, nothing_C, soft_N=torch.ones_like(nothing_C))
+    statistics = Statistics(*(torch.empty(C, device=device) for _ in range(2)))
+    statistics = replace(statistics, mass_N=nothing_C, cross_N=nothing_C.clone())
+    found = distance_kernels.distances([(x_CD, weight_VD)], columns, place_CV)
+    distance_kernels.gradient(found, place_CV, terms, statistics, columns, take_statistics=True)
+    z_CV = x_CD.double() @ weight_VD.double().T
+    p_CV, y_CV = z_CV.softmax(1), soft_CV.double()
+    exact_CV = p_CV * y_CV.sum(1, keepdim=True) - y_CV
+    far_CV = z_CV.amax(1, keepdim=True) - z_CV > 64
+    allowed_CV = 5e-4 * p_CV + (2**-8 if device == "cuda" else 2**-7) * (exact_CV.abs() + 5e-4 * p_CV)
+    error_CV = (place_CV.double() - exact_CV).abs()
+    assert (error_CV <= allowed_CV + far_CV * p_CV + 1e-6 * (p_CV + y_CV)).all()
+    assert size < 60 or far_CV.any()
+    exact_loss_C = (y_CV * (z_CV.logsumexp(1, keepdim=True) - z_CV)).sum(1)
+    torch.testing.assert_close(statistics.cross_N.double(), exact_loss_C, rtol=3e-6, atol=0)
+
+
+@kinds
+def test_the_same_bits(device, kind):
+    inputs, options = of_kind(kind, device)
+    first, second = (differentiate(fused, inputs, backend="triton", **options) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
