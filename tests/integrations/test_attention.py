@@ -17,6 +17,8 @@ from lowtide.integrations.transformers import DenseMaskWarning, register_attenti
 from lowtide.integrations.transformers.attention import attention  # noqa: E402
 from lowtide.integrations.transformers.bands import Shown, band  # noqa: E402
 from lowtide.integrations.transformers.masks import mask as models_mask  # noqa: E402
+from tests.integrations.dense import dense_mask, exactly, register_exactly  # noqa: E402
+from tests.integrations.inputs import inputs_of  # noqa: E402
 from tests.integrations.zoo import B, T, batch, build  # noqa: E402
 
 MODELS = {
@@ -39,8 +41,7 @@ PADDING = {"none": None, "right": (0, slice(-4, None)), "left": (1, slice(0, 3))
 def _registered():
     register_attention()
     register_attention()
-    transformers.AttentionInterface.register("exactly", exactly)
-    transformers.AttentionMaskInterface.register("exactly", dense_mask)
+    register_exactly()
 
 
 def inputs_with(padding):
@@ -52,40 +53,6 @@ def inputs_with(padding):
         after = torch.nn.functional.pad(seen, (1, 0), value=1)[:, :-1]
         inputs |= {"attention_mask": seen, "labels": inputs["labels"].masked_fill(seen * after == 0, -100)}
     return inputs
-
-
-def exactly(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    softcap=None,
-    position_bias=None,
-    s_aux=None,
-    sinks=None,
-    **_,
-):
-    """The definition with all scores: models' "eager" has float32 and float32's smallest number in it."""
-    repeat = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(repeat, 1) for each in (key, value))
-    z_BHMN = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        z_BHMN = softcap * torch.tanh(z_BHMN / softcap)
-    if position_bias is not None:
-        z_BHMN = z_BHMN + position_bias
-    if attention_mask is not None:
-        z_BHMN = z_BHMN.masked_fill(~attention_mask, -torch.inf)
-    if s_aux is not None:
-        sinks = s_aux[:, None, None].expand(*z_BHMN.shape[:-1], 1)
-    all_scores = z_BHMN if sinks is None else torch.cat([z_BHMN, sinks], -1)
-    weight_BHMN = all_scores.softmax(-1)[..., : z_BHMN.shape[-1]].nan_to_num(0)
-    return (weight_BHMN @ value).transpose(1, 2), None
-
-
-def dense_mask(**options):
-    return masking_utils.sdpa_mask(**options | {"allow_is_causal_skip": False})
 
 
 def found_with(model, implementation, inputs):
@@ -317,11 +284,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore::lowtide.integrations.transformers.DenseMaskWarning")
 def test_models_that_compute_with_their_mask(kind):
     model = build(kind)
     model.set_attn_implementation("lowtide")
     with pytest.raises((ValueError, AttributeError), match=f"{REFUSED[kind]}.*use 'sdpa' or 'eager'"):
-        model(**batch())
+        model(**inputs_of(model)[1])
 
 
 def test_what_is_refused(monkeypatch):

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 
 from lowtide.integrations.transformers.attention import attention  # noqa: E402
 from lowtide.integrations.transformers.masks import PackedMask  # noqa: E402
-from tests.integrations.test_attention import exactly  # noqa: E402
+from tests.integrations.dense import exactly  # noqa: E402
 
 H, M, K = 4, 12, 8
 LENGTHS = [5, 7, 2, 9, 1]  # of the rows, one after the other: none goes over a row's end
