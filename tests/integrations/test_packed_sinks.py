@@ -29,7 +29,7 @@ def test_sinks(name, shape):
     found, expected = (
         (out, *torch.autograd.grad(out, leaves, upstream))
         for out in (
-            attention(nn.Module(), query, key, value, PackedMask(LENGTHS, None), **{name: sinks})[0],
+            attention(nn.Module(), query, key, value, PackedMask(LENGTHS, None, M), **{name: sinks})[0],
             exactly(nn.Module(), query, key, value, dense_B1MN, **dense_sinks)[0],
         )
     )

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lowtide.attention import memory_efficient_attention, memory_efficient_attention_with_lse
 from lowtide.attention.masks import AttentionBias, Band, LowerTriangularMask
-from lowtide.integrations.transformers.masks import PackedMask, mask
+from lowtide.integrations.transformers.masks import DenseMask, PackedMask, mask
 from lowtide.linear_cross_entropy.check import ArgumentError
 
 NAME = "lowtide"
@@ -89,6 +89,9 @@ def attention(
     if attention_mask is None and query.shape[2] > 1:  # of a model that makes none: as in "sdpa"
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = LowerTriangularMask() if causal else None
+    if isinstance(attention_mask, DenseMask):
+        attention_mask.check(query.shape[2], key.shape[2])
+        attention_mask = attention_mask.bias
     if position_bias is not None:
         if softcap is not None:
             raise ArgumentError(

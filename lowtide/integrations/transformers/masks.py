@@ -24,8 +24,32 @@ class DenseMaskWarning(UserWarning):
     """A mask of [B, 1, M, N] has been made."""
 
 
-class ModelsMask(AttentionBias):
+class Handed:
     """A mask as a model hands it from where it is made to its layers, which must not compute with it."""
+
+    ndim = 4
+    """By which Transformers knows one that has been made: generate makes them itself, for a static cache."""
+
+    lengths: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[None, int, int, int]:
+        """For Transformers, where a model has one made of one. How many sequences it is for is not known."""
+        return (None, 1, *self.lengths)
+
+    def contiguous(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this model asks its mask for its {name}; {ELSE}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> Any:
+        raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
+
+
+class ModelsMask(Handed, AttentionBias):
+    """A band, and the keys that take part in it."""
 
     def __init__(self, M: int, N: int, left: int | None, right: int | None, keys: Tensor | None) -> None:
         self.lengths, self.band = (M, N), Band(left, right)
@@ -37,19 +61,6 @@ class ModelsMask(AttentionBias):
                 f"this layer has {M} queries and {N} keys, its mask was made for {self.lengths[0]} and "
                 f"{self.lengths[1]}; {ELSE}"
             )
-
-    ndim = 4
-    """By which Transformers knows one that has been made: generate makes them itself, for a static cache."""
-
-    def contiguous(self) -> "ModelsMask":
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"this model asks its mask for its {name}; {ELSE}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, *_: object) -> Any:
-        raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
 
     def __getitem__(self, index: Any) -> "ModelsMask":
         """[:, :, rows, :keys], which some models take where they drop queries; nothing else."""
@@ -69,25 +80,39 @@ class CausalMask(ModelsMask, LowerTriangularMask):
     """Query i sees the keys j <= i."""
 
 
-class PackedMask(BlockDiagonalCausalMask):
+class DenseMask(ModelsMask):
+    """What is neither, for each query and key. A model that added it to its scores would add 1, not hide."""
+
+    def __init__(self, seen: Tensor) -> None:  # [B, 1, M, N], bool
+        M, N = seen.shape[-2:]
+        super().__init__(M, N, None, None, seen)
+
+    def __getitem__(self, index: Any) -> "DenseMask":
+        if isinstance(index, tuple) and len(index) == 4 and all(isinstance(each, slice) for each in index):
+            return DenseMask(self.bias[index])  # type: ignore[index]
+        raise ArgumentError(f"this model takes a part of its mask; {ELSE}")
+
+
+class PackedMask(Handed, BlockDiagonalCausalMask):
     """Several sequences side by side in each row of the batch; all of its rows, one after the other."""
 
-    def __init__(self, lengths: list[int], window: int | None) -> None:
+    def __init__(self, lengths: list[int], window: int | None, M: int) -> None:
         super().__init__(lengths, lengths)
+        self.lengths = (M, M)
         self.band = Band(None if window is None else window - 1, 0)
 
 
 def mask(
     *,
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | ModelsMask | None = None,
+    attention_mask: Tensor | ModelsMask | PackedMask | None = None,
     **sizes: Any,
-) -> AttentionBias | Tensor:
+) -> ModelsMask | PackedMask:
     """Transformers calls this for each kind of layer, with a function that says which keys query i sees. A
     band (causal, a window, all) becomes two numbers; padding [B, 1, 1, N] besides; several sequences in a
     row their lengths; what a single query sees [B, 1, 1, N]; anything else, with a warning, [B, 1, M, N].
     """
-    if isinstance(attention_mask, ModelsMask):
+    if isinstance(attention_mask, ModelsMask | PackedMask):
         return attention_mask
     plain = mask_function in (causal_mask_function, bidirectional_mask_function)
     if torch.compiler.is_compiling() and attention_mask is None and not plain:
@@ -107,7 +132,7 @@ def _mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **_: object,
-) -> AttentionBias | Tensor:
+) -> ModelsMask | PackedMask:
     M, N = q_length, kv_length
     compiling = torch.compiler.is_compiling()
     if isinstance(q_offset, Tensor) and M > 1 and not compiling:  # of a static cache
@@ -133,14 +158,14 @@ def _mask(
 
     if M > 1 and not compiling:
         if M == N and (lengths := _packed(rows, batch_size, M, local_size)) is not None:
-            return PackedMask(lengths, local_size)
+            return PackedMask(lengths, local_size, M)
         warnings.warn(
             f"this model's mask is neither causal, nor a window, nor several sequences in a row: it is made, "
             f"[{batch_size}, 1, {M}, {N}] bool, as by attn_implementation='sdpa'",
             DenseMaskWarning,
             stacklevel=2,
         )
-    return rows(0, M)
+    return DenseMask(rows(0, M))
 
 
 _uncompiled = torch.compiler.disable(
