@@ -71,6 +71,11 @@ def check_head(head: Any) -> None:
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
             "so), past which a deferral would not be called; remove it, or call defer_logits first"
         )
+    if type(head).forward is nn.Module.forward:
+        raise ArgumentError(
+            f"this {type(head).__name__} has no forward, so no logits of its own: pass head=, the one of its "
+            "modules whose logits are to be deferred"
+        )
     if isinstance(head, nn.Embedding) or classes(head) < 2:
         raise ArgumentError(
             f"{type(head).__name__} is no linear head: pass head=, the module whose forward multiplies "

@@ -78,6 +78,9 @@ def test_a_head_that_is_no_product():
     for head in (model.activation, model.wte):
         with pytest.raises(ValueError, match=r"is no linear head: pass head="):
             lowtide.defer_logits(model, head=head)
+    model.heads = nn.ModuleList([nn.Linear(4, 4)])
+    with pytest.raises(ValueError, match="ModuleList has no forward"):
+        lowtide.defer_logits(model, head=model.heads)
     with pytest.raises(TypeError, match=r"as model\.lm_head, got Parameter"):
         lowtide.defer_logits(model, head=model.lm_head.weight)
 
