@@ -185,7 +185,7 @@ BUILDS = {
     "distances": _distances(),
     "distances, sums": _distances(distance_CB=None, STORE=False),
     "distances, two terms": _distances(**_TWO_TERMS, soft_CB_ptr=F32),
-    "distances, two terms, float64": _distances(**_TWO_TERMS, soft_CB_ptr="*fp64"),
+    "distances, two terms, float64": _distances(**_TWO_TERMS, soft_CB_ptr="*fp64", spills=120),
     "distances, all": _distances(
         **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True
     ),
