@@ -10,7 +10,7 @@ from torch import nn
 import lowtide
 from lowtide.bench.memory import peak_memory
 
-BATCH, TOKENS, FEATURES, CLASSES = 4, 96, 32, 32000
+BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 
 
 class Model(nn.Module):
@@ -31,7 +31,7 @@ def train(deferred):
     if deferred:
         lowtide.defer_logits(model)  # before or after prepare
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.randint(100, (4 * BATCH, TOKENS))
+    tokens = torch.randint(100, (2 * BATCH, TOKENS))
     loader = torch.utils.data.DataLoader(tokens, batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     criterion = nn.CrossEntropyLoss()

@@ -11,7 +11,7 @@ from torch import nn
 from lowtide.bench.memory import peak_memory
 from lowtide.integrations.lightning import DeferLogits
 
-BATCH, TOKENS, FEATURES, CLASSES = 4, 128, 64, 32000
+BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 
 
 class Model(lightning.LightningModule):

@@ -11,7 +11,7 @@ from torch import nn
 import lowtide
 from lowtide.bench.memory import peak_memory
 
-BATCH, TOKENS, FEATURES, CLASSES, STEPS = 4, 128, 64, 50304, 3
+BATCH, TOKENS, FEATURES, CLASSES, STEPS = 3, 128, 32, 50304, 3
 
 
 class Block(nn.Module):

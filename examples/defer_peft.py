@@ -15,15 +15,15 @@ import transformers
 import lowtide
 from lowtide.bench.memory import peak_memory
 
-BATCH, TOKENS, CLASSES, STEPS = 4, 128, 50304, 3
+BATCH, TOKENS, CLASSES, STEPS = 4, 96, 32000, 3
 
 
 def train(deferred):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=CLASSES,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=32,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
     )

@@ -12,7 +12,7 @@ import transformers
 from lowtide.bench.memory import peak_memory
 from lowtide.integrations.transformers import DeferLogits
 
-TOKENS, CLASSES = 96, 32000
+TOKENS, CLASSES = 64, 32000
 
 
 class Data(torch.utils.data.Dataset):
@@ -35,10 +35,10 @@ def train(callbacks, folder):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=CLASSES,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=16,
+        intermediate_size=32,
         num_hidden_layers=2,
-        num_attention_heads=4,
+        num_attention_heads=2,
         tie_word_embeddings=True,
     )
     arguments = transformers.TrainingArguments(

@@ -17,8 +17,8 @@ from lowtide.integrations.trl import DeferLogits, Forward  # noqa: E402
 from tests.deferred.helpers import norm, within_eager  # noqa: E402
 from tests.integrations.zoo import V, batch, build  # noqa: E402
 
-# of datasets, accelerate, and TRL about itself
-pytestmark = pytest.mark.filterwarnings("ignore")
+# TRL calls things by names that transformers has changed.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 FIELDS = ("log_probs", "entropy", "mean_logits")
 
 MODELS = {

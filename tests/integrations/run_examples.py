@@ -1,0 +1,43 @@
+"""`python -m tests.integrations.run_examples MODULE...` runs the examples whose names it reads, each in a
+process of its own, forked off this one, which has imported the modules: that takes longer than an example.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+
+EXAMPLES = "examples"
+
+
+def run(name: str) -> dict[str, object]:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(errors.fileno(), 2)
+            status = 1
+            try:
+                runpy.run_path(f"{EXAMPLES}/{name}.py", run_name="__main__")
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        _, status, used = os.wait4(child, 0)
+        for each in (out, errors):
+            each.seek(0)
+        seconds = used.ru_utime + used.ru_stime
+        return {"status": status, "out": out.read(), "errors": errors.read(), "seconds": seconds}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, EXAMPLES)
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        print(json.dumps(run(line.strip())), flush=True)
