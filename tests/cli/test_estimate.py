@@ -1,10 +1,12 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -62,6 +64,24 @@ def test_a_built_in_model_needs_nothing_else():
     assert done.exit_code == 0, done.output
     assert "12 x 256 tokens, float32, adamw" in done.output
     assert "12 x 512 tokens, float32, adamw" in done.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_shapes_are_what_the_allocator_counts(tmp_path):
+    """A small one, whose optimizer counts as much as its logits, and one of eight times the tokens."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 65_536}
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | sizes))
+    assert_within_a_tenth(tmp_path, 2048, 16_384)
+
+
+def assert_within_a_tenth(directory, *lengths):
+    done = invoke(directory, *(each for length in lengths for each in ("--length", length)), "--measure")
+    assert done.exit_code == 0, done.output
+    errors = [float(each) for each in re.findall(r"([+-][\d.]+) %", done.output)]
+    assert len(errors) == 2 * len(lengths), done.output
+    assert max(map(abs, errors)) < 10, done.output
 
 
 def test_what_cannot_be_estimated_is_one_clear_line(tmp_path):

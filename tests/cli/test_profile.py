@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import typer
 from torch.cuda import _memory_viz
 from typer.testing import CliRunner
@@ -39,10 +40,10 @@ def lowtide(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=patient)
 
 
-def invoke(*arguments):
+def invoke(*arguments, device="cpu"):
     app = typer.Typer()
     app.command(context_settings=profile.SETTINGS)(profile.profile)
-    return CliRunner().invoke(app, ["--device", "cpu", *map(str, arguments)])
+    return CliRunner().invoke(app, ["--device", device, *map(str, arguments)])
 
 
 def read(out):
@@ -72,16 +73,49 @@ def test_what_a_failing_script_has_allocated_is_kept(script, tmp_path):
     assert (sys.argv, sys.path) == arguments
 
 
-def test_steps_of_a_model(tmp_path):
+def peaks_of_steps(tmp_path, device, length):
+    """By loss."""
     peaks = {}
     for loss in ("eager", "lowtide"):
-        arguments = ("--step", "demo-cpu", "--dtype", "float32", "--length", 256, "--steps", 1)
-        done = invoke(*arguments, "--loss", loss, "--out", tmp_path / loss)
+        arguments = ("--step", "demo-cpu", "--dtype", "float32", "--length", length, "--steps", 1)
+        done = invoke(*arguments, "--loss", loss, "--out", tmp_path / loss, device=device)
         assert done.exit_code == 0, done.output
         peaks[loss] = read(tmp_path / loss).peak
+    return peaks
+
+
+def test_steps_of_a_model(tmp_path):
+    peaks = peaks_of_steps(tmp_path, "cpu", 256)
     logits = 4 * 256 * 32_768
     assert peaks["lowtide"] < 2 * logits
     assert peaks["eager"] > 3 * logits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_on_cuda(tmp_path):
+    """Of the caching allocator, which knows what was held before, and the line of Python of each block."""
+    peaks = peaks_of_steps(tmp_path, "cuda", 16_384)
+    logits = 4 * 16_384 * 32_768  # twice the default workspace
+    assert peaks["eager"] - peaks["lowtide"] > logits
+    with (tmp_path / "eager" / "memory.pickle").open("rb") as file:
+        snapshot = pickle.load(file)
+    largest = max(
+        (each for each in snapshot["device_traces"][0] if each["action"] == "alloc"),
+        key=lambda each: each["size"],
+    )
+    assert largest["size"] == logits
+    assert any(frame["filename"].endswith("estimate/model.py") for frame in largest["frames"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_script_on_cuda(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import torch\nkept = torch.ones(2**20, device='cuda')\n")
+    done = invoke("--out", tmp_path / "out", path, device="cuda")
+    assert done.exit_code == 0, done.output
+    assert read(tmp_path / "out").peak >= 4 * 2**20
 
 
 @pytest.mark.parametrize("idle", [True, False])
