@@ -1,6 +1,7 @@
 """`lowtide estimate`: what a training step holds at its highest moment, before a card is rented."""
 
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from lowtide.estimate.measure import measure as measured_peak
 from lowtide.estimate.report import GIB, Result, draw, print_table
+from lowtide.estimate.rows import read, write
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import estimate as estimated
 from lowtide.train.config import UserError
@@ -16,7 +18,10 @@ from lowtide.train.config import UserError
 
 def estimate(
     model: Annotated[
-        str, typer.Argument(help="A config.json, the directory of one, or demo-cpu or demo-cuda.")
+        str,
+        typer.Argument(
+            help="A config.json, the directory of one, demo-cpu or demo-cuda; or a file that --csv wrote."
+        ),
     ],
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     length: Annotated[
@@ -40,6 +45,9 @@ def estimate(
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the same step on the GPU too, and print both numbers.")
     ] = False,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write the tables to this file.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Estimate the peak memory of a training step, with eager logits and with lowtide's.
 
@@ -51,20 +59,34 @@ def estimate(
     try:
         if out is not None and find_spec("matplotlib") is None:
             raise UserError("--out draws with matplotlib; install it with: pip install 'lowtide[plot]'")
-        bytes_allowed = None if workspace is None else int(workspace * GIB)
-        results = []
-        for each in length or [8192]:
-            setting = Setting(model, batch, each, dtype, optimizer, checkpointing, bytes_allowed)
-            with console.status(f"{batch} x {each} tokens"):
-                pair = [_result(setting, loss, measure) for loss in Loss]
+        if model.endswith(".csv"):
+            if measure or csv is not None:
+                raise UserError(f"{model} is shown as it was written: leave out --measure and --csv")
+            found = read(Path(model))
+            pairs = (list(each) for _, each in groupby(found, lambda result: result.estimate.setting))
+        else:
+            allowed = None if workspace is None else int(workspace * GIB)
+            pairs = (
+                _made(Setting(model, batch, each, dtype, optimizer, checkpointing, allowed), measure, console)
+                for each in length or [8192]
+            )
+        results: list[Result] = []
+        for pair in pairs:
             print_table(console, pair)
             results += pair
+        if csv is not None:
+            write(results, csv)
         if out is not None:
             draw(results, out)
             console.print(f"picture: {out}")
     except (UserError, OSError) as error:
         Console(stderr=True).print(f"lowtide estimate: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _made(setting: Setting, measure: bool, console: Console) -> list[Result]:
+    with console.status(f"{setting.batch} x {setting.length} tokens"):
+        return [_result(setting, loss, measure) for loss in Loss]
 
 
 def _result(setting: Setting, loss: Loss, measure: bool) -> Result:

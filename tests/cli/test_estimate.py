@@ -58,12 +58,19 @@ def test_the_arithmetic_of_the_first_request(tmp_path):
     assert (tmp_path / "peak.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_built_in_model_needs_nothing_else():
+def test_a_built_in_model_needs_nothing_else(tmp_path):
     arguments = ("demo-cpu", "--batch", 12, "--length", 256, "--length", 512, "--dtype", "float32")
-    done = invoke(*arguments)
+    table, *pictures = (tmp_path / name for name in ("table.csv", "first.png", "second.png"))
+    done = invoke(*arguments, "--csv", table, "--out", pictures[0])
     assert done.exit_code == 0, done.output
     assert "12 x 256 tokens, float32, adamw" in done.output
     assert "12 x 512 tokens, float32, adamw" in done.output
+    again = invoke(table, "--out", pictures[1])
+    assert again.exit_code == 0, again.output
+    first, second = (each.read_bytes() for each in pictures)
+    assert first == second, "drawn from the CSV alone"
+    assert again.output.replace("second", "first") == done.output
+    assert f"{table} is shown as it was written" in refused(table, "--csv", tmp_path / "other.csv")
 
 
 @pytest.mark.gpu

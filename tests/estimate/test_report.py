@@ -1,15 +1,21 @@
+import re
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lowtide.estimate.report import Result, draw, print_table
-from lowtide.estimate.setting import Loss, Setting
+from lowtide.estimate.rows import COLUMNS, read, write
+from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import Estimate
 from lowtide.estimate.tracker import CATEGORIES
+from lowtide.train.config import UserError
 
 GIB = 2**30
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "h200" / "estimate_measured.csv"
 
 
 @pytest.fixture
@@ -40,3 +46,45 @@ def test_the_picture_has_a_bar_for_each(pair, tmp_path, kind):
         assert struct.unpack(">II", content[16:24]) == (1600, 608)
     else:
         assert content.count(b"<path d=") > 4 * 2
+
+
+def test_what_is_written_is_read_again(pair, tmp_path):
+    eager, ours = pair
+    whole = Setting("a.json", 2, 64, Dtype.autocast, Optimizer.sgd, True, 2**20)
+    other = Result(replace(ours.estimate, setting=whole))
+    path = tmp_path / "deeper" / "estimate.csv"
+    write([eager, ours, other], path)
+    assert read(path) == [eager, ours, other]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a,b\n1,2\n", "is no CSV of lowtide estimate --csv"),
+        (",".join(COLUMNS), "has no rows"),
+        (f"{','.join(COLUMNS)}\n{'x,' * len(COLUMNS)}", "invalid literal for int"),
+    ],
+)
+def test_another_file_is_one_clear_line(tmp_path, content, message):
+    path = tmp_path / "estimate.csv"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        read(path)
+
+
+@pytest.mark.skipif(not MEASURED.exists(), reason="not measured on a card with --csv yet")
+def test_the_page_says_what_was_measured():
+    page = (ROOT / "docs" / "estimate.md").read_text()
+    told = re.findall(r"\| ([\d,]+) tokens, (\w+) \| ([\d.]+) \| ([\d.]+) \|", page)
+    found = [
+        (
+            f"{one.estimate.setting.tokens:,}",
+            one.estimate.loss.value,
+            f"{one.estimate.peak / GIB:.2f}",
+            f"{one.measured / GIB:.2f}",
+        )
+        for one in read(MEASURED)
+    ]
+    assert told == found
+    assert len({tokens for tokens, *_ in found}) >= 2
+    assert all(abs(float(mine) / float(theirs) - 1) < 0.1 for *_, mine, theirs in found)
