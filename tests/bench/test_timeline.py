@@ -1,5 +1,6 @@
 import csv
 import struct
+from pathlib import Path
 
 import pytest
 import typer
@@ -8,6 +9,8 @@ from typer.testing import CliRunner
 from lowtide.bench.timeline import COLUMNS, OWN, SMOKE, STEPS, Line, Shape, draw, read, write
 from lowtide.cli.timeline import memory_timeline
 from lowtide.profile.timeline import Timeline
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
@@ -71,3 +74,13 @@ def test_the_real_shapes_are_refused_on_a_cpu(tmp_path):
     assert done.exit_code == 1
     assert "add --smoke" in done.output
     assert not list(tmp_path.iterdir())
+
+
+def test_the_page_says_what_was_measured():
+    lines = read(ROOT / "benchmarks" / "h200" / "memory_timeline.csv")
+    first, second = (
+        " and ".join(f"{line.timeline.peak / 2**30:.1f}" for line in lines if line.provider == name)
+        for name in ("eager", "lowtide")
+    )
+    page = (ROOT / "docs" / "estimate.md").read_text()
+    assert f"Its peaks are {first} GiB, lowtide's {second};" in page
