@@ -2,6 +2,7 @@
 
 import copyreg
 import warnings
+from types import MethodType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Deferral:
         self._plain = type(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
+        vars(head).pop("forward", None)  # the plain class's own, or check_head had refused it
 
     def __repr__(self) -> str:
         return f"Deferral(head={self._plain.__name__}, fused={self.fused}, materialized={self.materialized})"
@@ -46,6 +48,9 @@ class Deferral:
         """The head is again as it was. A second call does nothing."""
         if self._class is None:
             return
+        own = vars(self.head).get("forward")
+        if own == MethodType(self._class.forward, self.head):  # type: ignore[attr-defined]
+            del self.head.forward  # of hooks that came and went in between
         if type(self.head) is self._class:
             self.head.__class__ = self._plain
         else:  # somebody has made a class of this one: fully_shard does
@@ -80,7 +85,8 @@ def _deferring(plain: type, deferral: Deferral) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        if not args or not _defers(self, args[0]):
+        # Undone, it may still be what a hook calls.
+        if deferral._class is None or not args or not _defers(self, args[0]):
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         if _has_backward_hooks(self):
             deferral._report("a backward hook of the head")

@@ -1,5 +1,6 @@
 """Which module of a model is its head, and whether its logits can be deferred."""
 
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -66,7 +67,8 @@ def check_head(head: Any) -> None:
                 "own forward; the loss needs it later. Use ZeRO-1 or -2 or FSDP2, or call "
                 "lowtide.linear_cross_entropy on the hidden states under deepspeed.zero.GatheredParameters"
             )
-    if "forward" in vars(head):
+    own = vars(head).get("forward")
+    if own is not None and own != MethodType(type(head).forward, head):  # which removed hooks leave behind
         raise ArgumentError(
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
             "so), past which a deferral would not be called; remove it, or call defer_logits first"

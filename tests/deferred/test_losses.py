@@ -8,7 +8,7 @@ from torch import nn
 import lowtide
 from tests.deferred.helpers import B, T, V, check, make
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def capped(z):
@@ -87,6 +87,19 @@ LOSSES = {
     "probabilities": lambda z, y: F.cross_entropy(z.view(-1, V), smooth(y).view(-1, V).to(z.dtype)),
     "probabilities, classes second": lambda z, y: F.cross_entropy(
         z.transpose(1, 2), smooth(y).transpose(1, 2).to(z.dtype), reduction="sum", label_smoothing=0.1
+    ),
+    "probabilities, class weights": lambda z, y: F.cross_entropy(
+        z.view(-1, V), smooth(y).view(-1, V).to(z.dtype), weight=WEIGHT.to(z.dtype)
+    ),
+    "probabilities, class weights, none": lambda z, y: F.cross_entropy(
+        z.transpose(1, 2),
+        smooth(y).transpose(1, 2).to(z.dtype),
+        weight=WEIGHT.to(z.dtype),
+        reduction="none",
+        label_smoothing=0.2,
+    ),
+    "probabilities, class weights of another dtype": lambda z, y: nn.CrossEntropyLoss(WEIGHT)(
+        z.view(-1, V), smooth(y).view(-1, V)
     ),
 }
 
@@ -203,6 +216,16 @@ ERRORS = {
     "float targets": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1).double()),
     "unknown reduction": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), reduction="other"),
     "out of range": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1) + V),
+    "class weights": lambda z, y: of_rows(z, y, weight=WEIGHT[1:].double()),
+    "probabilities, class weights": lambda z, y: F.cross_entropy(
+        z.view(-1, V), smooth(y).view(-1, V).double(), WEIGHT[1:].double()
+    ),
+    "probabilities, an ignored class": lambda z, y: F.cross_entropy(
+        z.view(-1, V), smooth(y).view(-1, V).double(), ignore_index=3
+    ),
+    "probabilities of fewer classes": lambda z, y: F.cross_entropy(
+        z.view(-1, V), smooth(y).view(-1, V)[:, 1:].double()
+    ),
     "smoothing": lambda z, y: F.cross_entropy(z.view(-1, V), y.view(-1), label_smoothing=2.0),
     "view": lambda z, y: z.view(-1, V + 1),
     "index": lambda z, y: z[B],
