@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from lowtide.estimate.measure import measure as measured_peak
+from lowtide.estimate.model import usual_dtype
 from lowtide.estimate.report import GIB, Result, draw, print_table
 from lowtide.estimate.rows import read, write
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
@@ -29,8 +30,12 @@ def estimate(
         typer.Option(min=2, help="Tokens of a sequence; repeatable.", show_default="8192"),
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of weights and products; autocast: float32 and bfloat16.")
-    ] = Dtype.bfloat16,
+        Dtype | None,
+        typer.Option(
+            help="Of weights and products; autocast: float32 and bfloat16.",
+            show_default="bfloat16; of the demo what that has",
+        ),
+    ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Fused where torch has it.")] = Optimizer.adamw,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Keep one hidden state a layer, and compute it again.")
@@ -65,9 +70,10 @@ def estimate(
             found = read(Path(model))
             pairs = (list(each) for _, each in groupby(found, lambda result: result.estimate.setting))
         else:
+            used = dtype or usual_dtype(model)
             allowed = None if workspace is None else int(workspace * GIB)
             pairs = (
-                _made(Setting(model, batch, each, dtype, optimizer, checkpointing, allowed), measure, console)
+                _made(Setting(model, batch, each, used, optimizer, checkpointing, allowed), measure, console)
                 for each in length or [8192]
             )
         results: list[Result] = []

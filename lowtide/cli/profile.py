@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lowtide.estimate.model import usual_dtype
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.profile.record import Record, save
 from lowtide.profile.run import script as run_script
@@ -31,7 +32,10 @@ def profile(
     loss: Annotated[Loss, typer.Option(help="Of the steps.")] = Loss.lowtide,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 1,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 1024,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and products.")] = Dtype.bfloat16,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Of weights and products.", show_default="bfloat16; of the demo what that has"),
+    ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Of the steps.")] = Optimizer.adamw,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="In the steps.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="How many, after one that is not recorded.")] = 3,
@@ -59,7 +63,8 @@ def profile(
             record, status = run_script(script, arguments or [], chosen)
             title = f"Memory of {script.name}"
         else:
-            setting = Setting(step or "", batch, length, dtype, optimizer, checkpointing)
+            model = step or ""
+            setting = Setting(model, batch, length, dtype or usual_dtype(model), optimizer, checkpointing)
             record = run_steps(setting, loss, steps, chosen)
             title = f"Memory of {steps} training steps, {batch} x {length:,} tokens"
         write(record, loss.value if script is None else "held", title, out, console)

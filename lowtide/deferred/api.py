@@ -75,7 +75,8 @@ class Deferral:
         if self.materialized[operation] == 1:
             warnings.warn(
                 f"{operation} needs real logits: they are made, exactly, in the memory that they take. "
-                "(What does not: lowtide.defer_logits.)",
+                "What needs none: help(lowtide.defer_logits). If real ones are wanted here, call the head in "
+                "eval mode for them (head.eval(), then head.train()), or undo() the deferral",
                 RealLogitsWarning,
                 stacklevel=user_stacklevel(),
             )

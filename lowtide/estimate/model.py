@@ -29,6 +29,11 @@ BUILT_IN_CLASSES = 32_768
 FILE = "config.json"
 
 
+def usual_dtype(model: str) -> Dtype:
+    """Of what is trained: the demo has float32 weights, with products in bfloat16 on CUDA."""
+    return {"demo-cpu": Dtype.float32, "demo-cuda": Dtype.autocast}.get(model, Dtype.bfloat16)
+
+
 @dataclass(frozen=True)
 class Model:
     module: nn.Module

@@ -77,7 +77,7 @@ def peaks_of_steps(tmp_path, device, length):
     """By loss."""
     peaks = {}
     for loss in ("eager", "lowtide"):
-        arguments = ("--step", "demo-cpu", "--dtype", "float32", "--length", length, "--steps", 1)
+        arguments = ("--step", "demo-cpu", "--length", length, "--steps", 1)
         done = invoke(*arguments, "--loss", loss, "--out", tmp_path / loss, device=device)
         assert done.exit_code == 0, done.output
         peaks[loss] = read(tmp_path / loss).peak
@@ -129,7 +129,7 @@ def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch,
     monkeypatch.setattr(profile, "run_steps", lambda *_: record)
     titles = []
     monkeypatch.setattr(profile, "draw", lambda lines, title, path: titles.append((title, *lines.values())))
-    done = invoke("--step", "demo-cpu", "--dtype", "float32", "--out", tmp_path)
+    done = invoke("--step", "demo-cpu", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     ((title, line),) = titles
     assert line.peak == 3 * 2**20
@@ -145,7 +145,7 @@ def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch,
         (("--step", "demo-cpu", "script.py"), "give either a script or --step MODEL"),
         (("none.py",), "none.py: no such file"),
         (("--step", "none"), "none: no such file"),
-        (("--step", "demo-cpu"), "give --dtype autocast or float32"),
+        (("--step", "demo-cpu", "--dtype", "float16"), "give --dtype autocast or float32"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message, tmp_path):

@@ -100,7 +100,8 @@ def test_a_forward_of_its_own():
 
 
 def partition(parameter):
-    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module's forward."""
+    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module's forward: an imitation of its attributes,
+    since DeepSpeed itself is no dependency of the tests."""
     parameter.ds_id, parameter.ds_shape = 0, parameter.shape
     parameter.ds_status = "ZeroParamStatus.NOT_AVAILABLE"
     parameter.ds_tensor = parameter.data.flatten()
@@ -112,8 +113,10 @@ def test_a_weight_that_zero_has_partitioned(tied):
     model, _, _ = make(tied=tied)
     partition(model.lm_head.weight)
     for head in (None, model.lm_head):
-        with pytest.raises(ValueError, match=r"ZeRO-3 has partitioned the head's weight.*ZeRO-1 or -2"):
+        with pytest.raises(ValueError, match=r"ZeRO-3 has partitioned the head's weight") as caught:
             lowtide.defer_logits(model, head=head)
+        for advice in ("Use ZeRO-1 or -2 or FSDP2", "linear_cross_entropy", "GatheredParameters"):
+            assert advice in str(caught.value)
     assert type(model.lm_head) is nn.Linear
 
 
@@ -144,9 +147,22 @@ def test_a_head_that_something_else_shares():
         _, loss = model(tokens, targets)
         return loss + torch.sigmoid(model.lm_head(model.wte(tokens))).square().mean()
 
-    with pytest.warns(RealLogitsWarning, match=r"torch\.sigmoid needs real logits"):
+    with pytest.warns(
+        RealLogitsWarning, match=r"torch\.sigmoid needs real logits.*call the head in eval mode"
+    ):
         expected, found, deferral = plain_and_deferred(model, use)
     assert (deferral.fused, deferral.materialized) == (1, {"torch.sigmoid": 1})
+    close(found, expected)
+
+    def as_advised(model):
+        _, loss = model(tokens, targets)
+        model.lm_head.eval()
+        other = model.lm_head(model.wte(tokens))
+        model.lm_head.train()
+        return loss + torch.sigmoid(other).square().mean()
+
+    _, found, deferral = plain_and_deferred(model, as_advised)
+    assert (deferral.fused, deferral.materialized) == (1, {})
     close(found, expected)
 
 
@@ -163,7 +179,7 @@ def test_a_head_that_two_models_share():
 
 
 def test_a_weight_that_is_freed_after_the_head():
-    """As FSDP2 does with a unit that is resharded after its forward."""
+    """As FSDP2 does with a unit that is resharded after its forward (itself in test_distributed.py)."""
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
