@@ -10,12 +10,13 @@ No window is opened and no state of pyplot is touched.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
 
 INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
 
@@ -69,6 +70,35 @@ def label(
     color: str,
     offset: tuple[float, float] = (0, 8),
     **how: Any,
-) -> None:
+) -> "Annotation":
     """The name of a line or a bar, in its colour; `offset` in points from the place `at` in data."""
-    axes.annotate(text, at, offset, textcoords="offset points", color=color, weight="bold", **how)
+    return axes.annotate(text, at, offset, textcoords="offset points", color=color, weight="bold", **how)
+
+
+def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotation"]) -> None:
+    """The scale of x, from 0, ends where all labels end that begin at data and go to the right."""
+    labels = list(labels)
+    for each in labels:
+        each.set_in_layout(False)  # or the layout narrows the panel instead
+    figure.draw_without_rendering()
+    width = axes.bbox.width
+    ends = []
+    for each in labels:
+        taken = each.get_window_extent().x1 - axes.transData.transform(each.xy)[0]
+        ends.append(each.xy[0] * width / (width - taken))
+    axes.set_xlim(0, 1.02 * max(ends))
+
+
+def names_above(axes: "Axes") -> None:
+    """The names of its lines, in their colours, between title and panel: nothing is drawn there."""
+    axes.set_title(axes.get_title("left"), pad=30)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(axes.get_legend_handles_labels()[1]),
+        frameon=False,
+        borderpad=0,
+        handlelength=0.8,
+        labelcolor="linecolor",
+        prop={"weight": "bold"},
+    )

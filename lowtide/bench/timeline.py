@@ -144,7 +144,8 @@ def draw(lines: list[Line], path: Path) -> None:
                     plot(axes, label, line.timeline, unit, name, style.COLORS.get(line.provider))
             tokens = f"[B, T] = [{shape.batch}, {shape.length:,}]"
             axes.set(title=tokens, xlabel=f"ms, {STEPS} steps forward and backward")
-            axes.set_ylim(0, 1.12 * top / unit)
+            axes.set_ylim(0, 1.05 * top / unit)
+            style.names_above(axes)
         panels.flat[0].set_ylabel(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

@@ -87,26 +87,27 @@ def draw(results: Sequence[Result], path: Path) -> None:
             widths = [each.estimate.held[category] / unit for each in results]
             axes.barh(range(len(results)), widths, left=left, color=COLORS[category], label=category)
             left = [at + width for at, width in zip(left, widths)]
+        labels = []
         for place, result in enumerate(results):
             color = style.COLORS[result.estimate.loss.value]
-            text = f"{result.estimate.peak / unit:,.1f} {name}"
+            text = f"{result.estimate.peak / unit:,.2f} {name}"
             if result.measured:
                 axes.plot(
                     [result.measured / unit] * 2, [place - 0.46, place + 0.46], color=style.INK, linewidth=2
                 )
-                text += f"  (measured {result.measured / unit:,.1f})"
+                text += f"  (measured {result.measured / unit:,.2f})"
             end = max(left[place], (result.measured or 0) / unit)
-            style.label(axes, text, (end, place), color, offset=(8, 0), va="center")
+            labels.append(style.label(axes, text, (end, place), color, offset=(8, 0), va="center"))
         axes.set_yticks(range(len(results)), [_name(each.estimate) for each in results])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
-        axes.set_xlim(0, 1.3 * max(left))
         axes.set(xlabel=name)
         how = _how(results[0].estimate.setting)
         axes.set_title(f"Peak memory of a training step: {how}", pad=34)
         axes.legend(
             loc="lower left", bbox_to_anchor=(0, 1), ncols=len(CATEGORIES), frameon=False, borderpad=0
         )
+        style.room_at_the_right(figure, axes, labels)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 

@@ -65,14 +65,15 @@ def unit_of(peak: float) -> tuple[int, str]:
 
 
 def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
-    """One line for each name, eager and lowtide in their colours, each labelled at its peak."""
+    """One line for each name, eager and lowtide in their colours, with its peak beside the name."""
     unit, name = unit_of(max(line.peak for line in lines.values()))
     with style.figure(10, 4.2) as figure:
         axes = figure.subplots()
         for label, line in lines.items():
             plot(axes, label, line, unit, name)
         axes.set(title=title, xlabel="ms", ylabel=name)
-        axes.set_ylim(0, 1.15 * max(line.peak for line in lines.values()) / unit)
+        style.names_above(axes)
+        axes.set_ylim(0, 1.05 * max(line.peak for line in lines.values()) / unit)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
 
@@ -82,8 +83,5 @@ def plot(axes: Any, label: str, line: Timeline, unit: int, name: str, color: str
     thin = line.thinned()
     levels = [each / unit for each in thin.bytes]
     axes.fill_between(thin.ms, levels, step="post", color=color, alpha=0.25, linewidth=0)
-    axes.step(thin.ms, levels, where="post", color=color, linewidth=1.2)
-    at = thin.bytes.index(thin.peak)
     text = f"{label}  {thin.peak / unit:,.1f} {name}"
-    late = thin.ms[at] > 0.6 * thin.ms[-1]
-    style.label(axes, text, (thin.ms[at], levels[at]), color, offset=(0, 5), ha="right" if late else "left")
+    axes.step(thin.ms, levels, where="post", color=color, linewidth=1.2, label=text)

@@ -71,44 +71,47 @@ def draw(runs: list[Run], path: Path) -> None:
 def draw_losses(axes: "Axes", runs: list[Run]) -> None:
     """The curves lie on each other: eager is drawn wide and pale, lowtide thin on top of it."""
     ours, eager = runs
-    for run, width, alpha in ((eager, 8, 0.35), (ours, 1.8, 1)):
+    apart = max(abs(a.loss - b.loss) for a, b in zip(ours.history, eager.history))
+    names = (eager.config.loss, f"{ours.config.loss}, within {apart:.0e}")
+    for run, width, alpha, name in zip((eager, ours), (8, 1.8), (0.35, 1), names):
         axes.plot(
             [step.number for step in run.history],
             [step.loss for step in run.history],
             color=COLORS[run.config.loss],
             linewidth=width,
             alpha=alpha,
-            label=run.config.loss,
+            label=name,
         )
-    apart = max(abs(a.loss - b.loss) for a, b in zip(ours.history, eager.history))
-    axes.legend(
-        frameon=False, title=f"never more than {apart:.0e} apart", alignment="left", loc="upper right"
-    )
     axes.set(title="Training loss", xlabel="step", ylabel="nats per token")
+    style.names_above(axes)
 
 
 def draw_memory(axes: "Axes", runs: list[Run]) -> None:
     """From zero, so that the heights are to each other as the bytes are."""
     ours, eager = runs
-    top = max(map(peak_bytes, runs))
+    low, top = sorted(map(peak_bytes, runs))
     unit, name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
-    for run in runs:
-        color = COLORS[run.config.loss]
+    for run in (eager, ours):
         measured = [
             (step.number, step.peak_bytes / unit) for step in run.history if step.peak_bytes is not None
         ]
-        axes.plot(*zip(*measured), color=color, linewidth=2, marker="o", markersize=4)
-        style.label(axes, f"{run.config.loss}  {readable(peak_bytes(run))}", measured[0], color)
+        text = f"{run.config.loss}  {readable(peak_bytes(run))}"
+        axes.plot(
+            *zip(*measured), color=COLORS[run.config.loss], linewidth=2, marker="o", markersize=4, label=text
+        )
+    axes.set(title="Peak memory of head and loss", xlabel="step", ylabel=name, ylim=(0, 1.1 * top / unit))
+    style.names_above(axes)
     middle = sum(axes.get_xlim()) / 2
-    axes.annotate(
-        "",
-        xy=(middle, peak_bytes(ours) / unit),
-        xytext=(middle, peak_bytes(eager) / unit),
-        arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 6, "shrinkB": 6},
-    )
+    apart = top >= 2 * low  # else there is more room below both lines than between them
+    if apart:
+        axes.annotate(
+            "",
+            xy=(middle, peak_bytes(ours) / unit),
+            xytext=(middle, peak_bytes(eager) / unit),
+            arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 6, "shrinkB": 6},
+        )
     ratio = f"{peak_bytes(eager) / peak_bytes(ours):.1f}x"
     shape = f"{ours.config.tokens_per_step:,} tokens\n{ours.config.vocab_size:,} classes"
-    beside = (middle, top / unit / 2)
+    beside = (middle, ((low + top) / 2 if apart else low / 2) / unit)
     axes.annotate(ratio, beside, (10, 4), textcoords="offset points", fontsize=15, weight="bold")
     axes.annotate(shape, beside, (10, -4), textcoords="offset points", va="top")
-    axes.set(title="Peak memory of head and loss", xlabel="step", ylabel=name, ylim=(0, 1.18 * top / unit))

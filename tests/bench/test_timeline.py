@@ -1,5 +1,6 @@
 import csv
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from typer.testing import CliRunner
 from lowtide.bench.timeline import COLUMNS, OWN, SMOKE, STEPS, Line, Shape, draw, read, write
 from lowtide.cli.timeline import memory_timeline
 from lowtide.profile.timeline import Timeline
+from tests.drawings import drawn
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "benchmarks" / "h200" / "memory_timeline.csv"
 
 
 def run(*arguments):
@@ -76,8 +79,15 @@ def test_the_real_shapes_are_refused_on_a_cpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_no_word_is_printed_over_a_line(tmp_path, monkeypatch):
+    """Of what was measured, where one line lies under the other, and of a run that ended early."""
+    lines = read(MEASURED)
+    lines[0] = replace(lines[0], end="out of memory")
+    drawn(monkeypatch, lambda path: draw(lines, path), tmp_path / "timeline.png").check()
+
+
 def test_the_page_says_what_was_measured():
-    lines = read(ROOT / "benchmarks" / "h200" / "memory_timeline.csv")
+    lines = read(MEASURED)
     first, second = (
         " and ".join(f"{line.timeline.peak / 2**30:.1f}" for line in lines if line.provider == name)
         for name in ("eager", "lowtide")

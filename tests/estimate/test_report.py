@@ -13,6 +13,7 @@ from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import Estimate, estimate
 from lowtide.estimate.tracker import CATEGORIES
 from lowtide.train.config import UserError
+from tests.drawings import drawn
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,18 @@ def test_the_picture_has_a_bar_for_each(pair, tmp_path, kind):
         assert struct.unpack(">II", content[16:24]) == (1600, 608)
     else:
         assert content.count(b"<path d=") > 4 * 2
+
+
+@pytest.mark.parametrize("tokens", [1000, 1_000_000])
+def test_every_label_is_in_the_panel(pair, tmp_path, monkeypatch, tokens):
+    """Also that of the longest bar, which is hundreds of GiB."""
+    eager, ours = (replace(each.estimate, setting=Setting("m", 16, tokens)) for each in pair)
+    large = replace(eager, held={name: 40 * size for name, size in eager.held.items()})
+    results = [Result(ours, measured=12 * GIB), Result(large, measured=int(800.04 * GIB))]
+    drawing = drawn(monkeypatch, lambda path: draw(results, path), tmp_path / "memory.png")
+    drawing.check()
+    assert drawing.is_in_a_panel("12.00 GiB  (measured 12.00)")
+    assert drawing.is_in_a_panel("800.00 GiB  (measured 800.04)")
 
 
 def test_what_is_written_is_read_again(pair, tmp_path):

@@ -1,5 +1,6 @@
 import io
 import struct
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -7,6 +8,7 @@ from rich.console import Console
 from lowtide.train.loop import Run
 from lowtide.train.report import draw, peak_bytes, seconds_per_step, table
 from lowtide.train.trainer import Step
+from tests.drawings import drawn
 
 
 @pytest.fixture
@@ -57,3 +59,16 @@ def test_the_figure_is_a_png_of_the_width_of_a_page(runs, tmp_path):
     header = (tmp_path / "deeper" / "figure.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", header[16:24]) == (1600, 672)
+
+
+@pytest.mark.parametrize("eager", [1_200_000_000, 165_000_000, 155_000_000, 80_000_000, 50_000_000])
+def test_nothing_is_printed_over_anything(runs, eager, tmp_path, monkeypatch):
+    """At any ratio of the peaks, 15 or 1.1 or less than 1."""
+    history = [
+        replace(step, peak_bytes=None if step.peak_bytes is None else eager) for step in runs[1].history
+    ]
+    runs = [runs[0], replace(runs[1], history=history)]
+    drawing = drawn(monkeypatch, lambda path: draw(runs, path), tmp_path / "comparison.png")
+    drawing.check()
+    assert drawing.is_in_a_panel(f"{eager / 80_000_000:.1f}x")
+    assert drawing.is_in_a_panel("classes")
