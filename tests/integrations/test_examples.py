@@ -77,3 +77,10 @@ def test_prints_the_same_loss_and_less_memory(name, runner):
     assert (told is None) == (not name.startswith("trl"))
     if told is not None:  # what other versions hold besides is a little more or less
         assert [int(each) for each in told.groups()] == pytest.approx(peaks, rel=0.1)
+
+
+def test_all_of_them_are_tried():
+    there = {
+        path.stem for path in (ROOT / "examples").glob("*.py") if path.stem.startswith(("defer_", "trl_"))
+    }
+    assert there - {"trl_common"} == set(EXAMPLES)
