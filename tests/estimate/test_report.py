@@ -4,13 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from lowtide.estimate.report import Result, draw, print_table
 from lowtide.estimate.rows import COLUMNS, read, write
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.estimate.step import Estimate, estimate
+from lowtide.estimate.step import Estimate
 from lowtide.estimate.tracker import CATEGORIES
 from lowtide.train.config import UserError
 from tests.drawings import drawn
@@ -102,11 +101,3 @@ def test_the_page_says_what_was_measured():
     assert told == found
     assert len({tokens for tokens, *_ in found}) >= 2
     assert all(abs(float(mine) / float(theirs) - 1) < 0.1 for *_, mine, theirs in found)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="what is told is of a machine without a card")
-def test_the_page_says_what_is_estimated():
-    pytest.importorskip("transformers")
-    page = (ROOT / "docs" / "estimate.md").read_text()
-    found = estimate(Setting(str(MEASURED.parents[1] / "llama-1b"), 1, 8192), Loss.lowtide)
-    assert f"(Without a Hopper card at hand lowtide's two are {found.peak / GIB:.2f} and " in page
