@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {  # what each needs, and the dtype of its products
     "defer_logits": ([], torch.float32),
+    "defer_transformers": (["transformers"], torch.float32),
     "defer_trainer": (["transformers", "accelerate"], torch.bfloat16),
     "defer_peft": (["transformers", "peft"], torch.float32),
     "defer_accelerate": (["accelerate"], torch.bfloat16),
