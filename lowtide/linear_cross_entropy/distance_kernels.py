@@ -167,7 +167,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
         columns.class_weight_B, found_CT4, C, V, D, T, *soft.stride(), *columns.smoothing,
         SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PROGRAMS=programs, GROUP=tiles.GROUP,
         BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
-        num_stages=tiles.STAGES - 1 - (soft.dtype.itemsize > 4), num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES - (soft.dtype.itemsize > 4), num_warps=tiles.WARPS,
     )  # fmt: skip
     return found_CT4
 

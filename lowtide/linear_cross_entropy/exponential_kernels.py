@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowtide.linear_cross_entropy.kernels import tanh
 
 # A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
-# memory of an H100 for its operands four deep, or three deep beside those of a second term.
+# memory of an H100 for its operands three deep, those of a second term, and what distance_kernels.py loads.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
-STAGES, WARPS = 4, 8
+STAGES, WARPS = 3, 8
 GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
 
 HUGE = tl.constexpr(1e38)
@@ -236,8 +236,7 @@ class Exponentials:
         logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit some
         other place for its maximum."""
         store = self.out_CB is not None and sums is not None
-        # Where registers do not suffice, what spills wants the cache that a fourth stage would take; and the
-        # branch that spares most halves a comparison (dearer than an exponential) takes more of them.
+        # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
         crowded = self.softcap > 0 and moments is not None
         _exponentials_kernel[(self.programs,)](
             self.x_CD,
@@ -271,7 +270,7 @@ class Exponentials:
             BLOCK_C=BLOCK_C,
             BLOCK_B=BLOCK_B,
             BLOCK_D=BLOCK_D,
-            num_stages=STAGES - (crowded or self.x_CR is not None),
+            num_stages=STAGES,
             num_warps=WARPS,
         )
 

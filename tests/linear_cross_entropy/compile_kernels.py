@@ -81,7 +81,7 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    spills, stages = changes.pop("spills", 0), 3 if "x_CR" in changes or changes.get("MASKED") else 4
+    spills, stages = changes.pop("spills", 0), 3
     return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
