@@ -76,10 +76,12 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "part_ptr"), F32),
         **dict.fromkeys(
-            ("H", "R", "M", "N", "K", "E", "tiles", "parts", "limit", "rows", "row_programs"), "i32"
+            ("H", "R", "M", "N", "K", "E", "F", "tiles", "parts", "limit", "rows", "row_programs"), "i32"
         ),
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
+        "strides": STRIDES,
+        **dict.fromkeys(("width", "piece_stride"), "i64"),
         "part_strides": ("i32", "i32", "i32", "i32", 1),
         "own_sizes": (1, "i32", "i32"),
         "loop_sizes": ("i32", 1, 1),
@@ -98,6 +100,8 @@ def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str
 
     if kernel == "dropout keys":
         return {"BLOCK": 1024, "warps": 4, "stages": 3}
+    if kernel == "pieces":
+        return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
     if kernel == "rows":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
     size = blocks(kernel, half, features, SHARED[capability])
@@ -112,6 +116,7 @@ def _builds() -> dict[str, Build]:
         "dropout keys": Build(
             "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
         ),
+        "pieces": Build("pieces", "pieces_kernel", False, 64, {"ptr": F32, "pieces_ptr": "*i16", "COUNT": 3}),
     }
     for name, (module, kernel, absent) in KERNELS.items():
         own = dict.fromkeys(absent) | (BIASED if name == "bias" else {})

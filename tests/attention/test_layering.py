@@ -39,6 +39,7 @@ ALLOWED = {
         *("forward_kernels", "problem"),
     },
     "blocks": set(),
+    "pieces": {"blocks"},
     "forward_kernels": {"tile_kernels"},
     "backward_kernels": {"tile_kernels"},
     "bias_kernel": {"backward_kernels", "tile_kernels"},
@@ -48,7 +49,7 @@ ALLOWED = {
 # Imported only where a call runs them.
 TRITON = {
     *("launch", "forward_kernels", "backward_kernels", "bias_kernel", "dropout_kernel"),
-    "tile_kernels",
+    *("tile_kernels", "pieces"),
 }
 OUTSIDE = {
     "lowtide.derivatives",
