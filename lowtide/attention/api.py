@@ -73,9 +73,10 @@ def memory_efficient_attention(
         for float64.
 
     Memory: beside inputs, result and gradients, a few tiles of fixed size, and for gradients the logsumexp, a
-        float32 a query and head (beside a floating-point bias, two). Backward computes the scores again.
-        Derivatives of higher order, forward mode and vmap differentiate the definition, a chunk of queries at
-        a time: O(M), exact, not fast.
+        float32 a query and head (beside a floating-point bias, two). Backward computes the scores again. In
+        float32 the "triton" kernels hold query, key and value a second time, as bfloat16 pieces: 1.5 times
+        their memory. Derivatives of higher order, forward mode and vmap differentiate the definition, a chunk
+        of queries at a time: O(M), exact, not fast.
 
     The same call gives the same bits, gradients included; where torch's CUDA kernels run it ("sdpa"), under
     ``torch.use_deterministic_algorithms(True)``.

@@ -30,8 +30,9 @@ class Blocks(NamedTuple):
 FEWEST = 64
 
 
-# By kernel: the most features (the larger of K and E) that a size is for, and the size. The gradients of key
-# and value share a kernel as long as both fit into its registers; beyond, each has its own.
+# By kernel: the most features (the larger of K and E) that a size is for, and the size. Forward of float32 is
+# of its pieces (pieces.py). The gradients of key and value share a kernel as long as both fit into its
+# registers; beyond, each has its own.
 Table = dict[str, tuple[tuple[int, Blocks], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -67,6 +68,16 @@ LARGE_HALF: Table = {
     ),
 }
 LARGE_FLOAT: Table = {
+    "forward of 2 pieces": (
+        (64, Blocks(128, 64, 64, 64, 8, 3)),
+        (128, Blocks(128, 64, 128, 128, 8, 2)),
+        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+    ),
+    "forward of 3 pieces": (
+        (64, Blocks(128, 64, 64, 64, 8, 2)),
+        (128, Blocks(128, 32, 128, 128, 8, 2)),
+        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+    ),
     "forward": (
         (64, Blocks(128, 64, 64, 64, 8, 3)),
         (128, Blocks(128, 64, 128, 128, 8, 1)),
@@ -99,6 +110,12 @@ SMALL_HALF: Table = {
     "bias": ((64, Blocks(64, 64, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 128, 128, 8, 1))),
 }
 SMALL_FLOAT: Table = {
+    "forward of 2 pieces": (
+        (64, Blocks(64, 32, 64, 64, 4, 2)),
+        (128, Blocks(64, 32, 128, 128, 8, 2)),
+        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+    ),
+    "forward of 3 pieces": ((64, Blocks(64, 32, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
     "forward": ((64, Blocks(64, 32, 64, 64, 4, 1)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
     "query": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
     "key and value": ((64, Blocks(32, 32, 64, 64, 4, 1)),),

@@ -7,13 +7,16 @@ It writes its rows of the result, and of their statistics where somebody wants t
 import triton
 import triton.language as tl
 
+from lowtide.attention.pieces import STEP
 from lowtide.attention.tile_kernels import (
     LOWEST,
+    dot_pieces,
     finished,
     head,
     interval,
     kept,
-    load_tile,
+    load_pieces,
+    pieces_of,
     product,
     seen_of_rows,
     store_statistics,
@@ -31,9 +34,13 @@ def forward_kernel(
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    PIECES: tl.constexpr, APART: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
+    """PIECES: of query, key and value (pieces.py), whose rows are padded where there are several. APART:
+    whether a tile's products with the values are summed up by themselves first, as tensor cores round worse
+    than float32 does."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
     b, h = bh // H, bh % H
@@ -48,7 +55,10 @@ def forward_kernel(
     k, e = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     i = start_m + row_m
     query_place = query_ptr, start_m, row_m, query_strides, M
-    query = load_tile(query_place, k, K, True, CUT_K)
+    width_k, width_e = K, E
+    if PIECES > 1:
+        width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
@@ -59,11 +69,12 @@ def forward_kernel(
         for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             key_place = key_ptr, start_n, row_n, key_strides, N
-            key = load_tile(key_place, k, K, MASKED, CUT_K)
+            key = load_pieces(key_place, k, width_k, MASKED, CUT_K, PIECES)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
-                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
-            )
+                query, key, query_place, key_place, width_k, zero, PRECISION, BLOCKS_K,
+                True, MASKED, CUT_K, PIECES,
+            )  # fmt: skip
             j = start_n + row_n
             z, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
                 bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
@@ -77,8 +88,13 @@ def forward_kernel(
                     kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
                 )
             value_place = value_ptr, start_n, row_n, value_strides, N
-            value = load_tile(value_place, e, E, MASKED, CUT_E)
-            out = tl.dot(weight.to(value.dtype), value, out * fade_m[:, None], input_precision=PRECISION)
+            value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
+            weight = pieces_of(weight, value, PIECES)
+            if APART:
+                zero = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+                out = out * fade_m[:, None] + dot_pieces(weight, value, zero, PRECISION, PIECES, False)
+            else:
+                out = dot_pieces(weight, value, out * fade_m[:, None], PRECISION, PIECES, False)
 
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees nothing, whose result is 0
     store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])

@@ -18,6 +18,7 @@ from lowtide.attention.blocks import Blocks, blocks, cdiv, cut, next_power_of_2,
 from lowtide.attention.chunk import allocate
 from lowtide.attention.dropout_kernel import dropout_keys_kernel
 from lowtide.attention.forward_kernels import forward_kernel
+from lowtide.attention.pieces import in_pieces
 from lowtide.attention.problem import Operands, Options, is_far, sizes
 
 # Programs that keep a large card busy; and what the partial sums of a bias's gradient may take.
@@ -85,14 +86,28 @@ class Kernels:
         statistics = None
         if keep_statistics:
             statistics = query.new_empty(self.operands.statistics_shape, dtype=torch.float32)
-        given = self._cut("forward")
+        count = pieces(query.dtype)
+        name = "forward" if count == 1 else f"forward of {count} pieces"
+        given = {**self.tensors, **self.numbers, **self._cut(name)}
         if out.numel():
+            if count > 1:
+                given |= self._in_pieces(count)
             tiles = cdiv(M, given["BLOCK_M"])
             forward_kernel[(tiles * B * H, given["BLOCKS_E"])](
-                **self.tensors, **self.numbers, **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics,
-                out_strides=out.stride(),
+                **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics, out_strides=out.stride(),
+                PIECES=count, APART=count > 2,
             )  # fmt: skip
         return [out] if statistics is None else [out, statistics]
+
+    def _in_pieces(self, count: int) -> dict[str, Any]:
+        """Query, key and value as forward takes them."""
+        given: dict[str, Any] = {}
+        for name, tensor in zip(("query", "key", "value"), self.operands):
+            assert tensor is not None
+            parts = in_pieces(tensor, count)
+            piece_stride, *strides = parts.stride()
+            given |= {f"{name}_ptr": parts, f"{name}_strides": (*strides, piece_stride)}
+        return given
 
     def backward(
         self,
@@ -206,10 +221,22 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if tensor is None else tensor.stride()
 
 
+def pieces(dtype: torch.dtype) -> int:
+    """Of each operand of forward: three of float32, whose six products are more exact than one in float32;
+    two where torch is allowed TF32, whose three are more exact than one in that."""
+    if dtype.itemsize == 2:
+        return 1
+    return 2 if _allows_tf32() else 3
+
+
 def precision() -> str:
-    """Of float32 products: six products of bfloat16 thirds, more exact than one in float32 and faster than
-    three in TF32; or one in TF32 where torch is allowed that."""
+    """Of float32 products in backward: six products of bfloat16 thirds, more exact than one in float32 and
+    faster than three in TF32; or one in TF32 where torch is allowed that."""
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return "ieee"
+    return "tf32" if _allows_tf32() else "bf16x6"
+
+
+def _allows_tf32() -> bool:
     # Not allow_tf32, which raises once the newer setting has been used.
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "bf16x6"
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lowtide.attention.blocks import cdiv, next_power_of_2
 
-# Features lie in rows of a multiple of these, so that loads of 16 bytes are aligned, masks and all.
-STEP = 16
+# Rows are a multiple of these features long, so that loads of 16 bytes are aligned, masks and all.
+STEP = tl.constexpr(16)
 # Elements of a program, and its features.
 TILE, WIDTH = 4096, 128
 
@@ -41,7 +41,7 @@ def in_pieces(tensor: Tensor, count: int) -> Tensor:
 
 
 def padded(F: int) -> int:
-    return cdiv(F, STEP) * STEP
+    return cdiv(F, STEP.value) * STEP.value
 
 
 @triton.jit

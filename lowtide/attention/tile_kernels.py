@@ -57,18 +57,78 @@ def head(ptr, strides, b, h):
 
 
 @triton.jit
+def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr):
+    """A tile; or that of each piece of a matrix (pieces.py), which are strides[4] apart."""
+    tile = load_tile(place, f, F, CUT_I, CUT_F)
+    if PIECES > 1:
+        ptr, start, i, strides, I = place
+        piece_stride = tl.cast(strides[4], tl.int64)
+        second = load_tile((ptr + piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
+        if PIECES > 2:
+            third = load_tile((ptr + 2 * piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
+            tile = tile, second, third
+        else:
+            tile = tile, second
+    return tile
+
+
+@triton.jit
+def pieces_of(tile, like, PIECES: tl.constexpr):
+    """A tile of float32 as what it is multiplied with: rounded to that dtype, or in as many pieces."""
+    if PIECES == 1:
+        found = tile.to(like.dtype)
+    else:
+        first = tile.to(tl.bfloat16)
+        rest = tile - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        if PIECES > 2:
+            found = first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+        else:
+            found = first, second
+    return found
+
+
+@triton.jit
+def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """tile + a b, or a b^T."""
+    if TRANSPOSED:
+        b = tl.trans(b)
+    if PRECISION == "ieee" and a.dtype == tl.bfloat16:  # the interpreter would multiply their bits
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, tile, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The same where both may be in pieces: of two each three products, of three six, the smallest first.
+    What is left out is of the size of what the pieces leave out."""
+    if PIECES == 1:
+        tile = dot(a, b, tile, PRECISION, TRANSPOSED)
+    else:
+        if PIECES > 2:
+            tile = dot(a[2], b[0], tile, PRECISION, TRANSPOSED)
+            tile = dot(a[1], b[1], tile, PRECISION, TRANSPOSED)
+            tile = dot(a[0], b[2], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[1], b[0], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[0], b[1], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[0], b[0], tile, PRECISION, TRANSPOSED)
+    return tile
+
+
+@triton.jit
 def product(
     a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
-    CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr,
+    CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr = 1,
 ):  # fmt: skip
     """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first."""
-    tile = tl.dot(a, tl.trans(b), tile, input_precision=PRECISION)
+    tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
+        BLOCK: tl.constexpr = a.shape[1] if PIECES == 1 else a[0].shape[1]
         for block in range(1, BLOCKS):
-            f = block * a.shape[1] + tl.arange(0, a.shape[1])
-            a = load_tile(a_place, f, F, CUT_A, CUT_F)
-            b = load_tile(b_place, f, F, CUT_B, CUT_F)
-            tile = tl.dot(a, tl.trans(b), tile, input_precision=PRECISION)
+            f = block * BLOCK + tl.arange(0, BLOCK)
+            next_a = load_pieces(a_place, f, F, CUT_A, CUT_F, PIECES)
+            next_b = load_pieces(b_place, f, F, CUT_B, CUT_F, PIECES)
+            tile = dot_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
     return tile
 
 

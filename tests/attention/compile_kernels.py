@@ -46,8 +46,9 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
     "forward, half, 512": 32,
-    "forward, float32, 64": 64,
-    "forward, float32, 128": 384,
+    "forward of 2 pieces, 128, all": 96,
+    "forward of 3 pieces, 128, all": 96,
+    "forward of 3 pieces, 512": 320,
     "query, half, 512": 2688,
     "query, float32, 64": 256,
     "query, float32, 128": 128,
@@ -90,6 +91,8 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "BASE_2": not build.arguments.get("bias_ptr"),
         "COLUMN_BIAS": False,
         "FULL_N": True,
+        "PIECES": 1,
+        "APART": False,
         **build.arguments,
     }
     return {**given, **_blocks(kernel, build.half, build.features, capability)}
@@ -129,11 +132,26 @@ def _builds() -> dict[str, Build]:
             ("float32, 64", False, 64, own, TARGETS),
             ("float32, 128", False, 128, own, (90,)),
         ):
+            if name == "forward" and not half:
+                continue  # in pieces, below
             if together != (features <= (128 if half else 64)) and name in ("key and value", "key", "value"):
                 continue  # these gradients have one kernel for few features, two for many
             spills = SPILLS.get(f"{name}, {label}", 0)
             build = Build(module, kernel, half, features, arguments, targets, spills)
             builds[f"{name}, {label}"] = build
+    for count in (2, 3):
+        own = {"PIECES": count, "APART": count > 2, "out_ptr": F32}
+        for operand in ("query", "key", "value"):
+            own |= {f"{operand}_ptr": "*bf16", f"{operand}_strides": (*STRIDES, "i32")}
+        for label, features, arguments, targets in (
+            ("64", 64, own, (90,)),
+            ("128, all", 128, {**ALL, **own}, TARGETS),
+            ("512", 512, own, (90,)),
+        ):
+            name = f"forward of {count} pieces, {label}"
+            builds[name] = Build(
+                "forward_kernels", "forward_kernel", False, features, arguments, targets, SPILLS.get(name, 0)
+            )
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
     builds["forward, half, few features"] = Build(
         "forward_kernels", "forward_kernel", True, 24, column, (90,)

@@ -6,9 +6,17 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from tests.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.attention.helpers import (
+    INTERPRETED,
+    check,
+    dense,
+    differentiate,
+    make_case,
+    make_upstream,
+    ours,
+)
 from tests.attention.test_layouts import poisoned
-from tests.helpers import skip_unless_runnable
+from tests.helpers import norm, skip_unless_runnable
 
 triton = pytest.importorskip("triton")
 launch = pytest.importorskip("lowtide.attention.launch")
@@ -160,15 +168,44 @@ def test_a_grid_of_odd_shapes(K, dtype):
         run(case)
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("highest", "bf16x6"), ("high", "tf32")])
-def test_float32_products_follow_torchs_setting(setting, expected, monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)  # it knows float32 only
+@pytest.fixture
+def matmul_precision():
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(setting)
-    try:
-        assert launch.precision() == expected
-    finally:
-        torch.set_float32_matmul_precision(before)
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("highest", ("bf16x6", 3)), ("high", ("tf32", 2))])
+def test_float32_products_follow_torchs_setting(setting, expected, monkeypatch, matmul_precision):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)  # it knows float32 only
+    matmul_precision(setting)
+    assert (launch.precision(), launch.pieces(torch.float32)) == expected
+    assert launch.pieces(torch.bfloat16) == launch.pieces(torch.float16) == 1
+
+
+def rounded(tensor, digits):
+    """As many binary digits of the significand of each number."""
+    significand, exponent = torch.frexp(tensor.detach())
+    return torch.ldexp((significand * 2**digits).round() / 2**digits, exponent)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "causal", "soft cap", "dropout", "features in several blocks", "bias"]
+)
+@torch.no_grad()
+def test_where_torch_is_allowed_tf32(device, name, matmul_precision):
+    """Forward is not float32, and much closer to it than if its operands were rounded to TF32."""
+    skip_unless_runnable("triton", device)
+    case = make_case(**({"B": 1, "H": 2, "bias": (1, 1, 1, 1)} | CASES.get(name, {})), device=device)
+    operands = (rounded(each, 11) for each in (case.query, case.key, case.value))
+    tf32 = dense(type(case)(*operands, case.bias, case.mask, case.options))
+    exact = dense(case.to(torch.float64))
+    three = ours(case, backend="triton")
+    matmul_precision("high")
+    two = ours(case, backend="triton")
+    for place in range(2):
+        of_tf32, of_two, of_three = (norm(each[place] - exact[place]) for each in (tf32, two, three))
+        assert 2 * of_three < of_two < of_tf32 / 16
 
 
 @pytest.mark.parametrize(

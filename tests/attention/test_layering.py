@@ -36,11 +36,11 @@ ALLOWED = {
     "dropout": set(),
     "launch": {
         *("backward_kernels", "bias_kernel", "blocks", "chunk", "dropout", "dropout_kernel"),
-        *("forward_kernels", "problem"),
+        *("forward_kernels", "pieces", "problem"),
     },
     "blocks": set(),
     "pieces": {"blocks"},
-    "forward_kernels": {"tile_kernels"},
+    "forward_kernels": {"pieces", "tile_kernels"},
     "backward_kernels": {"tile_kernels"},
     "bias_kernel": {"backward_kernels", "tile_kernels"},
     "dropout_kernel": {"dropout"},
