@@ -34,13 +34,13 @@ def forward_kernel(
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    PIECES: tl.constexpr, APART: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """PIECES: of query, key and value (pieces.py), whose rows are padded where there are several. APART:
-    whether a tile's products with the values are summed up by themselves first, as tensor cores round worse
-    than float32 does."""
+    """PIECES: of query, key and value (pieces.py), whose rows are padded where there are several. With three,
+    a tile's products with the values are summed up by themselves first: tensor cores round what they add to
+    towards 0, each time."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
     b, h = bh // H, bh % H
@@ -90,7 +90,7 @@ def forward_kernel(
             value_place = value_ptr, start_n, row_n, value_strides, N
             value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
             weight = pieces_of(weight, value, PIECES)
-            if APART:
+            if PIECES > 2:
                 zero = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
                 out = out * fade_m[:, None] + dot_pieces(weight, value, zero, PRECISION, PIECES, False)
             else:

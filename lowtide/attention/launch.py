@@ -95,7 +95,7 @@ class Kernels:
             tiles = cdiv(M, given["BLOCK_M"])
             forward_kernel[(tiles * B * H, given["BLOCKS_E"])](
                 **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics, out_strides=out.stride(),
-                PIECES=count, APART=count > 2,
+                PIECES=count,
             )  # fmt: skip
         return [out] if statistics is None else [out, statistics]
 

@@ -120,7 +120,9 @@ def product(
     a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
     CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr = 1,
 ):  # fmt: skip
-    """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first."""
+    """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first.
+
+    With three pieces a block of features is summed up by itself, as in forward_kernels.py."""
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
         BLOCK: tl.constexpr = a.shape[1] if PIECES == 1 else a[0].shape[1]
@@ -128,7 +130,10 @@ def product(
             f = block * BLOCK + tl.arange(0, BLOCK)
             next_a = load_pieces(a_place, f, F, CUT_A, CUT_F, PIECES)
             next_b = load_pieces(b_place, f, F, CUT_B, CUT_F, PIECES)
-            tile = dot_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
+            if PIECES > 2:
+                tile += dot_pieces(next_a, next_b, tl.zeros_like(tile), PRECISION, PIECES, True)
+            else:
+                tile = dot_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
     return tile
 
 

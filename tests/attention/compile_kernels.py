@@ -92,7 +92,6 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "COLUMN_BIAS": False,
         "FULL_N": True,
         "PIECES": 1,
-        "APART": False,
         **build.arguments,
     }
     return {**given, **_blocks(kernel, build.half, build.features, capability)}
@@ -140,7 +139,7 @@ def _builds() -> dict[str, Build]:
             build = Build(module, kernel, half, features, arguments, targets, spills)
             builds[f"{name}, {label}"] = build
     for count in (2, 3):
-        own = {"PIECES": count, "APART": count > 2, "out_ptr": F32}
+        own = {"PIECES": count, "out_ptr": F32}
         for operand in ("query", "key", "value"):
             own |= {f"{operand}_ptr": "*bf16", f"{operand}_strides": (*STRIDES, "i32")}
         for label, features, arguments, targets in (
