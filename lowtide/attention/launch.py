@@ -102,9 +102,7 @@ class Kernels:
     def _in_pieces(self, count: int) -> dict[str, Any]:
         """Query, key and value as forward takes them."""
         given: dict[str, Any] = {}
-        for name, tensor in zip(("query", "key", "value"), self.operands):
-            assert tensor is not None
-            parts = in_pieces(tensor, count)
+        for name, parts in zip(("query", "key", "value"), in_pieces(self.operands[:3], count)):
             piece_stride, *strides = parts.stride()
             given |= {f"{name}_ptr": parts, f"{name}_strides": (*strides, piece_stride)}
         return given

@@ -34,6 +34,13 @@ class Build(NamedTuple):
 MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "row_end_ptr": I32_PTR}
 BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
 DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
+PIECES = {
+    "ptrs": (F32,) * 3,
+    "pieces_ptrs": ("*i16",) * 3,
+    "strides": (STRIDES,) * 3,
+    "shapes": (("i32",) * 4,) * 3,
+    "COUNT": 3,
+}
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "forward": ("forward_kernels", "forward_kernel", ()),
@@ -81,8 +88,6 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         ),
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
-        "strides": STRIDES,
-        **dict.fromkeys(("width", "piece_stride"), "i64"),
         "part_strides": ("i32", "i32", "i32", "i32", 1),
         "own_sizes": (1, "i32", "i32"),
         "loop_sizes": ("i32", 1, 1),
@@ -118,7 +123,7 @@ def _builds() -> dict[str, Build]:
         "dropout keys": Build(
             "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
         ),
-        "pieces": Build("pieces", "pieces_kernel", False, 64, {"ptr": F32, "pieces_ptr": "*i16", "COUNT": 3}),
+        "pieces": Build("pieces", "pieces_kernel", False, 64, PIECES),
     }
     for name, (module, kernel, absent) in KERNELS.items():
         own = dict.fromkeys(absent) | (BIASED if name == "bias" else {})
