@@ -69,19 +69,16 @@ LARGE_HALF: Table = {
 }
 LARGE_FLOAT: Table = {
     "forward of 2 pieces": (
-        (64, Blocks(128, 64, 64, 64, 8, 3)),
+        (64, Blocks(128, 32, 64, 64, 8, 4)),
         (128, Blocks(128, 64, 128, 128, 8, 2)),
-        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+        (256, Blocks(128, 32, 256, 256, 8, 1)),
+        (ANY, Blocks(128, 32, 128, 128, 8, 1)),
     ),
     "forward of 3 pieces": (
-        (64, Blocks(128, 64, 64, 64, 8, 2)),
-        (128, Blocks(128, 32, 128, 128, 8, 2)),
-        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
-    ),
-    "forward": (
         (64, Blocks(128, 64, 64, 64, 8, 3)),
         (128, Blocks(128, 64, 128, 128, 8, 1)),
-        (ANY, Blocks(64, 32, 64, 128, 8, 1)),
+        (256, Blocks(128, 32, 128, 128, 8, 1)),
+        (ANY, Blocks(128, 32, 64, 128, 8, 1)),
     ),
     "query": (
         (64, Blocks(64, 64, 64, 64, 4, 1)),
@@ -116,7 +113,6 @@ SMALL_FLOAT: Table = {
         (ANY, Blocks(64, 32, 64, 128, 8, 1)),
     ),
     "forward of 3 pieces": ((64, Blocks(64, 32, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
-    "forward": ((64, Blocks(64, 32, 64, 64, 4, 1)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
     "query": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
     "key and value": ((64, Blocks(32, 32, 64, 64, 4, 1)),),
     "key": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
@@ -125,11 +121,20 @@ SMALL_FLOAT: Table = {
 }
 
 
-def blocks(kernel: str, half: bool, features: int, shared_memory: int) -> Blocks | None:
-    """None: a kernel that is not for so many features; "half" are 16-bit operands."""
+def blocks(
+    kernel: str, half: bool, features: int, shared_memory: int, row_bias: bool = False
+) -> Blocks | None:
+    """None: a kernel that is not for so many features; "half" are 16-bit operands. "row_bias": there is a
+    bias that is not the same for all queries, whose own tiles need room."""
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table = tables[0 if half else 1][kernel]
-    return next((size for most, size in table if features <= most), None)
+    found = next((size for most, size in table if features <= most), None)
+    if found is not None and row_bias:
+        if kernel == "forward of 3 pieces" and found.N > 32:
+            found = found._replace(N=32, stages=found.stages + 1)
+        elif features > 256:
+            found = found._replace(stages=1)
+    return found
 
 
 @cache

@@ -69,14 +69,13 @@ class Kernels:
 
     def _blocks(self, kernel: str) -> Blocks | None:
         query, size = self.operands.query, self.size
-        return blocks(kernel, query.dtype.itemsize == 2, max(size.K, size.E), shared_memory(query.device))
+        bias, half = self.operands.bias, query.dtype.itemsize == 2
+        row_bias = bias is not None and bias.shape[2] > 1
+        return blocks(kernel, half, max(size.K, size.E), shared_memory(query.device), row_bias)
 
     def _cut(self, kernel: str) -> dict[str, Any]:
         found = self._blocks(kernel)
         assert found is not None
-        bias = self.operands.bias
-        if bias is not None and bias.shape[2] > 1 and max(self.size.K, self.size.E) > 256:
-            found = found._replace(stages=1)  # the bias's own tiles need the room
         return cut(self.size.K, self.size.E, found)
 
     def forward(self, keep_statistics: bool) -> list[Tensor]:

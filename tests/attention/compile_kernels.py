@@ -54,8 +54,11 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 SPILLS = {
     "forward, half, 512": 32,
     "forward of 2 pieces, 128, all": 96,
+    "forward of 2 pieces, 256, all": 320,
+    "forward of 2 pieces, 512": 160,
     "forward of 3 pieces, 128, all": 96,
-    "forward of 3 pieces, 512": 320,
+    "forward of 3 pieces, 256, all": 512,
+    "forward of 3 pieces, 512": 160,
     "query, half, 512": 2688,
     "query, float32, 64": 256,
     "query, float32, 128": 128,
@@ -99,10 +102,11 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "PIECES": 1,
         **build.arguments,
     }
-    return {**given, **_blocks(kernel, build.half, build.features, capability)}
+    row_bias = given["bias_ptr"] is not None and not given["COLUMN_BIAS"]
+    return {**given, **_blocks(kernel, build.half, build.features, capability, row_bias)}
 
 
-def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str, Any]:
+def _blocks(kernel: str, half: bool, features: int, capability: int, row_bias: bool) -> dict[str, Any]:
     from lowtide.attention.blocks import blocks, cut
 
     if kernel == "dropout keys":
@@ -111,7 +115,7 @@ def _blocks(kernel: str, half: bool, features: int, capability: int) -> dict[str
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
     if kernel == "rows":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
-    size = blocks(kernel, half, features, SHARED[capability])
+    size = blocks(kernel, half, features, SHARED[capability], row_bias)
     assert size is not None
     given = cut(features, features, size)
     return {**given, "warps": given.pop("num_warps"), "stages": given.pop("num_stages")}
@@ -149,7 +153,9 @@ def _builds() -> dict[str, Build]:
             own |= {f"{operand}_ptr": "*bf16", f"{operand}_strides": (*STRIDES, "i32")}
         for label, features, arguments, targets in (
             ("64", 64, own, (90,)),
+            ("64, all", 64, {**ALL, **own}, (90,)),
             ("128, all", 128, {**ALL, **own}, TARGETS),
+            ("256, all", 256, {**ALL, **own}, (90,)),
             ("512", 512, own, (90,)),
         ):
             name = f"forward of {count} pieces, {label}"
