@@ -246,7 +246,7 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
     job = Job(
         Wanted((x,), (w,), bias, scale),
         log_probs,
-        inputs.target.is_floating_point(),
+        inputs.target.dtype if inputs.target.is_floating_point() else None,
         inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)

@@ -45,7 +45,7 @@ class Call:
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'"
             )
         wants = self.gradients
-        job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, False, False)
+        job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, None, False)
         with FakeTensorMode(), torch.no_grad():
             input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
             bias_V = self._empty(self.V) if self.bias else None

@@ -1,9 +1,9 @@
 """Triton kernels of class probabilities (probabilities.py has the mathematics): a product whose tiles leave
-as distances below the largest logit of a row, and the pass that makes the gradient of them. Their launcher is
-a class.
+as distances below the largest logit of a row, and the pass that makes the gradient of them; their launchers.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the quarters
-of the product's tiles; lower case = one tile, q a quarter of its classes.
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
+of the product's tiles; 4 numbers of each part: the largest z, and the sums of exp(-d), y and y d; lower case =
+one tile, h a half of its classes, q a quarter.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def _distances_kernel(
     SMOOTHED: tl.constexpr, STORE: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and quarter of a tile, in float32: the largest z; with d = largest - z the sum of exp(-d);
+    """Of each row and half a tile, in float32: the largest z; with d = largest - z the sum of exp(-d);
     the sums of y and of y d. And d itself, in 16 bits if its place is no wider. Grid: one program a
     multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
@@ -63,39 +63,41 @@ def _distances_kernel(
         tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
         rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
         soft_ptrs = soft_CB_ptr + (rows.to(tl.int64) * soft_row_stride)[:, None]
-        first = tile_b * BLOCK_B
-        column = tl.arange(0, BLOCK_B // 4)[None, :]
         u_cb = product_of_tile(x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D, BLOCK_C, BLOCK_B, BLOCK_D)
-        low_cb, high_cb = halves(u_cb)
-        quarters = halves(low_cb) + halves(high_cb)
-        for quarter in tl.static_range(4):
-            z_cq = quarters[quarter]
-            first = tile_b * BLOCK_B + quarter * (BLOCK_B // 4)
-            columns = first + column
-            beyond = first + BLOCK_B // 4 > B
-            soft_cq = load_soft(soft_ptrs, soft_stride, columns, (rows < C)[:, None] & (columns < B))
+        halves_ch = halves(u_cb)
+        for half in tl.static_range(2):
+            z_ch = halves_ch[half]
+            first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
+            columns = (first + tl.arange(0, BLOCK_B // 2))[None, :]
+            beyond = first + BLOCK_B // 2 > B
+            # In two parts: what has been joined takes the product's layout, one tile would impose its own.
+            left = (first + tl.arange(0, BLOCK_B // 4))[None, :]
+            right = left + BLOCK_B // 4
+            left_cq = load_soft(soft_ptrs, soft_stride, left, (rows < C)[:, None] & (left < B))
+            right_cq = load_soft(soft_ptrs, soft_stride, right, (rows < C)[:, None] & (right < B))
+            soft_ch = tl.reshape(tl.permute(tl.join(left_cq, right_cq), (0, 2, 1)), (BLOCK_C, BLOCK_B // 2))
             if bias_B_ptr is not None:
-                z_cq += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)
+                z_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)
             if scale_ptr is not None:
-                z_cq *= scale
+                z_ch *= scale
             if beyond:
-                z_cq = tl.where(columns < B, z_cq, -float("inf"))
-            max_c = tl.max(z_cq, 1)
-            distance_cq = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_cq
+                z_ch = tl.where(columns < B, z_ch, -float("inf"))
+            max_c = tl.max(z_ch, 1)
+            distance_ch = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_ch
             if beyond:
-                distance_cq = tl.where(columns < B, distance_cq, NOTHING)
+                distance_ch = tl.where(columns < B, distance_ch, NOTHING)
             if STORE:
-                stored_cq = distance_cq
+                stored_ch = distance_ch
                 if distance_CB.dtype == tl.int16:
-                    whole_cq = tl.minimum(tl.fma(distance_cq, STEPS, WHOLE), WHOLE + FURTHEST)
-                    stored_cq = (whole_cq.to(tl.int32, bitcast=True) & FURTHEST).to(tl.int16)
-                distance_CB.store([tile_c * BLOCK_C, first], stored_cq)
-            sum_c = tl.sum(tl.exp2(distance_cq * -LOG2_E), 1)
-            soft_cq = smoothed(soft_cq, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
-            mass_c, cross_c = tl.sum(soft_cq, 1), tl.sum(soft_cq * distance_cq, 1)
+                    whole_ch = tl.minimum(tl.fma(distance_ch, STEPS, WHOLE), WHOLE + FURTHEST)
+                    stored_ch = (whole_ch.to(tl.int32, bitcast=True) & FURTHEST).to(tl.int16)
+                distance_CB.store([tile_c * BLOCK_C, first], stored_ch)
+            sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)
+            soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
+            mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
             # All four at once: each store of rows has to go through shared memory.
             found_c4 = tl.reshape(tl.join(tl.join(max_c, mass_c), tl.join(sum_c, cross_c)), (BLOCK_C, 4))
-            part = rows.to(tl.int64) * T + 4 * tile_b + quarter
+            part = rows.to(tl.int64) * T + 2 * tile_b + half
             ptrs = found_CT4_ptr + 4 * part[:, None] + tl.arange(0, 4)[None, :]
             tl.store(ptrs, found_c4, mask=(rows < C)[:, None])
 
@@ -137,15 +139,15 @@ def _gradient_kernel(
             own_max = tl.load(found_ptr + 4 * own, mask=own < T, other=-float("inf"))
             columns = own[:, None] * WIDTH + column[None, :]
             place = row * stride + columns
-            distance_tq = tl.load(distance_CB_ptr + place, mask=columns < B, other=0)
+            distance_th = tl.load(distance_CB_ptr + place, mask=columns < B, other=0)
             if distance_CB_ptr.dtype.element_ty == tl.int16:
-                bits_tq = distance_tq.to(tl.int32) & FURTHEST
-                distance_tq = tl.where(bits_tq < FURTHEST, bits_tq.to(tl.float32) / STEPS, float("inf"))
-            exp_tq = tl.exp2(distance_tq * -LOG2_E)
-            soft_tq = load_soft(soft_ptr, soft_stride, columns, columns < B)
-            soft_tq = smoothed(soft_tq, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
-            grad_tq = exp_tq * (tl.exp(own_max - row_max) * slant)[:, None] - soft * soft_tq
-            tl.store(grad_CB_ptr + place, grad_tq.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
+                bits_th = distance_th.to(tl.int32) & FURTHEST
+                distance_th = tl.where(bits_th < FURTHEST, bits_th.to(tl.float32) / STEPS, float("inf"))
+            exp_th = tl.exp2(distance_th * -LOG2_E)
+            soft_th = load_soft(soft_ptr, soft_stride, columns, columns < B)
+            soft_th = smoothed(soft_th, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
+            grad_th = exp_th * (tl.exp(own_max - row_max) * slant)[:, None] - soft * soft_th
+            tl.store(grad_CB_ptr + place, grad_th.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
@@ -155,19 +157,19 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 4 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(terms[0][0].device)
+    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(terms[0][0].device)
     found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=terms[0][0].device)
     out = (
         None
         if out_CV is None
-        else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 4)
+        else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     )
     _distances_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,
         columns.class_weight_B, found_CT4, C, V, D, T, *soft.stride(), *columns.smoothing,
         SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PROGRAMS=programs, GROUP=tiles.GROUP,
         BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
-        num_stages=tiles.STAGES - (soft.dtype.itemsize > 4), num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES - (not _loads_wide(soft)), num_warps=tiles.WARPS,
     )  # fmt: skip
     return found_CT4
 
@@ -183,7 +185,7 @@ def gradient(
 ) -> None:
     C, T, _ = found_CT4.shape
     soft: Any = columns.soft_CB
-    V, width = soft.shape[1], tiles.BLOCK_B // 4
+    V, width = soft.shape[1], tiles.BLOCK_B // 2
     stat: Any = [None] * 4
     if take_statistics:
         stat = [statistics.max_N, statistics.sum_N, statistics.mass_N, statistics.cross_N]
@@ -194,6 +196,13 @@ def gradient(
         SMOOTHED=columns.smoothing != (1, 0), GRADIENT=grad_CV is not None, WIDTH=width,
         PARTS=triton.next_power_of_2(T), BLOCK_T=BLOCK // width, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _loads_wide(soft: Tensor) -> bool:
+    """Whether a thread loads several at once, or, of strided ones, each by itself. Of side by side ones that
+    begin anywhere Triton turns whole tiles around, in as much shared memory as a stage takes."""
+    row, column = soft.stride()
+    return column != 1 or (row % 16 == 0 and soft.data_ptr() % 16 == 0)
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:

@@ -167,7 +167,8 @@ def job_of(
 ) -> tuple[Head, Job]:
     terms = len(inputs)
     gradients = Wanted(tuple(wanted[:terms]), tuple(wanted[terms : 2 * terms]), *wanted[2 * terms :])
-    job = Job(gradients, log_probs, target.is_floating_point(), class_weight is not None)
+    soft_dtype = target.dtype if target.is_floating_point() else None
+    job = Job(gradients, log_probs, soft_dtype, class_weight is not None)
     return Head(tuple(inputs), tuple(weights), bias, scale), job
 
 

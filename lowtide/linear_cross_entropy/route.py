@@ -37,9 +37,13 @@ class Job(NamedTuple):
     wanted: Wanted
     log_probs: bool
     """Log-probabilities and entropies, or their gradients; else a loss."""
-    probabilities: bool
-    """Whether the target holds class probabilities."""
+    soft_dtype: torch.dtype | None
+    """Of class probabilities, if the target holds these."""
     class_weights: bool
+
+    @property
+    def probabilities(self) -> bool:
+        return self.soft_dtype is not None
 
 
 class Route(NamedTuple):
@@ -67,11 +71,9 @@ def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False)
         selects or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
     )
     against_tiles = _reason_against_tiles(head, backend, compute_dtype, copies_rows, aligned)
-    # A slope, and a sum of gradients times logits, want these to more digits than a distance has.
-    fits = job.probabilities and not options.softcap and not job.wanted.scale
     return Route(
         backend=backend,
-        distances=fits and against_tiles is None,
+        distances=against_tiles is None and _fits_distances(head, options, job),
         against_exponentials=against_tiles or _reason_against_exponentials(options, job),
         compute_dtype=compute_dtype,
         copies_rows=copies_rows,
@@ -99,6 +101,13 @@ def _reason_against_tiles(
     ):
         return "it takes features that are a multiple of 8 and lie side by side, aligned to 16 bytes"
     return None
+
+
+def _fits_distances(head: Head, options: Options, job: Job) -> bool:
+    """Probabilities of more digits than the operands may be nearer to p than a distance says. A slope, and a
+    sum of gradients times logits, want more of them, too. Rows of other lengths are loaded one by one."""
+    as_coarse = job.soft_dtype in EXPONENTIAL_DTYPES
+    return as_coarse and not options.softcap and not job.wanted.scale and head.classes % 16 == 0
 
 
 def _reason_against_exponentials(options: Options, job: Job) -> str | None:
