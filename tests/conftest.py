@@ -1,4 +1,5 @@
 import gc
+import importlib.util
 import os
 
 import pytest
@@ -24,6 +25,11 @@ def pytest_collection_finish():
 def pytest_unconfigure():
     gc.unfreeze()  # or what is left at the end looks like a leak to extensions
 
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from tests.interpreter import leave_out_what_has_no_effect
+
+    leave_out_what_has_no_effect()
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
