@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from lowtide.linear_cross_entropy import distance_kernels, probabilities
 from lowtide.linear_cross_entropy.entry import cross_entropy
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
-from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, several_blocks  # noqa: F401
 from tests.linear_cross_entropy.test_several_terms import in_terms
 
 # The interpreter computes with numpy, which warns of inf - inf.
@@ -78,12 +78,15 @@ def test_several_chunks(device, chunks, kind):
 @kinds
 def test_class_blocks(device, kind):
     """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
-    inputs, options = of_kind(kind, device, N=80, V=203, dtype=torch.bfloat16)
+    N, V = several_blocks(device)
+    inputs, options = of_kind(kind, device, N=N, V=V, dtype=torch.bfloat16)
     planned_options = {name: value for name, value in options.items() if name != "logit_scale"}
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **planned_options))
     plan = planned(inputs, least + 20_000, backend="triton", **planned_options)
     assert plan.weight_gradient == "by_class"
     assert plan.distances
+    assert plan.block_classes < V
+    assert plan.rows < N
     run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
 
 

@@ -26,7 +26,13 @@ pytest.importorskip("triton")
 
 from lowtide.linear_cross_entropy import plan, route
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
-from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import (  # noqa: F401
+    dtype_on,
+    everywhere,
+    run,
+    several_blocks,
+    with_options,
+)
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -49,11 +55,12 @@ def test_several_chunks(device, reduction):
 
 def test_class_blocks(device):
     """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
-    inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16)
+    N, V = several_blocks(device)
+    inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16)
     workspace = 120_000 if device == "cuda" else 40_000
     by_class = planned(inputs, workspace, backend="triton")
     assert by_class.weight_gradient == "by_class"
-    assert by_class.block_classes < 203
+    assert by_class.block_classes < V
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
@@ -242,7 +249,8 @@ def test_options(device, options, reduction, learned):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_by_class(device, options):
     """The float32 sum of the weight's gradient does not fit."""
-    inputs = make_inputs(80, 24, 203, device=device, dtype=torch.bfloat16, bias=True, logit_scale=True)
+    N, V = several_blocks(device)
+    inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, bias=True, logit_scale=True)
     options = {name: value for name, value in options.items() if name != "logit_scale"}
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
     assert planned(inputs, least + 20_000, backend="triton", **options).weight_gradient == "by_class"
