@@ -45,7 +45,7 @@ def everywhere(device, monkeypatch):
 
 
 def several_blocks(device: str) -> tuple[int, int]:
-    """Tokens and classes of which a small workspace makes several chunks and several blocks, the last ones cut:
+    """Tokens and classes of which a small workspace makes several chunks and blocks, the last ones cut:
     what the interpreter takes is proportional to them."""
     return (80, 203) if device == "cuda" else (37, 139)
 
