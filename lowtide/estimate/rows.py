@@ -55,7 +55,7 @@ def read(path: Path) -> list[Result]:
             raise UserError(f"{path} is no CSV of lowtide estimate --csv")
         try:
             results = [_result(row) for row in rows]
-        except ValueError as problem:
+        except (ValueError, TypeError) as problem:
             raise UserError(f"{path}: {problem}") from problem
     if not results:
         raise UserError(f"{path} has no rows")

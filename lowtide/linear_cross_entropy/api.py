@@ -86,8 +86,9 @@ def linear_cross_entropy(
         of the weight (on Hopper, where four bytes a weight do not fit the workspace but one does, in 24 bits:
         each chunk rounds by at most 2^-16); float64 stays float64. Each gradient is rounded once, for mean
         and sum twice if the upstream gradient is no power of two. The loss is float32 for half-precision
-        input: a bfloat16 loss has three digits. Beside probabilities it is float64 where they, or the class
-        weights, are.
+        input: a bfloat16 loss has three digits. Beside bfloat16 probabilities, on Hopper, the softmax in a
+        logit's gradient is known to 5e-4 of itself before that is rounded to bfloat16. Beside
+        probabilities it is float64 where they, or the class weights, are.
 
     Memory:
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in

@@ -2,7 +2,7 @@
 as distances below the largest logit of a row, and the pass that makes the gradient of them; their launchers.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
-of the product's tiles; 4 numbers of each part: the largest z, and the sums of exp(-d), y and y d; lower case =
+of the product's tiles, with 4 numbers each: the largest z, and the sums of exp(-d), y and y d; lower case =
 one tile, h a half of its classes, q a quarter.
 """
 
@@ -199,10 +199,10 @@ def gradient(
 
 
 def _loads_wide(soft: Tensor) -> bool:
-    """Whether a thread loads several at once, or, of strided ones, each by itself. Of side by side ones that
-    begin anywhere Triton turns whole tiles around, in as much shared memory as a stage takes."""
+    """Whether a thread loads several at once. If not, Triton turns whole float32 tiles around, in as much
+    shared memory as a stage takes."""
     row, column = soft.stride()
-    return column != 1 or (row % 16 == 0 and soft.data_ptr() % 16 == 0)
+    return column == 1 and row % 16 == 0 and soft.data_ptr() % 16 == 0
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:

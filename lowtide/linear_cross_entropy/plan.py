@@ -133,8 +133,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     logit = sum_size + (operand_size if rounds_apart else 0)
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
         logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
-    elif route.distances:  # likewise, and four sums for every 64
-        logits = V // 4 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
+    elif route.distances:  # likewise, and four sums for every 128 (the interpreter's tiles are smaller)
+        logits = V // 8 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
     else:
         logits = V * (logit if wanted.some else sum_size)
         if route.backend == "torch":

@@ -1,11 +1,12 @@
 """The chunk engine for class probabilities on a card with tensor maps: a pass over half the bytes.
 
 In each row G = c p - y, with p = exp(z - lse), is to be formed in float32 before it is rounded: z has to be
-kept until lse is known. What is kept is not z in 32 bits but d = m - z in 16, where m is the largest logit of
-the row in one part of its classes (a quarter of a tile of the product): steps of 1/1024, from 0 to 64. Half a
-step moves p by 5e-4 of itself, whatever z is, where rounding G to bfloat16 moves it by up to 4e-3; and p is 0
-where it is below e^-64 of a neighbour's. What becomes the loss is summed in float32 where z is still exact,
-in the product: of each part m, sum exp(-d), sum y and sum y d, from which, with M the largest m,
+kept until lse is known. What is kept is not z in 32 bits but d = m - z in 16, where m is the largest logit
+of the row in one part of its classes (half a tile of the product): steps of 1/1024, from 0 to 64. Half a
+step moves p by 5e-4 of itself, whatever z is, where rounding G to bfloat16 moves it by up to 4e-3; and p is
+0 where it is below e^-64 of a neighbour's. For bfloat16 y alone: one of more digits may be nearer to p than
+that. What becomes the loss is summed in float32 where z is still exact, in the product: of each part m, sum
+exp(-d), sum y and sum y d, from which, with M the largest m,
 
     lse = M + log sum_parts exp(m - M) sum exp(-d),   loss = sum_parts (sum y d + (lse - m) sum y)
 

@@ -76,6 +76,7 @@ def test_what_is_written_is_read_again(pair, tmp_path):
         ("a,b\n1,2\n", "is no CSV of lowtide estimate --csv"),
         (",".join(COLUMNS), "has no rows"),
         (f"{','.join(COLUMNS)}\n{'x,' * len(COLUMNS)}", "invalid literal for int"),
+        (f"{','.join(COLUMNS)}\n2026-11-21,card", "estimate.csv: "),  # cut off
     ],
 )
 def test_another_file_is_one_clear_line(tmp_path, content, message):

@@ -28,6 +28,7 @@ Written by `python -m tests.integrations.table` (transformers {transformers}, to
 
 ```python
 from lowtide.integrations.transformers import register_attention
+from transformers import AutoModelForCausalLM
 
 register_attention()
 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="lowtide")

@@ -95,7 +95,7 @@ def _distances(**changes: Any) -> Build:
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
         **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
-        "distance_CB": "tensordesc<i16[128, 64]>",
+        "distance_CB": "tensordesc<i16[128, 128]>",
         "soft_CB_ptr": "*bf16",
         "found_CT4_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "T", "soft_row_stride"), I32),
@@ -109,8 +109,7 @@ def _distances(**changes: Any) -> Build:
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    stages = 2 if changes.get("soft_CB_ptr") == "*fp64" else 3
-    spills = changes.pop("spills", 0)
+    spills, stages = changes.pop("spills", 0), 2 if "soft_stride" in changes else 3
     return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
@@ -184,10 +183,10 @@ BUILDS = {
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
     "distances": _distances(),
     "distances, sums": _distances(distance_CB=None, STORE=False),
-    "distances, two terms": _distances(**_TWO_TERMS, soft_CB_ptr=F32),
-    "distances, two terms, float64": _distances(**_TWO_TERMS, soft_CB_ptr="*fp64", spills=120),
+    "distances, strided": _distances(soft_stride=I32, spills=720),
+    "distances, two terms": _distances(**_TWO_TERMS, spills=32),
     "distances, all": _distances(
-        **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True
+        **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=160
     ),
     "distances, gradient": Build(
         "distance_kernels", "_gradient_kernel",
@@ -195,8 +194,8 @@ BUILDS = {
          "class_weight_B_ptr": None, "soft_C_ptr": F32, "lse_pull_C_ptr": None,
          **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32),
          **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32), "soft_stride": 1,
-         **dict.fromkeys(("keep", "floor"), "fp32"), "SMOOTHED": False, "GRADIENT": True, "WIDTH": 64,
-         "PARTS": 2048, "BLOCK_T": 128}, warps=16,
+         **dict.fromkeys(("keep", "floor"), "fp32"), "SMOOTHED": False, "GRADIENT": True, "WIDTH": 128,
+         "PARTS": 1024, "BLOCK_T": 64}, warps=16,
     ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
