@@ -47,8 +47,7 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     if any(each.measured or each.out_of_memory for each in results):
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
-    parameters = f"{one.parameters / 1e9:,.3f} billion parameters"
-    console.print(f"[bold]{title(one.setting)}, on CUDA[/bold]: {parameters}")
+    console.print(f"[bold]{title(one.setting)}[/bold]: {one.parameters / 1e9:,.3f} billion parameters")
     console.print(table)
     console.print(
         f"one copy of the logits {one.logits / unit:,.2f} {name}, "
