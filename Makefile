@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test test-gpu lint bench bench-trained clean
 
-demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (under three minutes, once it is set up)
+demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
 
 test: $(READY)  ## the whole suite; the kernels run through Triton's interpreter where there is no GPU
