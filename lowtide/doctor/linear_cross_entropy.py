@@ -77,7 +77,7 @@ class Call:
         plan = self.plan()
         chunks = -(-self.N // plan.rows) if self.N else 0
         found = {
-            "engine": _engine(plan),
+            "engine": "exponentials.py, no pass over the logits" if plan.exponentials else "streamed.py",
             "kernels": "Triton" if plan.backend == "triton" else "plain torch",
         }
         if plan.against_exponentials is not None:
@@ -103,9 +103,3 @@ class Call:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _engine(plan: Plan) -> str:
-    if plan.exponentials:
-        return "exponentials.py, no pass over the logits"
-    return "probabilities.py, a pass over half the bytes" if plan.distances else "streamed.py"
