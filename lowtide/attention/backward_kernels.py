@@ -8,12 +8,15 @@ go over all features whatever the block.
 import triton
 import triton.language as tl
 
+from lowtide.attention.pieces import STEP
 from lowtide.attention.tile_kernels import (
     LOG2E,
+    add_product,
     finished,
     head,
     interval,
     kept,
+    load_pieces,
     load_rows,
     load_tile,
     product,
@@ -81,6 +84,23 @@ def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.cons
     if DROPOUT:
         of_weight = tl.where(kept, of_weight * rescale, 0.0)
     return weight * (of_weight - delta)
+
+
+@triton.jit
+def scores_of(ptr, strides, head, start_n):
+    """Where the tiles of some keys begin, of a strip's grad_scores (grad_scores_kernels.py)."""
+    return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
+
+
+@triton.jit
+def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
+    """Of queries beyond the last too, as far as rows are padded: so that stores are of 16 bytes."""
+    ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
+    tile = tile.to(ptr.dtype.element_ty)
+    if CUT:
+        tl.store(ptrs, tile, mask=(i < strides[1])[None, :])
+    else:
+        tl.store(ptrs, tile)
 
 
 @triton.jit
@@ -158,41 +178,51 @@ def query_gradient_kernel(
     store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_group"])
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     row_first_ptr, row_end_ptr, upstream_ptr, rows_ptr, grad_key_ptr, grad_value_ptr,
-    bias_sum_ptr,
+    bias_sum_ptr, grad_scores_ptr, grad_z_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
-    grad_key_strides, grad_value_strides,
-    H, R, M, N, K, E, tiles, scale, limit, rescale,
+    grad_key_strides, grad_value_strides, grad_scores_strides,
+    B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key.
 
     bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is the same for
-    all of them.
+    all of them. grad_scores, grad_z: where the tiles of a strip are kept (grad_scores.py), behind the soft
+    cap's slope and before it. PIECES: of query, key, value and upstream (pieces.py), those of the
+    strip's heads alone; with three, sums are apart as in forward_kernels.py.
     """
-    start_n, bg = tl.program_id(0) % tiles * BLOCK_N, tl.program_id(0) // tiles
-    b, g = bg // (H // R), bg % (H // R)
-    key_ptr, value_ptr = head(key_ptr, key_strides, b, g), head(value_ptr, value_strides, b, g)
+    unit = tl.program_id(0) // tiles
+    start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
+    b, g = unit % B, first_group + unit // B
+    first_there = first_group  # of operands
+    width_k, width_e = K, E
+    if PIECES > 1:
+        first_there, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    there = first_there + unit // B
+    key_ptr, value_ptr = head(key_ptr, key_strides, b, there), head(value_ptr, value_strides, b, there)
 
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j, k, e = start_n + row_n, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     own_k, own_e = tl.program_id(1) * BLOCK_K + k, tl.program_id(1) * BLOCK_E + e
     key_place = key_ptr, start_n, row_n, key_strides, N
     value_place = value_ptr, start_n, row_n, value_strides, N
-    key = load_tile(key_place, k, K, True, CUT_K)
-    value = load_tile(value_place, e, E, True, CUT_E)
+    key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
+    value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
     low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     grad_key = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for r in range(0, R):
         h = g * R + r
         row = (b * H + h).to(tl.int64) * M
-        q_ptr, do_ptr = head(query_ptr, query_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
+        q_ptr = head(query_ptr, query_strides, b, there * R + r)
+        do_ptr = head(upstream_ptr, upstream_strides, b, there * R + r)
         head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
         head_rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
         if bias_ptr is not None:
@@ -208,16 +238,17 @@ def key_value_gradient_kernel(
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 query_place = q_ptr, start_m, row_m, query_strides, M
                 upstream_place = do_ptr, start_m, row_m, upstream_strides, M
-                query = load_tile(query_place, k, K, MASKED, CUT_K)
-                upstream = load_tile(upstream_place, e, E, MASKED, CUT_E)
+                query = load_pieces(query_place, k, width_k, MASKED, CUT_K, PIECES)
+                upstream = load_pieces(upstream_place, e, width_e, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
-                    key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
-                )
+                    key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
+                    True, MASKED, CUT_K, PIECES,
+                )  # fmt: skip
                 of_weight = product(
-                    value, upstream, value_place, upstream_place, E, zero, PRECISION, BLOCKS_E,
-                    True, MASKED, CUT_E,
+                    value, upstream, value_place, upstream_place, width_e, zero, PRECISION, BLOCKS_E,
+                    True, MASKED, CUT_E, PIECES,
                 )  # fmt: skip
                 first, end = i, i
                 if MASKED:
@@ -234,22 +265,36 @@ def key_value_gradient_kernel(
                 if grad_value_ptr is not None:
                     own = upstream
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_tile(upstream_place, own_e, E, MASKED, True)
-                    grad_value = tl.dot(used.to(own.dtype), own, grad_value, input_precision=PRECISION)
-                if grad_key_ptr is not None or bias_sum_ptr is not None:
+                        own = load_pieces(upstream_place, own_e, width_e, MASKED, True, PIECES)
+                    grad_value = add_product(used, own, grad_value, PRECISION, PIECES)
+                if (
+                    grad_key_ptr is not None
+                    or bias_sum_ptr is not None
+                    or grad_scores_ptr is not None
+                    or grad_z_ptr is not None
+                ):
                     delta = load_rows(head_rows_ptr, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None
                     )
                     if bias_sum_ptr is not None:
                         bias_sum_n += tl.sum(grad, 1)
-                if grad_key_ptr is not None:
+                    if grad_z_ptr is not None and tl.program_id(1) == 0:
+                        ptr = scores_of(grad_z_ptr, grad_scores_strides, unit * R + r, start_n - first_key)
+                        store_scores(ptr, grad_scores_strides, row_n, i, grad, MASKED)
+                    sloped = grad
                     if SOFTCAP > 0:
-                        grad *= 1.0 - capped * capped
+                        sloped = grad * (1.0 - capped * capped)
+                    if grad_scores_ptr is not None and tl.program_id(1) == 0:
+                        ptr = scores_of(
+                            grad_scores_ptr, grad_scores_strides, unit * R + r, start_n - first_key
+                        )
+                        store_scores(ptr, grad_scores_strides, row_n, i, sloped, MASKED)
+                if grad_key_ptr is not None:
                     own = query
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_tile(query_place, own_k, K, MASKED, True)
-                    grad_key = tl.dot(grad.to(own.dtype), own, grad_key, input_precision=PRECISION)
+                        own = load_pieces(query_place, own_k, width_k, MASKED, True, PIECES)
+                    grad_key = add_product(sloped, own, grad_key, PRECISION, PIECES)
         if bias_sum_ptr is not None and tl.program_id(1) == 0:
             tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)
     if grad_key_ptr is not None:

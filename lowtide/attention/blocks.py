@@ -31,8 +31,8 @@ FEWEST = 64
 
 
 # By kernel: the most features (the larger of K and E) that a size is for, and the size. Forward of float32 is
-# of its pieces (pieces.py). The gradients of key and value share a kernel as long as both fit into its
-# registers; beyond, each has its own.
+# of its pieces (pieces.py), and so is backward. The gradients of key and value share a kernel as long as both
+# fit into its registers; beyond, each has its own, or the key's is made of kept gradients of scores.
 Table = dict[str, tuple[tuple[int, Blocks], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -47,25 +47,14 @@ LARGE_HALF: Table = {
         (64, Blocks(64, 64, 64, 64, 4, 3)),
         (128, Blocks(128, 64, 128, 128, 8, 3)),
         (256, Blocks(128, 64, 256, 256, 8, 1)),
-        (512, Blocks(64, 32, 512, 512, 8, 1)),
-        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
     ),
     "key and value": ((64, Blocks(64, 64, 64, 64, 4, 3)), (128, Blocks(64, 128, 128, 128, 8, 3))),
-    "key": (
-        (256, Blocks(32, 128, 256, 256, 8, 2)),
-        (512, Blocks(32, 64, 512, 512, 8, 1)),
-        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
-    ),
-    "value": (
-        (256, Blocks(64, 128, 256, 256, 8, 2)),
-        (512, Blocks(64, 128, 512, 256, 8, 1)),
-        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
-    ),
-    "bias": (
-        (64, Blocks(64, 64, 64, 64, 4, 3)),
-        (128, Blocks(64, 64, 128, 128, 8, 2)),
-        (ANY, Blocks(64, 64, 128, 128, 8, 1)),
-    ),
+    "key": ((256, Blocks(32, 128, 256, 256, 8, 2)),),
+    "value": ((256, Blocks(64, 128, 256, 256, 8, 2)),),
+    "scores": ((ANY, Blocks(128, 128, 64, 64, 8, 4)),),
+    "query of scores": ((64, Blocks(128, 64, 64, 64, 4, 4)), (ANY, Blocks(128, 64, 256, 256, 8, 4))),
+    "key and value of scores": ((ANY, Blocks(128, 128, 128, 128, 8, 3)),),
+    "bias of scores": ((ANY, Blocks(64, 32, 64, 64, 4, 3)),),
 }
 LARGE_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -85,10 +74,21 @@ LARGE_FLOAT: Table = {
         (128, Blocks(128, 32, 128, 128, 8, 1)),
         (ANY, Blocks(64, 32, 64, 64, 4, 1)),
     ),
-    "key and value": ((64, Blocks(64, 64, 64, 64, 4, 1)),),
-    "key": ((128, Blocks(32, 128, 128, 128, 8, 1)), (ANY, Blocks(32, 64, 64, 64, 4, 1))),
-    "value": ((128, Blocks(64, 128, 128, 128, 8, 1)), (ANY, Blocks(32, 64, 64, 64, 4, 1))),
-    "bias": ((64, Blocks(64, 64, 64, 64, 4, 1)), (ANY, Blocks(64, 32, 64, 64, 4, 1))),
+    "key and value of 2 pieces": ((64, Blocks(64, 64, 64, 64, 4, 1)), (128, Blocks(32, 128, 128, 128, 8, 2))),
+    "value of 2 pieces": ((ANY, Blocks(32, 64, 64, 64, 4, 1)),),
+    "query of scores of 2 pieces": (
+        (64, Blocks(64, 64, 64, 64, 4, 2)),
+        (ANY, Blocks(64, 32, 128, 128, 4, 3)),
+    ),
+    "key and value of scores of 2 pieces": ((ANY, Blocks(32, 64, 128, 128, 4, 3)),),
+    "key and value of 3 pieces": ((64, Blocks(32, 64, 64, 64, 4, 2)),),
+    "value of 3 pieces": ((128, Blocks(64, 64, 128, 128, 4, 1)), (ANY, Blocks(32, 64, 64, 64, 4, 1))),
+    "query of scores of 3 pieces": (
+        (64, Blocks(64, 64, 64, 64, 4, 3)),
+        (ANY, Blocks(64, 32, 128, 128, 4, 3)),
+    ),
+    "key and value of scores of 3 pieces": ((ANY, Blocks(32, 64, 128, 128, 4, 3)),),
+    "bias of scores": ((ANY, Blocks(64, 32, 64, 64, 4, 3)),),
 }
 SMALL_HALF: Table = {
     "forward": (
@@ -99,12 +99,15 @@ SMALL_HALF: Table = {
     "query": (
         (64, Blocks(64, 64, 64, 64, 4, 2)),
         (128, Blocks(64, 32, 128, 128, 4, 2)),
-        (ANY, Blocks(64, 32, 128, 128, 8, 1)),
+        (256, Blocks(64, 32, 128, 128, 8, 1)),
     ),
     "key and value": ((64, Blocks(32, 64, 64, 64, 4, 2)), (128, Blocks(32, 64, 128, 128, 8, 1))),
-    "key": ((256, Blocks(32, 64, 64, 128, 8, 1)), (ANY, Blocks(32, 64, 128, 128, 8, 1))),
-    "value": ((ANY, Blocks(32, 64, 128, 128, 8, 1)),),
-    "bias": ((64, Blocks(64, 64, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 128, 128, 8, 1))),
+    "key": ((256, Blocks(32, 64, 64, 128, 8, 1)),),
+    "value": ((256, Blocks(32, 64, 128, 128, 8, 1)),),
+    "scores": ((ANY, Blocks(64, 64, 64, 64, 4, 3)),),
+    "query of scores": ((ANY, Blocks(64, 64, 128, 128, 4, 3)),),
+    "key and value of scores": ((ANY, Blocks(64, 64, 128, 128, 4, 3)),),
+    "bias of scores": ((ANY, Blocks(64, 32, 64, 64, 4, 3)),),
 }
 SMALL_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -114,10 +117,15 @@ SMALL_FLOAT: Table = {
     ),
     "forward of 3 pieces": ((64, Blocks(64, 32, 64, 64, 4, 2)), (ANY, Blocks(64, 32, 64, 128, 8, 1))),
     "query": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
-    "key and value": ((64, Blocks(32, 32, 64, 64, 4, 1)),),
-    "key": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
-    "value": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
-    "bias": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "key and value of 2 pieces": ((64, Blocks(32, 32, 64, 64, 4, 1)),),
+    "value of 2 pieces": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "query of scores of 2 pieces": ((ANY, Blocks(64, 32, 64, 64, 4, 1)),),
+    "key and value of scores of 2 pieces": ((ANY, Blocks(32, 64, 64, 64, 4, 1)),),
+    "key and value of 3 pieces": ((64, Blocks(32, 32, 64, 64, 4, 1)),),
+    "value of 3 pieces": ((ANY, Blocks(32, 32, 64, 64, 4, 1)),),
+    "query of scores of 3 pieces": ((ANY, Blocks(64, 32, 64, 64, 4, 1)),),
+    "key and value of scores of 3 pieces": ((ANY, Blocks(32, 64, 64, 64, 4, 1)),),
+    "bias of scores": ((ANY, Blocks(64, 32, 64, 64, 4, 3)),),
 }
 
 
@@ -132,7 +140,11 @@ def blocks(
     if found is not None and row_bias:
         if kernel == "forward of 3 pieces" and found.N > 32:
             found = found._replace(N=32, stages=found.stages + 1)
-        elif features > 256:
+        elif kernel == "key and value":
+            found = found._replace(stages=min(found.stages, 2))
+        elif kernel == "value":
+            found = found._replace(M=32, stages=1)
+        elif kernel == "forward" and features > 256:
             found = found._replace(stages=1)
     return found
 

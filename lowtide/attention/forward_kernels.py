@@ -10,13 +10,12 @@ import triton.language as tl
 from lowtide.attention.pieces import STEP
 from lowtide.attention.tile_kernels import (
     LOWEST,
-    dot_pieces,
+    add_product,
     finished,
     head,
     interval,
     kept,
     load_pieces,
-    pieces_of,
     product,
     seen_of_rows,
     store_statistics,
@@ -38,9 +37,7 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """PIECES: of query, key and value (pieces.py), whose rows are padded where there are several. With three,
-    a tile's products with the values are summed up by themselves first: tensor cores round what they add to
-    towards 0, each time."""
+    """PIECES: of query, key and value (pieces.py), whose rows are padded where there are several."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
     b, h = bh // H, bh % H
@@ -89,12 +86,7 @@ def forward_kernel(
                 )
             value_place = value_ptr, start_n, row_n, value_strides, N
             value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
-            weight = pieces_of(weight, value, PIECES)
-            if PIECES > 2:
-                zero = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-                out = out * fade_m[:, None] + dot_pieces(weight, value, zero, PRECISION, PIECES, False)
-            else:
-                out = dot_pieces(weight, value, out * fade_m[:, None], PRECISION, PIECES, False)
+            out = add_product(weight, value, out * fade_m[:, None], PRECISION, PIECES)
 
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees nothing, whose result is 0
     store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])

@@ -8,21 +8,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lowtide.attention import dropout
 from lowtide.attention.backward_kernels import key_value_gradient_kernel, query_gradient_kernel, rows_kernel
-from lowtide.attention.bias_kernel import bias_gradient_kernel
 from lowtide.attention.blocks import Blocks, blocks, cdiv, cut, next_power_of_2, shared_memory
 from lowtide.attention.chunk import allocate
 from lowtide.attention.dropout_kernel import dropout_keys_kernel
 from lowtide.attention.forward_kernels import forward_kernel
-from lowtide.attention.pieces import in_pieces
+from lowtide.attention.grad_scores import Kept, Strip, kept, strips
+from lowtide.attention.grad_scores_kernels import (
+    bias_of_scores_kernel,
+    key_value_of_scores_kernel,
+    query_of_scores_kernel,
+    scores_kernel,
+)
+from lowtide.attention.pieces import in_pieces, pieces, precision
 from lowtide.attention.problem import Operands, Options, is_far, sizes
 
-# Programs that keep a large card busy; and what the partial sums of a bias's gradient may take.
-PROGRAMS, PARTIAL_BYTES = 512, 16 << 20
 # Of dropout, a program.
 KEYS = 1024
 
@@ -67,14 +70,16 @@ class Kernels:
             )
         return row_key, column_key
 
-    def _blocks(self, kernel: str) -> Blocks | None:
+    def _blocks(self, kernel: str, count: int = 1) -> Blocks | None:
+        """count: the pieces of its operands."""
+        kernel = kernel if count == 1 else f"{kernel} of {count} pieces"
         query, size = self.operands.query, self.size
         bias, half = self.operands.bias, query.dtype.itemsize == 2
         row_bias = bias is not None and bias.shape[2] > 1
         return blocks(kernel, half, max(size.K, size.E), shared_memory(query.device), row_bias)
 
-    def _cut(self, kernel: str) -> dict[str, Any]:
-        found = self._blocks(kernel)
+    def _cut(self, kernel: str, count: int = 1) -> dict[str, Any]:
+        found = self._blocks(kernel, count)
         assert found is not None
         return cut(self.size.K, self.size.E, found)
 
@@ -86,25 +91,16 @@ class Kernels:
         if keep_statistics:
             statistics = query.new_empty(self.operands.statistics_shape, dtype=torch.float32)
         count = pieces(query.dtype)
-        name = "forward" if count == 1 else f"forward of {count} pieces"
-        given = {**self.tensors, **self.numbers, **self._cut(name)}
+        given = {**self.tensors, **self.numbers, **self._cut("forward", count)}
         if out.numel():
             if count > 1:
-                given |= self._in_pieces(count)
+                given |= _in_pieces(dict(zip(("query", "key", "value"), self.operands)), count)
             tiles = cdiv(M, given["BLOCK_M"])
             forward_kernel[(tiles * B * H, given["BLOCKS_E"])](
                 **given, tiles=tiles, out_ptr=out, statistics_ptr=statistics, out_strides=out.stride(),
                 PIECES=count,
             )  # fmt: skip
         return [out] if statistics is None else [out, statistics]
-
-    def _in_pieces(self, count: int) -> dict[str, Any]:
-        """Query, key and value as forward takes them."""
-        given: dict[str, Any] = {}
-        for name, parts in zip(("query", "key", "value"), in_pieces(self.operands[:3], count)):
-            piece_stride, *strides = parts.stride()
-            given |= {f"{name}_ptr": parts, f"{name}_strides": (*strides, piece_stride)}
-        return given
 
     def backward(
         self,
@@ -115,7 +111,7 @@ class Kernels:
         wanted: Sequence[bool],
     ) -> list[Tensor]:
         """The gradients of query, key, value and bias that are wanted."""
-        B, H, _, M, N, _, E = self.size
+        B, H, G, M, N, _, E = self.size
         rows = statistics.new_empty(B, H, 3 if self.operands.adds_bias else 2, M)
         upstream = upstream.contiguous() if is_far(upstream) else upstream
         given = {
@@ -136,55 +132,167 @@ class Kernels:
             (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride(), H, M, E,
             cdiv(M, 64), self.numbers["BASE_2"], 64, min(128, max(16, next_power_of_2(E))),
         )  # fmt: skip
-        if grad_query is not None:
-            self._query_gradient(given, grad_query)
-        # A bias that is the same for all queries: the sums over them, where the keys' gradients are made.
-        bias = self.operands.bias
-        bias_sum = None
-        if wanted[3] and bias is not None and bias.shape[2] == 1:
-            bias_sum = statistics.new_empty(B, H, 1, N)
-        if self._blocks("key and value") is not None:
-            self._key_value_gradient("key and value", given, grad_key, grad_value, bias_sum)
+        bias, grad_bias, bias_of_scores, bias_sum = self.operands.bias, None, None, None
+        if wanted[3] and bias is not None:
+            if bias.shape[2] == 1:  # the sums over queries, where the keys' gradients are made
+                bias_sum = statistics.new_empty(B, H, 1, N)
+            elif bias.shape[3] == 1:
+                grad_bias = _bias_of_queries(bias, logsumexp_upstream, statistics)
+            else:
+                grad_bias = bias_of_scores = bias.new_empty(bias.shape)
+        row_first, row_end = self._rows_of_keys()
+        given |= {
+            "B": B, "row_first_ptr": row_first, "row_end_ptr": row_end, "bias_sum_ptr": bias_sum,
+            "grad_key_ptr": grad_key, "grad_key_strides": strides_of(grad_key),
+            "grad_value_ptr": grad_value, "grad_value_strides": strides_of(grad_value),
+        }  # fmt: skip
+        many = self._blocks("query") is None
+        together = self._blocks("key and value", pieces(upstream.dtype)) is not None
+        keeps = kept(self.operands, self.options, wanted, together, many)
+        if many or any(keeps):
+            self._in_strips(given, keeps, many, grad_query, bias_of_scores)
         else:
-            self._key_value_gradient("key", given, grad_key, None, bias_sum)
-            self._key_value_gradient("value", given, None, grad_value, None)
-        gradients = [grad for grad in (grad_query, grad_key, grad_value) if grad is not None]
-        if not wanted[3]:
-            return gradients
-        assert bias is not None
-        if bias_sum is None:
-            return [*gradients, self._bias_gradient(given, bias)]
-        return [*gradients, bias_sum.sum_to_size(bias.shape).to(bias.dtype)]
+            if grad_query is not None:
+                self._query_gradient(given, grad_query)
+            strip = Strip(0, G, 0, N)
+            given |= {**self._pieces_of(strip, upstream), **_of_strip(strip), **self._kept(Kept(), strip)}
+            self._key_value_gradient(given, strip, Kept())
+        if bias_sum is not None:
+            assert bias is not None
+            grad_bias = bias_sum.sum_to_size(bias.shape).to(bias.dtype)
+        return [each for each in (grad_query, grad_key, grad_value, grad_bias) if each is not None]
 
     def _query_gradient(self, given: dict[str, Any], grad_query: Tensor) -> None:
         B, H, _, M, _, _, _ = self.size
-        given = {**given, **self._cut("query")}
-        tiles = cdiv(M, given["BLOCK_M"])
-        query_gradient_kernel[(tiles * B * H, given["BLOCKS_K"])](
-            **given, tiles=tiles, grad_query_ptr=grad_query, grad_query_strides=grad_query.stride()
-        )
+        given = {**given, **self._cut("query"), "grad_query_ptr": grad_query}
+        given |= {"grad_query_strides": grad_query.stride(), "tiles": cdiv(M, given["BLOCK_M"])}
+        _launch(query_gradient_kernel, (given["tiles"] * B * H, given["BLOCKS_K"]), given)
 
-    def _key_value_gradient(
+    def _in_strips(
         self,
-        kernel: str,
         given: dict[str, Any],
-        grad_key: Tensor | None,
-        grad_value: Tensor | None,
-        bias_sum: Tensor | None,
+        keeps: Kept,
+        many: bool,
+        grad_query: Tensor | None,
+        grad_bias: Tensor | None,
     ) -> None:
-        if grad_key is None and grad_value is None and bias_sum is None:
-            return
-        B, _, G, _, N, _, _ = self.size
-        given = {**given, **self._cut(kernel)}
-        tiles = cdiv(N, given["BLOCK_N"])
-        row_first, row_end = self._rows_of_keys()
-        blocks_k, blocks_e = given["BLOCKS_K"], given["BLOCKS_E"]
-        features = max(blocks_k if grad_key is not None else 1, blocks_e if grad_value is not None else 1)
-        key_value_gradient_kernel[(tiles * B * G, features)](
-            **given, tiles=tiles, row_first_ptr=row_first, row_end_ptr=row_end, bias_sum_ptr=bias_sum,
-            grad_key_ptr=grad_key, grad_key_strides=_strides(grad_key),
-            grad_value_ptr=grad_value, grad_value_strides=_strides(grad_value),
-        )  # fmt: skip
+        """All gradients, by way of what is kept."""
+        size, query, upstream = self.size, self.operands.query, given["upstream_ptr"]
+        count = pieces(query.dtype)
+        shared_heads = grad_bias is not None and grad_bias.shape[1] == 1
+        cut_operands = count if count > 1 else 0
+        found = strips(size, sum(keeps) * query.dtype.itemsize, cut_operands, shared_heads)
+        total, whole = grad_query, found[0].keys == size.N
+        if grad_query is not None and not whole:
+            own_sum = query.dtype == torch.float32
+            total = grad_query.zero_() if own_sum else torch.zeros_like(grad_query, dtype=torch.float32)
+        given |= {"grad_query_ptr": total, "grad_query_strides": strides_of(total), "ADD": not whole}
+        room = query.new_empty(sum(keeps), math.prod(found[0].shape(size)))
+        own = given
+        for strip in found:
+            if strip.first_key == 0:
+                own = given  # without the pieces of other heads, whose memory the next take
+                own = {**given, **self._pieces_of(strip, upstream)}
+            own |= {**_of_strip(strip), **self._kept(keeps, strip, room)}
+            made_key = False
+            if many:
+                self._scores(own, strip)
+            else:
+                made_key = self._key_value_gradient(own, strip, keeps)
+            if total is not None:
+                self._query_of_scores(own, strip)
+            if not made_key and (many or own["grad_key_ptr"] is not None):
+                self._key_value_of_scores(own if many else {**own, "grad_value_ptr": None}, strip)
+            if grad_bias is not None:
+                self._bias_of_scores(own, strip, grad_bias)
+        if grad_query is not None and total is not None and total is not grad_query:
+            grad_query.copy_(total)
+
+    def _kept(self, keeps: Kept, strip: Strip, room: Tensor | None = None) -> dict[str, Any]:
+        """The places of what a strip keeps."""
+        given: dict[str, Any] = {f"{name}_ptr": None for name in Kept._fields}
+        given["grad_scores_strides"] = (0, 0, 0)
+        for at, name in enumerate(name for name, keep in keeps._asdict().items() if keep):
+            assert room is not None
+            shape = strip.shape(self.size)
+            tensor = room[at, : math.prod(shape)].view(shape)
+            given |= {f"{name}_ptr": tensor, "grad_scores_strides": tensor.stride()}
+        return given
+
+    def _pieces_of(self, strip: Strip, upstream: Tensor) -> dict[str, Any]:
+        """The operands of a strip's heads, and how many pieces they are in; of one, all heads are there."""
+        count = pieces(upstream.dtype)
+        if count == 1:
+            return {"PIECES": 1}
+        keys = slice(strip.first_group, strip.first_group + strip.groups)
+        queries = slice(keys.start * self.size.R, keys.stop * self.size.R)
+        query, key, value = self.operands[:3]
+        parts = {"query": query[:, queries], "key": key[:, keys], "value": value[:, keys]}
+        return {"PIECES": count, **_in_pieces({**parts, "upstream": upstream[:, queries]}, count)}
+
+    def _key_value_gradient(self, given: dict[str, Any], strip: Strip, keeps: Kept) -> bool:
+        """Whether that of the key too."""
+        count = given["PIECES"]
+        without: dict[str, tuple[str, ...]] = {"value": ("grad_key_ptr",)}
+        if self._blocks("key and value", count) is not None:
+            without = {"key and value": ()}
+        elif count == 1 and not any(keeps):
+            without = {"key": ("grad_value_ptr",), "value": ("grad_key_ptr", "bias_sum_ptr")}
+        results = ("grad_key_ptr", "grad_value_ptr", "bias_sum_ptr", "grad_scores_ptr", "grad_z_ptr")
+        for kernel, names in without.items():
+            own = {**given, **self._cut(kernel, count), **dict.fromkeys(names)}
+            if all(own[name] is None for name in results):
+                continue
+            own["tiles"] = cdiv(strip.keys, own["BLOCK_N"])
+            blocks_k = own["BLOCKS_K"] if own["grad_key_ptr"] is not None else 1
+            blocks_e = own["BLOCKS_E"] if own["grad_value_ptr"] is not None else 1
+            programs = own["tiles"] * self.size.B * strip.groups, max(blocks_k, blocks_e)
+            _launch(key_value_gradient_kernel, programs, own)
+        return "value" not in without
+
+    def _scores(self, given: dict[str, Any], strip: Strip) -> None:
+        B, _, G, M, N, _, _ = self.size
+        given = {**given, **self._cut("scores")}
+        heads, R, bias_sum = B * strip.groups * self.size.R, self.size.R, given["bias_sum_ptr"]
+        tiles_m, tiles_n = cdiv(M, given["BLOCK_M"]), cdiv(strip.keys, given["BLOCK_N"])
+        given |= {"tiles_m": tiles_m, "tiles_n": tiles_n}
+        if bias_sum is not None:
+            part = bias_sum.new_zeros(heads, tiles_m, tiles_n * given["BLOCK_N"])
+            given["bias_sum_ptr"] = part
+        _launch(scores_kernel, (heads * tiles_m * tiles_n,), given)
+        if bias_sum is not None:
+            groups = slice(strip.first_group, strip.first_group + strip.groups)
+            keys = slice(strip.first_key, strip.first_key + strip.keys)
+            sums = part.sum(1)[:, : strip.keys].view(strip.groups, B, R, strip.keys)
+            bias_sum.view(B, G, R, N)[:, groups, :, keys] = sums.transpose(0, 1)
+
+    def _query_of_scores(self, given: dict[str, Any], strip: Strip) -> None:
+        given = {**given, **self._cut("query of scores", given["PIECES"])}
+        given["tiles_m"] = cdiv(self.size.M, given["BLOCK_M"])
+        programs = given["tiles_m"] * strip.shape(self.size)[0] * given["BLOCKS_K"]
+        _launch(query_of_scores_kernel, (programs,), given)
+
+    def _key_value_of_scores(self, given: dict[str, Any], strip: Strip) -> None:
+        given = {**given, **self._cut("key and value of scores", given["PIECES"])}
+        blocks = given["BLOCKS_K"] * (given["grad_key_ptr"] is not None)
+        blocks += given["BLOCKS_E"] * (given["grad_value_ptr"] is not None)
+        programs = cdiv(strip.keys, given["BLOCK_N"]) * self.size.B * strip.groups * blocks
+        _launch(key_value_of_scores_kernel, (programs,), given)
+
+    def _bias_of_scores(self, given: dict[str, Any], strip: Strip, grad_bias: Tensor) -> None:
+        size = self._blocks("bias of scores")
+        assert size is not None
+        all_of = self.size.B, strip.groups * self.size.R
+        own = tuple(1 if shared == 1 else count for shared, count in zip(grad_bias.shape, all_of))
+        tiles = cdiv(self.size.M, size.M), cdiv(strip.keys, size.N)
+        scores = given["grad_scores_ptr"] if given["grad_z_ptr"] is None else given["grad_z_ptr"]
+        given = {
+            **given, "grad_scores_ptr": scores, "grad_bias_ptr": grad_bias,
+            "grad_bias_strides": grad_bias.stride(), "own": own, "tile_counts": tiles,
+            "loops": (all_of[0] // own[0], all_of[1] // own[1]), "BLOCK_M": size.M, "BLOCK_N": size.N,
+            "num_warps": size.warps, "num_stages": size.stages,
+        }  # fmt: skip
+        _launch(bias_of_scores_kernel, (math.prod(tiles + own),), given)
 
     def _rows_of_keys(self) -> tuple[Tensor | None, Tensor | None]:
         """[N] and [N]: the queries that see each key, which are an interval too."""
@@ -196,44 +304,37 @@ class Kernels:
         row_end = torch.searchsorted(first, key_N, right=True, out_int32=True)
         return torch.minimum(row_first, row_end), row_end
 
-    def _bias_gradient(self, given: dict[str, Any], bias: Tensor) -> Tensor:
-        B, H, _, M, N, _, _ = self.size
-        given = {**given, **self._cut("bias")}
-        tiles = (B, H, cdiv(N, given["BLOCK_N"]))
-        sizes = bias.shape[0], bias.shape[1], bias.shape[3]
-        own = tuple(1 if size == 1 else count for size, count in zip(sizes, tiles))
-        loops = tuple(count if size == 1 else 1 for size, count in zip(sizes, tiles))
-        programs, steps = math.prod(own) * cdiv(M, given["BLOCK_M"]), math.prod(loops)
-        parts = max(1, min(steps, PROGRAMS // programs, PARTIAL_BYTES // (4 * bias.numel())))
-        dtype = bias.dtype if parts == 1 else torch.float32
-        part = bias.new_empty(parts, *bias.shape, dtype=dtype)
-        bias_gradient_kernel[(programs * parts,)](
-            **given, part_ptr=part, part_strides=part.stride(), own_sizes=own, loop_sizes=loops,
-            FULL_N=bias.shape[3] > 1, parts=parts,
-        )  # fmt: skip
-        return part[0] if parts == 1 else part.sum(0).to(bias.dtype)
+
+def _launch(kernel: Any, programs: tuple[int, ...], given: dict[str, Any]) -> None:
+    """given: what kernels take, by name, and more."""
+    names = {*kernel.arg_names, "num_warps", "num_stages"}
+    if math.prod(programs):
+        kernel[programs](**{name: each for name, each in given.items() if name in names})
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+def _of_strip(strip: Strip) -> dict[str, int]:
+    return {
+        "first_group": strip.first_group, "groups": strip.groups, "first_key": strip.first_key,
+        "end_key": strip.first_key + strip.keys,
+    }  # fmt: skip
+
+
+def _bias_of_queries(bias: Tensor, logsumexp_upstream: Tensor | None, statistics: Tensor) -> Tensor:
+    """Of one that is the same for all keys, which moves the logsumexp of its row, and nothing else."""
+    if logsumexp_upstream is None:
+        return torch.zeros_like(bias)
+    moved = logsumexp_upstream.masked_fill(statistics[:, :, -1] == -torch.inf, 0)
+    return moved[..., None].sum_to_size(bias.shape).to(bias.dtype)
+
+
+def _in_pieces(tensors: dict[str, Tensor], count: int) -> dict[str, Any]:
+    """As the kernels take them."""
+    given: dict[str, Any] = {}
+    for name, parts in zip(tensors, in_pieces(list(tensors.values()), count)):
+        piece_stride, *strides = parts.stride()
+        given |= {f"{name}_ptr": parts, f"{name}_strides": (*strides, piece_stride)}
+    return given
+
+
+def strides_of(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0, 0) if tensor is None else tensor.stride()
-
-
-def pieces(dtype: torch.dtype) -> int:
-    """Of each operand of forward: three of float32, whose six products are more exact than one in float32;
-    two where torch is allowed TF32, whose three are more exact than one in that."""
-    if dtype.itemsize == 2:
-        return 1
-    return 2 if _allows_tf32() else 3
-
-
-def precision() -> str:
-    """Of float32 products in backward: six products of bfloat16 thirds, more exact than one in float32 and
-    faster than three in TF32; or one in TF32 where torch is allowed that."""
-    if triton.knobs.runtime.interpret or torch.version.hip is not None:
-        return "ieee"
-    return "tf32" if _allows_tf32() else "bf16x6"
-
-
-def _allows_tf32() -> bool:
-    # Not allow_tf32, which raises once the newer setting has been used.
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"

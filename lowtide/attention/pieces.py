@@ -23,6 +23,27 @@ STEP = tl.constexpr(16)
 TILE, WIDTH = 4096, 128
 
 
+def pieces(dtype: torch.dtype) -> int:
+    """Of each operand: three of float32, whose six products are more exact than one in float32; two where
+    torch is allowed TF32, whose three are more exact than one in that."""
+    if dtype.itemsize == 2:
+        return 1
+    return 2 if _allows_tf32() else 3
+
+
+def precision() -> str:
+    """Of float32 products of what is not in pieces (query_gradient_kernel): six of bfloat16 thirds, or one in
+    TF32 where torch is allowed that."""
+    if triton.knobs.runtime.interpret or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if _allows_tf32() else "bf16x6"
+
+
+def _allows_tf32() -> bool:
+    # Not allow_tf32, which raises once the newer setting has been used.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def in_pieces(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     """Of each float32 [B, H, M, F], of any strides, its pieces [count, B, H, M, F] in bfloat16. In memory a
     row is padded with zeros to a multiple of 16 features (`padded`), and rows follow each other.

@@ -116,6 +116,18 @@ def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSP
 
 
 @triton.jit
+def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
+    """total + a b, of a tile of float32 and one that may be in pieces; with three they are summed up by
+    themselves first: tensor cores round what they add to towards 0, each time."""
+    a = pieces_of(a, b, PIECES)
+    if PIECES > 2:
+        total += dot_pieces(a, b, tl.zeros_like(total), PRECISION, PIECES, False)
+    else:
+        total = dot_pieces(a, b, total, PRECISION, PIECES, False)
+    return total
+
+
+@triton.jit
 def product(
     a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
     CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr = 1,

@@ -42,63 +42,79 @@ PIECES = {
     "COUNT": 3,
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
+OPERANDS = ("query", "key", "value", "upstream")
+VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "forward": ("forward_kernels", "forward_kernel", ()),
     "query": ("backward_kernels", "query_gradient_kernel", ()),
     "key and value": ("backward_kernels", "key_value_gradient_kernel", ()),
     "key": ("backward_kernels", "key_value_gradient_kernel", ("grad_value_ptr",)),
     "value": ("backward_kernels", "key_value_gradient_kernel", ("grad_key_ptr",)),
-    "bias": ("bias_kernel", "bias_gradient_kernel", ()),
+    "query of scores": ("grad_scores_kernels", "query_of_scores_kernel", ()),
+    "bias of scores": ("grad_scores_kernels", "bias_of_scores_kernel", ()),
+    "key and value of scores": ("grad_scores_kernels", "key_value_of_scores_kernel", ("grad_value_ptr",)),
+    "scores": ("grad_scores_kernels", "scores_kernel", ()),
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
     "forward, half, 512": 32,
     "forward of 2 pieces, 128, all": 96,
     "forward of 2 pieces, 256, all": 320,
-    "forward of 2 pieces, 512": 160,
     "forward of 3 pieces, 128, all": 96,
     "forward of 3 pieces, 256, all": 512,
-    "forward of 3 pieces, 512": 160,
-    "query, half, 512": 2688,
     "query, float32, 64": 256,
-    "query, float32, 128": 128,
     "key and value, half, 128": 256,
     "key and value, half, all": 896,
-    "key and value, float32, 64": 1152,
-    "key, half, 512": 4096,
-    "key, float32, 128": 128,
-    "value, half, 512": 576,
-    "value, float32, 128": 448,
-    "bias, half, 128": 32,
-    "bias, half, 256": 64,
-    "bias, half, 512": 64,
-    "bias, float32, 64": 192,
-    "bias, float32, 128": 96,
+    "key and value, half, keeping scores, 64": 672,
+    "key and value, half, keeping scores, all": 768,
+    "value, half, keeping scores, 256": 400,
+    "scores, half, 300, all": 224,
+    "query of scores, half, 300, all": 288,
+    "key and value of scores, half, 300, all": 128,
+    "key and value of 2 pieces, keeping scores, 64": 288,
+    "key and value of 2 pieces, keeping scores, 64, all": 864,
+    "key and value of 2 pieces, keeping scores, 128": 384,
+    "value of 2 pieces, keeping scores, 512, all": 192,
+    "key and value of 3 pieces, keeping scores, 64": 352,
+    "key and value of 3 pieces, keeping scores, 64, all": 1024,
+    "value of 3 pieces, keeping scores, 128": 2560,
+    "value of 3 pieces, keeping scores, 512, all": 640,
+    "key and value of scores of 3 pieces, 300, all": 8,
+    "key and value, half, keeping scores, 128": 2080,
 }
 
 
 def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
     tensor = "*bf16" if build.half else F32
     names = ("query", "key", "value", "upstream", "out", "grad_query", "grad_key", "grad_value")
-    absent = ("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum")
+    absent = (
+        *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
+        *("weight", "grad_scores", "grad_z"),
+    )
     given = {
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
-        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "part_ptr"), F32),
+        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "grad_bias_ptr"), F32),
         **dict.fromkeys(
-            ("H", "R", "M", "N", "K", "E", "F", "tiles", "parts", "limit", "rows", "row_programs"), "i32"
+            (
+                *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
+                *("first_group", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
+            ),
+            "i32",
         ),
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
-        "part_strides": ("i32", "i32", "i32", "i32", 1),
-        "own_sizes": (1, "i32", "i32"),
-        "loop_sizes": ("i32", 1, 1),
+        "grad_bias_strides": STRIDES,
+        "grad_scores_strides": ("i32", "i32", 1),
+        "own": (1, "i32"),
+        "loops": ("i32", 1),
+        "tile_counts": ("i32", "i32"),
         "SOFTCAP": 0.0,
         "PRECISION": "bf16x6",
         "BASE_2": not build.arguments.get("bias_ptr"),
         "COLUMN_BIAS": False,
-        "FULL_N": True,
+        "ADD": True,
         "PIECES": 1,
         **build.arguments,
     }
@@ -129,39 +145,80 @@ def _builds() -> dict[str, Build]:
         ),
         "pieces": Build("pieces", "pieces_kernel", False, 64, PIECES),
     }
-    for name, (module, kernel, absent) in KERNELS.items():
-        own = dict.fromkeys(absent) | (BIASED if name == "bias" else {})
-        together = name == "key and value"
-        for label, half, features, arguments, targets in (
-            ("half, 128", True, 128, own, TARGETS),
-            ("half, 256", True, 256, own, (80,)),
-            ("half, 512", True, 512, own, (90,)),
-            ("half, all", True, 64, {**ALL, **own}, (90,)),
-            ("float32, 64", False, 64, own, TARGETS),
-            ("float32, 128", False, 128, own, (90,)),
-        ):
-            if name == "forward" and not half:
-                continue  # in pieces, below
-            if together != (features <= (128 if half else 64)) and name in ("key and value", "key", "value"):
-                continue  # these gradients have one kernel for few features, two for many
-            spills = SPILLS.get(f"{name}, {label}", 0)
-            build = Build(module, kernel, half, features, arguments, targets, spills)
-            builds[f"{name}, {label}"] = build
+
+    def add(
+        name: str,
+        label: str,
+        half: bool,
+        features: int,
+        arguments: dict[str, Any],
+        targets: tuple[int, ...],
+        count: int = 1,
+    ) -> None:
+        module, kernel, absent = KERNELS[name]
+        if count > 1:
+            name, label = f"{name} of {count} pieces", label.removeprefix(f"{count} pieces, ")
+        own = {**dict.fromkeys(absent), **arguments}
+        label = f"{name}, {label}"
+        builds[label] = Build(module, kernel, half, features, own, targets, SPILLS.get(label, 0))
+
+    kept = {"grad_scores_ptr": "*bf16"}
+    sums = {"grad_query_ptr": F32}
+    for name, label, features, arguments, targets in (
+        ("forward", "128", 128, {}, TARGETS),
+        ("forward", "512", 512, {}, (90,)),
+        ("forward", "all", 64, ALL, (90,)),
+        ("query", "128", 128, {}, TARGETS),
+        ("query", "256", 256, {}, (80,)),
+        ("query", "all", 64, ALL, (90,)),
+        ("key and value", "128", 128, {}, TARGETS),
+        ("key and value", "all", 64, ALL, (90,)),
+        ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),
+        ("key and value", "keeping scores, 128", 128, {**kept, **BIASED}, (80,)),
+        ("key and value", "keeping scores, all", 64, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
+        ("key", "256", 256, {}, (80,)),
+        ("value", "256", 256, {}, (80,)),
+        ("value", "keeping scores, 256", 256, {**kept, **BIASED}, TARGETS),
+        ("scores", "512", 512, {**kept, "weight_ptr": "*bf16"}, (90,)),
+        ("scores", "300, all", 300, {**kept, "grad_z_ptr": "*bf16", **ALL}, TARGETS),
+        ("query of scores", "64", 64, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "512", 512, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "300, all", 300, {**kept, **sums, **MASKED}, (80,)),
+        ("key and value of scores", "512", 512, {**kept, **VALUE, "weight_ptr": "*bf16"}, (90,)),
+        (
+            "key and value of scores",
+            "300, all",
+            300,
+            {**kept, **VALUE, "weight_ptr": "*bf16", **MASKED},
+            (80,),
+        ),
+        ("bias of scores", "64", 64, kept, TARGETS),
+    ):
+        add(name, f"half, {label}", True, features, arguments, targets)
+    add("query", "float32, 64", False, 64, {}, TARGETS)
+    add("bias of scores", "float32, 64", False, 64, {"grad_scores_ptr": F32}, (90,))
+    kept = {"grad_scores_ptr": F32}
     for count in (2, 3):
-        own = {"PIECES": count, "out_ptr": F32}
-        for operand in ("query", "key", "value"):
-            own |= {f"{operand}_ptr": "*bf16", f"{operand}_strides": (*STRIDES, "i32")}
-        for label, features, arguments, targets in (
-            ("64", 64, own, (90,)),
-            ("64, all", 64, {**ALL, **own}, (90,)),
-            ("128, all", 128, {**ALL, **own}, TARGETS),
-            ("256, all", 256, {**ALL, **own}, (90,)),
-            ("512", 512, own, (90,)),
+        pieces = {"PIECES": count, **{f"{name}_ptr": "*bf16" for name in OPERANDS}}
+        pieces |= {f"{name}_strides": (*STRIDES, "i32") for name in OPERANDS}
+        for name, label, features, arguments, targets in (
+            ("forward", "64", 64, {}, (90,)),
+            ("forward", "128, all", 128, ALL, (90, 80) if count == 3 else (90,)),
+            ("forward", "256, all", 256, ALL, (90,)),
+            ("key and value", "keeping scores, 64", 64, kept, (90,)),
+            ("key and value", "keeping scores, 64, all", 64, {**kept, "grad_z_ptr": F32, **ALL}, (80,)),
+            ("value", "keeping scores, 128", 128, kept, TARGETS),
+            ("value", "keeping scores, 512, all", 512, {**kept, **ALL}, (80,)),
+            ("query of scores", "128", 128, {**kept, "ADD": False}, (90,)),
+            ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+            ("key and value of scores", "128", 128, kept, (90,)),
+            ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
         ):
-            name = f"forward of {count} pieces, {label}"
-            builds[name] = Build(
-                "forward_kernels", "forward_kernel", False, features, arguments, targets, SPILLS.get(name, 0)
-            )
+            if count == 2 and name == "value" and features == 128:
+                name, arguments = "key and value", kept
+                if targets == TARGETS:
+                    targets = (90,)
+            add(name, f"{count} pieces, {label}", False, features, {**pieces, **arguments}, targets, count)
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
     builds["forward, half, few features"] = Build(
         "forward_kernels", "forward_kernel", True, 24, column, (90,)

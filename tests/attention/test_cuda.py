@@ -7,6 +7,7 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.attention import engines
 from tests.attention.helpers import check, differentiate, make_case, make_upstream, ours
+from tests.cuda_graphs import captured
 from tests.helpers import no_synchronisation
 
 pytestmark = [
@@ -64,21 +65,13 @@ def test_a_cuda_graph(name):
     def step():
         return differentiate(ours, case, upstream)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     with torch.no_grad():
         for leaf in leaves.values():
             leaf.copy_(torch.randn_like(leaf))
     graph.replay()
     expected = step()
-    for part, got in captured.items():
+    for part, got in found.items():
         assert torch.equal(got, expected[part]), part
 
 

@@ -67,13 +67,6 @@ def test_bias(device, shape, more):
     run(make_case(2, 37, 41, 2, bias=shape, device=device, **more))
 
 
-@pytest.mark.parametrize("parts", [1, 3, 1000])
-def test_a_bias_gradient_in_parts(device, monkeypatch, parts):
-    skip_unless_runnable("triton", device)
-    monkeypatch.setattr(launch, "PROGRAMS", parts)
-    run(make_case(2, 70, 41, 2, bias=(0, 0, 1, 1), device=device))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(device, dtype):
     skip_unless_runnable("triton", device)

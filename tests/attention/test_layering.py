@@ -35,20 +35,21 @@ ALLOWED = {
     "tiles": {"problem"},
     "dropout": set(),
     "launch": {
-        *("backward_kernels", "bias_kernel", "blocks", "chunk", "dropout", "dropout_kernel"),
-        *("forward_kernels", "pieces", "problem"),
+        *("backward_kernels", "blocks", "chunk", "dropout", "dropout_kernel", "forward_kernels"),
+        *("grad_scores", "grad_scores_kernels", "pieces", "problem"),
     },
     "blocks": set(),
     "pieces": {"blocks"},
     "forward_kernels": {"pieces", "tile_kernels"},
-    "backward_kernels": {"tile_kernels"},
-    "bias_kernel": {"backward_kernels", "tile_kernels"},
+    "backward_kernels": {"pieces", "tile_kernels"},
+    "grad_scores": {"blocks", "pieces", "problem"},
+    "grad_scores_kernels": {"backward_kernels", "pieces", "tile_kernels"},
     "dropout_kernel": {"dropout"},
     "tile_kernels": set(),
 }
 # Imported only where a call runs them.
 TRITON = {
-    *("launch", "forward_kernels", "backward_kernels", "bias_kernel", "dropout_kernel"),
+    *("forward_kernels", "backward_kernels", "grad_scores_kernels", "dropout_kernel"),
     *("tile_kernels", "pieces"),
 }
 OUTSIDE = {

@@ -1,0 +1,101 @@
+"""What backward keeps of the scores in memory, and of how many at a time.
+
+Gradients of scores, once computed, are of use up to four times: for those of query, key and a bias, and with
+them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some heads and
+some keys, as many as there is room for. A strip has all batches and all queries: the gradients of its keys
+are done with it, and each number of a bias's gradient is one sum of one program (so a strip has all heads of
+a bias that they share). Where a strip has not all keys, the query's gradient is added up over strips, in
+float32.
+
+Who computes the scores is the only difference: with more features than fit into registers (half precision
+above 256) a kernel that makes nothing else, so that weights are kept too and all gradients are products of
+what is kept; else the kernel that makes the gradients of key and value, or of the value alone where both are
+too many sums for its registers, so that the others are products.
+
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries and keys, E
+of values.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lowtide.attention.blocks import cdiv
+from lowtide.attention.pieces import padded
+from lowtide.attention.problem import Operands, Options, Sizes
+
+# Bytes that a strip holds, its operands' pieces too: 256 MiB of gradients, and those of some heads. More if
+# one of the fewest keys holds more, which is as much as a gradient of 64 to 128 features.
+ROOM = 304 << 20
+# And of what all scores take in float32: eager's plain lines hold two to four times as much as that.
+SHARE, SHARE_OF_FLOAT = 1 / 4, 3 / 10
+# Strips of keys are a multiple of these wide, of the keys of any tile.
+KEYS = 128
+# Queries are padded to a multiple of these: loads and stores of 16 bytes are aligned.
+QUERIES = 16
+
+
+class Strip(NamedTuple):
+    first_group: int
+    groups: int
+    first_key: int
+    keys: int
+
+    def shape(self, size: Sizes) -> tuple[int, int, int]:
+        """Heads, keys, queries: of what is kept, heads in the order (key head, batch, R)."""
+        return self.groups * size.B * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
+
+
+class Kept(NamedTuple):
+    weight: bool = False
+    """As dropout leaves them."""
+    grad_scores: bool = False
+    """Of q k^T before its scale, which query and key get theirs from; and a bias, without a soft cap."""
+    grad_z: bool = False
+    """Of what the softmax takes, which a bias gets its gradient from: behind a soft cap something else."""
+
+
+def kept(operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool) -> Kept:
+    """together: one kernel makes the gradients of key and value; many: none does, of so many features.
+
+    A bias with rows and columns gets its gradient from kept scores alone. Otherwise they are kept where
+    products are dear: float32, six to one of half precision, which is faster when it computes scores again
+    (403 TFLOP/s on an H200, in 3 MiB)."""
+    query, key, value = wanted[:3]
+    bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
+    capped = options.softcap > 0
+    if many:
+        return Kept(value, query or key or (bias and not capped), bias and capped)
+    apart = key and not together
+    dear = operands.query.dtype.itemsize == 4 and (apart or (query and (key or value)))
+    return Kept(False, dear or (bias and (not capped or query or apart)), bias and capped)
+
+
+def strips(size: Sizes, score_bytes: int, pieces: int, shared_heads: bool) -> list[Strip]:
+    """As even as can be. score_bytes: of all that is kept of one score; pieces: of each operand, 0 of those
+    that are not cut; shared_heads: a bias that gets its gradient is the same for all heads."""
+    B, H, G, M, N, K, E = size
+    room = min(ROOM, int(4 * B * H * M * N * (SHARE_OF_FLOAT if pieces else SHARE)))
+    columns = cdiv(N, KEYS)
+    column = max(1, score_bytes) * B * size.R * up(M, QUERIES) * KEYS
+    operands = 2 * pieces * B * (size.R * M + N) * (padded(K) + padded(E))
+    most = room // (column * columns + operands)
+    groups = G if shared_heads else evenly(G, max(1, min(G, most)))
+    most = (room - operands * groups) // (column * groups)
+    keys = evenly(columns, max(1, min(columns, most))) * KEYS
+    return [
+        Strip(g, min(groups, G - g), n, min(keys, N - n))
+        for g in range(0, G, groups)
+        for n in range(0, N, keys)
+    ]
+
+
+def up(total: int, step: int) -> int:
+    return cdiv(total, step) * step
+
+
+def evenly(total: int, most: int) -> int:
+    """How many at a time: the same each time, unless that takes twice as many times. Programs of equal work
+    come in waves as wide as the card; a strip that is smaller leaves some of it idle."""
+    times = cdiv(total, most)
+    times = next((each for each in range(times, 2 * times) if total % each == 0), times)
+    return cdiv(total, times)

@@ -1,0 +1,225 @@
+"""Backward from gradients of scores that are kept, in strips of heads and of keys: through the interpreter on
+the CPU, for real on a GPU. The room of a strip is made small, and is full of NaN at first."""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.attention.problem import Sizes
+from lowtide.bench.memory import peak_memory
+from tests.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.helpers import skip_unless_runnable
+
+pytest.importorskip("triton")
+grad_scores = pytest.importorskip("lowtide.attention.grad_scores")
+up = grad_scores.up
+launch = pytest.importorskip("lowtide.attention.launch")
+
+
+pytestmark = INTERPRETED
+
+ROOMS = ("one key head", "128 keys")
+CASES = {
+    "plain": {},
+    "shared key heads": {"H": 4, "G": 2, "E": 5},
+    "causal": {"mask": masks.LowerTriangularFromBottomRightMask()},
+    "local": {"mask": masks.LocalAttentionFromBottomRightMask(3, 2)},
+    "sequences": {"B": 1, "mask": masks.BlockDiagonalCausalMask.from_seqlens([3, 12, 5], [1, 160, 139])},
+    "soft cap": {"softcap": 2.0, "scale": 0.8},
+    "dropout": {"p": 0.4, "seed": 9},
+    "bias of keys": {"bias": (0, 1, 0, 1)},
+    "bias of queries": {"bias": (0, 1, 1, 0)},
+    "bias [1, H, M, N]": {"bias": (0, 1, 1, 1), "mask": masks.LowerTriangularFromBottomRightMask()},
+    "bias [1, 1, M, N]": {"bias": (0, 0, 1, 1)},
+    "bias [B, 1, M, N]": {"bias": (1, 0, 1, 1), "H": 4, "G": 2},
+    "bias [B, H, M, N]": {"bias": (1, 1, 1, 1)},
+    "bias, soft cap": {"bias": (0, 1, 1, 1), "softcap": 3.0, "H": 4, "G": 2},
+    "bias, everything": {
+        "bias": (0, 1, 1, 1), "softcap": 3.0, "window": (200, 5), "p": 0.3, "seed": 4, "H": 4, "G": 2, "E": 5,
+    },
+    "many features": {"B": 1, "K": 150, "E": 270, "bias": (0, 1, 1, 1)},
+}  # fmt: skip
+
+
+def case_of(name, device, **more):
+    return make_case(**({"B": 2, "M": 20, "N": 300, "H": 2} | CASES[name] | more), device=device)
+
+
+def counted(monkeypatch):
+    """The strips of the last call."""
+    found = []
+
+    def strips(*given):
+        found[:] = grad_scores.strips(*given)
+        return found
+
+    monkeypatch.setattr(launch, "strips", strips)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def any_share(monkeypatch):
+    """Sizes as small as these have room for a part of themselves alone. Gives the shares themselves."""
+    shares = grad_scores.SHARE, grad_scores.SHARE_OF_FLOAT
+    for name in ("SHARE", "SHARE_OF_FLOAT"):
+        monkeypatch.setattr(grad_scores, name, 1e6)
+    return shares
+
+
+def room_of(room, case):
+    """Bytes of a strip of one key head, and of all keys, or the fewest."""
+    if room != "one key head":
+        return 1
+    B, M, H, K = case.query.shape
+    N, G, E = case.value.shape[1:]
+    of_bias = case.bias is not None and min(case.bias.shape[2:]) > 1
+    kept = 2 if of_bias and case.options.get("softcap") else 1
+    operands = 3 * 2 * (B * H // G * M + B * N) * (up(K, 16) + up(E, 16))
+    return kept * (B * H // G) * up(M, 16) * up(N, 128) * 4 + operands
+
+
+WHOLE_HEADS = ("plain", "shared key heads", "bias [1, H, M, N]", "bias, everything", "many features")
+
+
+@pytest.mark.parametrize(
+    ("name", "room"), [*((name, ROOMS[1]) for name in CASES), *((name, ROOMS[0]) for name in WHOLE_HEADS)]
+)
+def test_values(device, monkeypatch, name, room):
+    skip_unless_runnable("triton", device)
+    case = case_of(name, device)
+    monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
+    found = counted(monkeypatch)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    shared_heads = name in ("bias [1, 1, M, N]", "bias [B, 1, M, N]")
+    strips_of_keys = 1 if room == "one key head" and not shared_heads else 3
+    assert len(found) == strips_of_keys * (1 if shared_heads else case.key.shape[2])
+
+
+@pytest.mark.parametrize("name", ["plain", "bias [1, H, M, N]"])
+def test_the_same_bits_again(device, monkeypatch, name):
+    """And, but for the query, of which strips of keys are a sum, whatever the room is."""
+    skip_unless_runnable("triton", device)
+    case = case_of(name, device)
+    upstream = make_upstream(case)
+    first = differentiate(ours, case, upstream, backend="triton")
+    for room in (grad_scores.ROOM, room_of("one key head", case), 1):
+        monkeypatch.setattr(grad_scores, "ROOM", room)
+        found = differentiate(ours, case, upstream, backend="triton")
+        for part in first.keys() - ({"query"} if room == 1 else set()):
+            assert torch.equal(found[part], first[part]), part
+
+
+@pytest.mark.parametrize("name", ["bias [1, H, M, N]", "causal", "shared key heads"])
+def test_float16(device, monkeypatch, name):
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    case = case_of(name, device, dtype=torch.float16)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("M", [300, 600])
+def test_memory(device, monkeypatch, M, room):
+    """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys the query's
+    gradient is its own sum. All of it linear in M."""
+    skip_unless_runnable("triton", device)
+    case = make_case(1, M, 300, 4, 2, K=32, device=device)
+    monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
+    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
+    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
+    with peak_memory(device) as peak:
+        torch.autograd.grad(out, leaves, upstream)
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    scores = 2 * up(M, 16) * (384 if room == "one key head" else 128) * 4
+    pieces = 3 * 2 * (2 * M + 300) * 64
+    assert peak.largest <= max(scores, case.query.nbytes)
+    if device == "cpu":  # the interpreter holds on to the tensors of the last launch: the key's pieces
+        pieces += 3 * 2 * 300 * 32
+    assert peak.bytes <= gradients + scores + pieces + 2 * 4 * 4 * M + (16 << 10)
+
+
+WANTED = [("query", "bias"), ("key", "bias"), ("value", "bias"), ("bias",), ("query", "value"), ("query",)]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("wanted", WANTED, ids=" and ".join)
+def test_some_gradients_alone(device, monkeypatch, wanted, softcap):
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    case = case_of("bias [1, H, M, N]", device, softcap=softcap)
+    for name, leaf in case.leaves().items():
+        leaf.requires_grad_(name in wanted)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+
+
+@pytest.mark.parametrize("pieces", [0, 2, 3])
+@pytest.mark.parametrize("shared_heads", [False, True])
+@pytest.mark.parametrize("M", [1, 2000, 100_000])
+def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, M):
+    score_bytes = 4 if pieces else 2
+    for B, H, G, N in ((1, 16, 16, 4096), (4, 16, 4, 2048), (3, 7, 1, 5), (2, 12, 6, 70_001)):
+        size = Sizes(B, H, G, M, N, 64, 60)
+        found = grad_scores.strips(size, score_bytes, pieces, shared_heads)
+        places = [(g, n) for strip in found for g, n in strip_corners(strip)]
+        assert len(places) == len(set(places)) == G * -(-N // 128)
+        for strip in found:
+            assert not shared_heads or strip.groups == G
+            assert strip.first_key % 128 == 0
+            heads = strip.groups * B * H // G
+            operands = 2 * pieces * 128 * (heads * M + strip.groups * B * N)
+            room = torch.Size(strip.shape(size)).numel() * score_bytes
+            assert room + operands <= max(grad_scores.ROOM, heads * up(M, 16) * 128 * score_bytes + operands)
+            assert room <= max(grad_scores.ROOM, B * H * up(M, 16) * 128 * score_bytes)
+
+
+@pytest.mark.parametrize("pieces", [0, 2, 3])
+def test_a_strip_is_a_part_of_all_scores(pieces, any_share, monkeypatch):
+    """Or the fewest keys of one key head."""
+    monkeypatch.setattr(grad_scores, "SHARE", any_share[0])
+    monkeypatch.setattr(grad_scores, "SHARE_OF_FLOAT", any_share[1])
+    for B, H, G, M in ((1, 2, 2, 4096), (2, 8, 2, 1000), (1, 16, 16, 4096), (1, 1, 1, 300)):
+        size = Sizes(B, H, G, M, M, 64, 64)
+        for strip in grad_scores.strips(size, 4 if pieces else 2, pieces, False):
+            held = torch.Size(strip.shape(size)).numel() * (4 if pieces else 2)
+            fewest = B * H // G * up(M, 16) * 128 * 4
+            assert held <= max(fewest, 4 * B * H * M * M * (0.3 if pieces else 0.25))
+
+
+MIB = 1 << 20
+OF_A_CARD = {
+    # B, H, G, M, K; bytes of what is kept of a score; pieces: key heads and strips, MiB of a strip's scores
+    # and of its pieces
+    "bias [1, H, M, M], bfloat16": ((4, 16, 16, 2048, 64), 2, 0, (8, 2), (256, 0)),
+    "bias [1, H, M, M], float32": ((4, 16, 16, 2048, 64), 4, 3, (4, 4), (256, 48)),
+    "float32, K 64": ((1, 16, 16, 4096, 64), 4, 3, (4, 4), (256, 24)),
+    "float32, K 128": ((1, 16, 16, 4096, 128), 4, 3, (4, 4), (256, 48)),
+    "TF32 allowed, K 128": ((1, 16, 16, 4096, 128), 4, 2, (4, 4), (256, 32)),
+    "bfloat16, K 512": ((1, 16, 4, 4096, 512), 4, 0, (1, 4), (256, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_CARD)
+def test_the_strips_of_what_is_measured(name):
+    """With 1.5 MiB of statistics less than 300 MB for a bias of all scores in half precision, 8 % more in
+    float32; and enough programs each for a card."""
+    (B, H, G, M, K), score_bytes, pieces, expected, mib = OF_A_CARD[name]
+    size = Sizes(B, H, G, M, M, K, K)
+    found = grad_scores.strips(size, score_bytes, pieces, False)
+    assert {(strip.groups, strip.keys) for strip in found} == {(expected[0], M)}
+    assert len(found) == expected[1]
+    rows = B * expected[0] * M * (H // G + 1)
+    held = torch.Size(found[0].shape(size)).numel() * score_bytes, 2 * pieces * rows * 2 * K
+    assert held == (mib[0] * MIB, mib[1] * MIB)
+    if "bias" in name:
+        assert sum(held) + 3 * 4 * B * H * M < (324e6 if pieces else 300e6)
+
+
+def strip_corners(strip):
+    """Of each key head, and 128 keys."""
+    for g in range(strip.first_group, strip.first_group + strip.groups):
+        for n in range(strip.first_key, strip.first_key + strip.keys, 128):
+            yield g, n
