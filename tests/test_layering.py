@@ -36,9 +36,10 @@ ALLOWED = {
         "streamed",
         "probabilities",
     },
-    "plan": {"head", "route", "workspace"},
+    "plan": {"class_blocks", "head", "route", "workspace"},
     "route": {"check", "head"},
-    "workspace": {"check"},
+    "workspace": {"check", "class_blocks"},
+    "class_blocks": set(),
     "loss_rows": {"check", "head", "plan", "rows"},
     "streamed": {
         "gradients",
@@ -51,20 +52,30 @@ ALLOWED = {
         "scaling",
         "shared_sum",
     },
-    "probabilities": {"distance_kernels", "rows", "streamed"},
+    "probabilities": {"distance_kernels", "gradients", "rows", "streamed", "weight_sums"},
     "shared_sum": {"operands"},
     "exponentials": {
         "exponential_kernels",
+        "exponential_rows",
         "gradients",
         "linear_term",
         "operands",
+        "repair_kernels",
         "row_kernels",
         "rows",
-        "streamed",
         "weight_sums",
     },
-    "linear_term": {"gradients", "operands", "plan", "row_kernels", "rows", "weight_sums"},
-    "weight_sums": {"operands", "row_kernels", "scaling", "sum_kernels", "workspace"},
+    "exponential_rows": {"linear_term", "rows", "streamed"},
+    "linear_term": {
+        "gradients",
+        "operands",
+        "plan",
+        "repair_kernels",
+        "row_kernels",
+        "rows",
+        "weight_sums",
+    },
+    "weight_sums": {"operands", "row_kernels", "sum_kernels", "workspace"},
     "gradients": {"head", "plan", "scaling"},
     "operands": set(),
     "rows": set(),
@@ -74,8 +85,16 @@ ALLOWED = {
     "distance_kernels": {"exponential_kernels", "rows"},
     "sum_kernels": {"exponential_kernels"},
     "row_kernels": {"sum_kernels"},
+    "repair_kernels": {"exponential_kernels"},
 }
-KERNELS = {"kernels", "distance_kernels", "exponential_kernels", "sum_kernels", "row_kernels"}
+KERNELS = {
+    "kernels",
+    "distance_kernels",
+    "exponential_kernels",
+    "repair_kernels",
+    "row_kernels",
+    "sum_kernels",
+}
 
 
 def imported(path):

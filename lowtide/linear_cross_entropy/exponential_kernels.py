@@ -1,8 +1,8 @@
 """The Triton kernel of the path without a pass over the logits: a product whose tiles leave as exponentials
 (exponentials.py has the mathematics). Its launcher is a class.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block (all V wherever sums
-are taken); lower case = one tile, h a half of its classes."""
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
+= one tile, h a half of its classes."""
 
 from typing import Any
 
@@ -79,6 +79,7 @@ def _exponentials_kernel(
     scale_ptr,
     pull_C_ptr,
     tilt_C_ptr,
+    factor_C_ptr,
     repair_ptr,
     sum_ptr,
     mean_ptr,
@@ -100,10 +101,11 @@ def _exponentials_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class;
-    in float32, of each row and half a tile, whichever of these have a pointer: the sum of E, of E (z -
-    reference), of the stored value times u, and the largest z with its class. With means, which come with
-    maxima, the reference is the largest z of the half. With `repair`, only row tiles that are marked. An
+    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class
+    and, with a factor, in each row; in float32, of each row and half a tile, whichever of these have a
+    pointer: the sum of E, of E (z - reference), of the stored value times u, and the largest z with its
+    class. With means, which come with maxima, the reference is the largest z of the half. With `repair`,
+    only row tiles that are marked: its first number says whether any is, the others are of each tile. An
     ignored row's reference is infinite, so that it adds 0; if its logits are not finite, only where GUARDED.
     Targets are left out of every half where MASKED, else out of those that have any.
     Grid: one program a multiprocessor, tiles in turn."""
@@ -111,11 +113,14 @@ def _exponentials_kernel(
     scale = 1.0
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=not REPAIR):
+    tiles = tiles_c * tiles_b
+    if REPAIR:
+        tiles *= tl.load(repair_ptr)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not REPAIR):
         tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
         features = D
         if REPAIR:
-            features = tl.where(tl.load(repair_ptr + tile_c) != 0, D, 0)
+            features = tl.where(tl.load(repair_ptr + 1 + tile_c) != 0, D, 0)
         if not REPAIR or features > 0:
             u_cb = product_of_tile(
                 x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, features, BLOCK_C, BLOCK_B, BLOCK_D
@@ -157,7 +162,7 @@ def _exponentials_kernel(
                     if mean_ptr is not None:
                         # Its own: far from the largest logit differences would lose their digits.
                         reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
-                if sum_ptr is not None:
+                if STORE or sum_ptr is not None:
                     shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
                     exp_ch = tl.exp2(shift_ch)
                     if mean_ptr is not None:  # beyond the last class z is -inf
@@ -168,7 +173,8 @@ def _exponentials_kernel(
                         hit_c = (target_c >= first) & (target_c < first + BLOCK_B // 2)
                         if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
                             exp_ch = _others(exp_ch, columns, target_c, B)
-                    tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
+                    if sum_ptr is not None:
+                        tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
                     if tilt_C_ptr is not None or mean_ptr is not None:
                         shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
                     if mean_ptr is not None:
@@ -182,6 +188,8 @@ def _exponentials_kernel(
                     if moment_ptr is not None:
                         product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
                         tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
+                    if factor_C_ptr is not None:
+                        exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
                     if STORE:
                         exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
 
@@ -203,16 +211,19 @@ class Exponentials:
         softcap: float = 0.0,
         pull_C: Tensor | None = None,
         tilt_C: Tensor | None = None,
+        factor_C: Tensor | None = None,
         first_class: int = 0,
     ) -> None:
         (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
         self.x_CD, self.weight_BD = described(first_term)
         second: Any = (None, None) if second_term is None else described(second_term)
         self.x_CR, self.weight_BR = second
+        self.exp_CB: Any = out_CB
+        self.classes = slice(first_class, first_class + self.B)
         self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // 2)
         self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
         self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
-        self.pull_C, self.tilt_C = pull_C, tilt_C
+        self.pull_C, self.tilt_C, self.factor_C = pull_C, tilt_C, factor_C
         self.device = reference_C.device
         self.programs = multiprocessors(self.device)
 
@@ -232,10 +243,10 @@ class Exponentials:
         guarded: bool = True,
     ) -> None:
         """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
-        stores E where there is a place for it and its sums are asked for. Not `guarded`, an ignored row whose
-        logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit some
-        other place for its maximum."""
-        store = self.out_CB is not None and sums is not None
+        stores E where there is a place for it and no maxima are asked for. Not `guarded`, an ignored row
+        whose logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit
+        some other place for its maximum."""
+        store = self.out_CB is not None and maxima is None
         # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
         crowded = self.softcap > 0 and moments is not None
         _exponentials_kernel[(self.programs,)](
@@ -250,6 +261,7 @@ class Exponentials:
             self.scale,
             self.pull_C,
             self.tilt_C,
+            self.factor_C,
             repair,
             sums,
             means,

@@ -20,7 +20,7 @@ class Kept:
     tensor: Tensor
     """In the gradient's dtype, or a wider one."""
     rounding: Tensor | None
-    """The factor that goes in as a float32 sum is rounded into tensor; None where tensor is the sum."""
+    """The factor that goes in as tensor is formed, or as a float32 sum is rounded into it; None for none."""
     pending: Tensor | None
     """The factor still to be applied; None where there is none."""
 
@@ -55,25 +55,38 @@ def allocate(
         factor = factor * head.scale.to(plan.sum_dtype)
 
     def keep(
-        like: Tensor, shape: tuple[int, ...], *, summed: bool, zero: bool = False, factor: Tensor = factor
+        like: Tensor,
+        shape: tuple[int, ...],
+        *,
+        summed: bool,
+        zero: bool = False,
+        by_row: bool = False,
+        factor: Tensor = factor,
     ) -> Kept:
-        summed = summed or like.dtype == plan.sum_dtype
+        """`by_row`: formed with factors of its rows, which this one can join: no pass is left for it."""
+        whole = like.dtype == plan.sum_dtype
+        summed = summed or whole
         tensor = torch.empty(shape, dtype=plan.sum_dtype if summed else like.dtype, device=like.device)
         if zero or empty:
             tensor.zero_()
-        if summed:
+        if summed and not (by_row and whole):
             return Kept(tensor, None, factor)
         rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype)
         return Kept(tensor, rounding, pending)
 
-    accumulate = plan.weight_gradient == "accumulate"
+    accumulate, by_class = (plan.weight_gradient == kind for kind in ("accumulate", "by_class"))
+    by_row = plan.exponentials
     return Gradients(
         tuple(
-            keep(input, (head.tokens, input.shape[-1]), summed=False, zero=some_rows) if grad else None
+            keep(input, (head.tokens, input.shape[-1]), summed=False, zero=some_rows, by_row=by_row)
+            if grad
+            else None
             for input, grad in zip(head.inputs, wanted.inputs)
         ),
         tuple(
-            keep(weight, tuple(weight.shape), summed=accumulate or k > 0) if grad else None
+            keep(weight, tuple(weight.shape), summed=accumulate or k > 0, by_row=by_row and not by_class)
+            if grad
+            else None
             for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights))
         ),
         keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,

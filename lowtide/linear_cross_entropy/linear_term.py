@@ -1,7 +1,7 @@
 """One linear term of the head, on the path without a pass over the logits: what its two gradients are made
 of, chunk by chunk (exponentials.py has the mathematics).
 
-Shapes: N tokens, D features of the term, V classes; C tokens of a chunk.
+Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
 
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.gradients import Kept
-from lowtide.linear_cross_entropy.operands import Operand, product, sum_of_products
+from lowtide.linear_cross_entropy.operands import Operand, product_of_rows, sum_of_products
 from lowtide.linear_cross_entropy.plan import Plan
+from lowtide.linear_cross_entropy.repair_kernels import repaired_product
 from lowtide.linear_cross_entropy.rows import Terms
 from lowtide.linear_cross_entropy.weight_sums import FloatSum, RoundedProduct, SplitSum
 
@@ -56,25 +57,26 @@ class LinearTerm:
         assert self.total_weight_D is not None
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
-    def add_chunk(
-        self,
-        e_CV: Tensor,
-        x_CD: Tensor,
-        row: Terms,
-        target_C: Tensor,
-        scale_C: Tensor,
-        hit_C: Tensor,
-        rows: slice,
+    def add_block(self, e_CB: Tensor, classes: slice, repair: Tensor | None) -> None:
+        """To the products that become the chunk's rows of dX; with `repair`, anew for marked row tiles."""
+        if self.dx is None:
+            return
+        product_CD, weight_BD = self.product_CD[: e_CB.shape[0]], self.operand.weight(classes)
+        if repair is None:
+            product_of_rows(product_CD, e_CB, weight_BD, add=classes.start > 0)
+        else:
+            repaired_product(product_CD, e_CB, weight_BD, repair, add=classes.start > 0)
+
+    def finish_rows(
+        self, x_CD: Tensor, row: Terms, target_C: Tensor, scale_C: Tensor, hit_C: Tensor, rows: slice
     ) -> None:
-        """The chunk's rows of dX, and all it adds to dW but for the target rows."""
-        C, weight_VD = x_CD.shape[0], self.operand.weight_VD
+        """The chunk's rows of dX, of the products and all else."""
         if self.spread_x_D is not None:
             self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
         if self.dx is not None:
-            product(self.product_CD[:C], e_CV, weight_VD)
             row_kernels.input_gradient(
-                self.product_CD[:C],
-                weight_VD,
+                self.product_CD[: x_CD.shape[0]],
+                self.operand.weight_VD,
                 target_C,
                 row.ignored_N,
                 scale_C,
@@ -84,20 +86,26 @@ class LinearTerm:
                 self.one if self.dx.rounding is None else self.dx.rounding,
                 self.dx.tensor[rows],
             )
-        if self.sum is not None:
-            scaled_CD, factor = self.scaled_CD[:C], self.sum.factor
-            row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
-            self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0)
 
-    def finish(self, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
-        """The rest of dW: the rows that the targets add, in the order of their classes."""
+    def add_chunk(self, e_CV: Tensor, x_CD: Tensor, scale_C: Tensor, *, first: bool, last: bool) -> None:
+        """All that the chunk adds to dW but for the target rows."""
+        if self.sum is not None:
+            scaled_CD, factor = self.scaled_CD[: x_CD.shape[0]], self.sum.factor
+            row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
+            self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
+
+    def finish(self, hit_N: Tensor, targets: tuple[Tensor, Tensor] | None) -> None:
+        """The rest of dW."""
         del self.product_CD, self.scaled_CD
-        if self.sum is None:
-            return
-        self.sum.add_target_rows(self.operand.input, hit_N, class_N, order_N)
+        if self.sum is not None and targets is not None:
+            self.finish_sum(self.sum, hit_N, targets)
+            self.sum.round_in_place()
+
+    def finish_sum(self, sum: Any, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+        """The rows that the targets add, in the order of their classes, and what smoothing does."""
+        sum.add_target_rows(self.operand.input, hit_N, *targets)
         if self.spread_x_D is not None:
-            self.sum.subtract_spread(self.class_weight_V, self.spread_x_D)
-        self.sum.round_in_place()
+            sum.subtract_spread(self.class_weight_V, self.spread_x_D)
 
     def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, self.operand.D, dtype=dtype, device=self.one.device)

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# Of one product for dX. cuBLAS cuts what is higher less well: 5120 rows of 4096 features, summed over 128k
+# classes, take 2 % of a step longer at once.
+PRODUCT_ROWS = 2048
+
 
 @contextlib.contextmanager
 def on_device_of(tensor: Tensor) -> Iterator[None]:
@@ -85,6 +89,12 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
         torch.addmm(out, a, b, out=out, **widen)
     else:
         torch.mm(a, b, out=out, **widen)
+
+
+def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """The same, some rows at a time."""
+    for rows in blocks(a.shape[0], PRODUCT_ROWS):
+        product(out[rows], a[rows], b, add=add)
 
 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:

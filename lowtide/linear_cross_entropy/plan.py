@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
 from lowtide.linear_cross_entropy.workspace import (
+    ROW_TILES,
     TARGETS,
     Needs,
     WeightGradient,
@@ -41,6 +43,8 @@ class Plan:
     """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
     rows: int
     """Tokens per chunk."""
+    chunk_classes: int
+    """Classes of a chunk at a time; V, but on the path without a pass ("by_class")."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
     weight_gradient: WeightGradient
@@ -78,6 +82,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
         rows=sizes.rows,
+        chunk_classes=sizes.chunk_classes,
         operand_classes=sizes.operand_classes,
         weight_gradient=sizes.weight_gradient,
         block_rows=sizes.block_rows,
@@ -164,16 +169,34 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             weight_sum = size
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
-    # What a sum in the gradient's memory takes beside it: a byte for each weight on the path without a pass
+    # What a sum in the gradient's memory takes beside it: a byte for each weight where there are tensor maps
     # (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
     split_sum = at_once = 0
-    if route.exponentials and head.weights[0].dtype == torch.bfloat16:
+    if (route.exponentials or route.distances) and head.weights[0].dtype == torch.bfloat16:
         split_sum = min(weight_sum, V * D)
         # Not with label smoothing, which adds to every row.
-        if options.few_tokens and not options.label_smoothing:
+        if route.exponentials and options.few_tokens and not options.label_smoothing:
             at_once = TARGETS * (N * operand_size + D * sum_size)
     elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
         split_sum = min(weight_sum, (V - V // 2) * D * sum_size)
+    by_class = None
+    if route.exponentials and weight_sum:
+        fixed += 4 * V  # where the rows of its targets are
+        copies = sum(D_k * operand_size * copied for D_k, copied in zip(features, route.copies_rows))
+        by_class = ClassBlocks(
+            N=N,
+            D=D,
+            V=V,
+            step=ROW_TILES[device][0],
+            exponential=operand_size,
+            found=sum_size * (1 + wanted.scale),
+            statistics=V // 32 * _sums(options, job),
+            row=24 * sum_size
+            + copies
+            + sum(D_k * sum_size * wanted for D_k, wanted in zip(features, wanted.inputs)),
+            gradient_row=copies + 40 * wanted.bias,  # ones, to add up with
+            class_sum=D * sum_size + 64 * wanted.bias,
+        )
     return allowed(options.workspace, device, weight_sum), Needs(
         N=N,
         D=D,
@@ -188,6 +211,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         class_sum=D * sum_size,
         block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),
         block_row=2 * sum(features) * operand_size,
+        class_blocks=by_class,
     )
 
 

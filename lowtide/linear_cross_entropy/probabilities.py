@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import distance_kernels as kernels
+from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
+from lowtide.linear_cross_entropy.weight_sums import SplitSum
 
 
 class ProbabilityStream(Stream):
@@ -42,6 +44,9 @@ class ProbabilityStream(Stream):
         found_CT4 = kernels.distances(operands, columns, g_CV)
         kernels.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
         return g_CV
+
+    def _split_sum(self, dw: Kept) -> Any:
+        return SplitSum(dw.tensor, dw.rounding)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
         stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes

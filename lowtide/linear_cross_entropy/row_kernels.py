@@ -79,73 +79,141 @@ def _input_gradient_kernel(
 
 
 @triton.jit
+def _with_target_rows(
+    sum_d,
+    target,
+    first,
+    columns,
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+):
+    """sum + hit[n] x[n] over the rows n with that target. The classes come sorted, with their rows in
+    `order`, these from `first` on: added up in order, the same bits every time."""
+    row = tl.load(order_N_ptr + first).to(tl.int64)
+    x_d = tl.load(
+        x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
+        mask=columns < D,
+        other=0.0,
+    )
+    sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
+    # Most classes have that one row; a frequent one may have thousands, taken BLOCK_N at a time.
+    start = first + 1
+    after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
+    same = ((start < N) & (after == target)).to(tl.int32)
+    while same > 0:
+        place_n = start + tl.arange(0, BLOCK_N)
+        same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
+        row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
+        hit_n = tl.load(hit_N_ptr + row_n, mask=same_n, other=0.0)
+        x_nd = tl.load(
+            x_ptr
+            + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
+            + columns[None, :],
+            mask=same_n[:, None] & (columns[None, :] < D),
+            other=0.0,
+        )
+        sum_d += tl.sum(hit_n[:, None] * x_nd.to(tl.float32), 0)
+        start += BLOCK_N
+        same = tl.min(same_n.to(tl.int32), 0)
+    return sum_d
+
+
+@triton.jit
 def _add_target_rows_kernel(
     x_ptr,
     hit_N_ptr,
     class_N_ptr,
     order_N_ptr,
-    sum_BD_ptr,
-    low_BD_ptr,
+    sum_VD_ptr,
+    low_VD_ptr,
     sum_TD_ptr,
     outer_stride,
     inner_stride,
     inner,
     N,
     D,
-    first_class,
     first_target,
-    B,
+    V,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 24 bits where it has a low part. The
-    classes come sorted, with their rows in `order`; the program at the first row of a class adds them all up,
-    in order: the same bits every time. With sum_TD, what is added to is there, at the place of that row, for
-    the targets from first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
+    program at the first row of a class adds them all up. With sum_TD, what is added to is there, at the place
+    of that row, for the targets from first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
     head = (first == 0) | (before != target)
-    if head & (target >= first_class) & (target < first_class + B):
+    if head & (target < V):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        place = (target - first_class).to(tl.int64) * D + columns
+        place = target.to(tl.int64) * D + columns
         if sum_TD_ptr is not None:
             place_td = tl.program_id(0).to(tl.int64) * D + columns
             sum_d = tl.load(sum_TD_ptr + place_td, mask=columns < D, other=0.0)
-        elif low_BD_ptr is None:
-            sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
+        elif low_VD_ptr is None:
+            sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
         else:
-            sum_d = load_24(sum_BD_ptr + place, low_BD_ptr + place, columns < D)
-        row = tl.load(order_N_ptr + first).to(tl.int64)
-        x_d = tl.load(
-            x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
-            mask=columns < D,
-            other=0.0,
-        )
-        sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
-        # Most classes have that one row; a frequent one may have thousands, taken BLOCK_N at a time.
-        start = first + 1
-        after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
-        same = ((start < N) & (after == target)).to(tl.int32)
-        while same > 0:
-            place_n = start + tl.arange(0, BLOCK_N)
-            same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
-            row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
-            hit_n = tl.load(hit_N_ptr + row_n, mask=same_n, other=0.0)
-            x_nd = tl.load(
-                x_ptr
-                + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
-                + columns[None, :],
-                mask=same_n[:, None] & (columns[None, :] < D),
-                other=0.0,
-            )
-            sum_d += tl.sum(hit_n[:, None] * x_nd.to(tl.float32), 0)
-            start += BLOCK_N
-            same = tl.min(same_n.to(tl.int32), 0)
-        if low_BD_ptr is None:
-            tl.store(sum_BD_ptr + place, sum_d.to(sum_BD_ptr.dtype.element_ty), mask=columns < D)
+            sum_d = load_24(sum_VD_ptr + place, low_VD_ptr + place, columns < D)
+        sum_d = _with_target_rows(
+            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+        )  # fmt: skip
+        if low_VD_ptr is None:
+            tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
         else:
-            store_24(sum_BD_ptr + place, low_BD_ptr + place, sum_d, columns < D)
+            store_24(sum_VD_ptr + place, low_VD_ptr + place, sum_d, columns < D)
+
+
+@triton.jit
+def _round_block_kernel(
+    sum_BD_ptr,
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    first_V_ptr,
+    class_weight_V_ptr,
+    spread_D_ptr,
+    factor_ptr,
+    out_VD_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    first_class,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[v] = factor (sum[v - first_class] + sum over rows n with target v of hit[n] x[n] - class_weight[v]
+    spread). first_V: at which place of the sorted targets each class begins, N for a class that is no target.
+    Grid: (B, D / BLOCK)."""
+    target = first_class + tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * D + columns
+    sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
+    first = tl.load(first_V_ptr + target)
+    if first < N:
+        sum_d = _with_target_rows(
+            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+        )  # fmt: skip
+    if spread_D_ptr is not None:
+        spread_d = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)
+        if class_weight_V_ptr is not None:
+            spread_d *= tl.load(class_weight_V_ptr + target)
+        sum_d -= spread_d
+    sum_d *= tl.load(factor_ptr)
+    place = target.to(tl.int64) * D + columns
+    tl.store(out_VD_ptr + place, sum_d.to(out_VD_ptr.dtype.element_ty), mask=columns < D)
 
 
 def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor:  # [C]
@@ -194,41 +262,79 @@ def input_gradient(
 
 
 def add_target_rows(
-    sum_BD: Tensor,
-    low_BD: Tensor | None,
+    sum_VD: Tensor,
+    low_VD: Tensor | None,
     x: Tensor,
     hit_N: Tensor,
     class_N: Tensor,
     order_N: Tensor,
     *,
-    first_class: int = 0,
     sums_TD: Tensor | None = None,
     first_target: int = 0,
 ) -> None:
-    """x is [N, D], or [outer, inner, D] where that is no view of [N, D]."""
+    """The targets come in order of class, those of ignored rows last, under a class of their own. x is
+    [N, D], or [outer, inner, D] where that is no view of [N, D]."""
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
-    inner = x.shape[-2]
     block = min(512, _width(D))
     _add_target_rows_kernel[(T, triton.cdiv(D, block))](
         x,
         hit_N,
         class_N,
         order_N,
-        sum_BD,
-        low_BD,
+        sum_VD,
+        low_VD,
         sums_TD,
-        x.stride(0) if x.dim() == 3 else 0,
-        x.stride(-2),
-        inner,
+        *_strides(x),
         N,
         D,
-        first_class,
         first_target,
-        sum_BD.shape[0],
+        sum_VD.shape[0],
         BLOCK_N=16,
         BLOCK=block,
     )
+
+
+def round_block(
+    out_VD: Tensor,
+    sum_BD: Tensor,
+    factor: Tensor,
+    x: Tensor,
+    hit_N: Tensor,
+    class_N: Tensor,
+    order_N: Tensor,
+    first_V: Tensor,
+    class_weight_V: Tensor | None,
+    spread_D: Tensor | None,
+    *,
+    first_class: int,
+) -> None:
+    """The block of classes from first_class on of a weight's gradient."""
+    (B, D), N = sum_BD.shape, class_N.shape[0]
+    block = min(512, _width(D))
+    _round_block_kernel[(B, triton.cdiv(D, block))](
+        sum_BD,
+        x,
+        hit_N,
+        class_N,
+        order_N,
+        first_V,
+        class_weight_V,
+        spread_D,
+        factor,
+        out_VD,
+        *_strides(x),
+        N,
+        D,
+        first_class,
+        BLOCK_N=16,
+        BLOCK=block,
+    )
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Outer and inner, and how many rows there are to an outer one."""
+    return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.shape[-2])
 
 
 def _width(D: int) -> int:

@@ -19,7 +19,7 @@ class SharedSum:
         self.inside_HD = gradient_VD.view(-1)[: 2 * H * D].view(dtype).view(H, D)
         self.beside_BD = torch.empty(V - H, D, dtype=dtype, device=gradient_VD.device)
 
-    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool) -> None:
+    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
         H = self.inside_HD.shape[0]
         product(self.inside_HD, g_CV[:, :H].t(), x_CD, add=not first)
         product(self.beside_BD, g_CV[:, H:].t(), x_CD, add=not first)

@@ -19,7 +19,7 @@ from lowtide.linear_cross_entropy import scaling
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept, allocate, no_gradients
 from lowtide.linear_cross_entropy.head import Head
 from lowtide.linear_cross_entropy.loss_rows import LossRows
-from lowtide.linear_cross_entropy.operands import Operand, blocks, product
+from lowtide.linear_cross_entropy.operands import Operand, blocks, product, product_of_rows
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 from lowtide.linear_cross_entropy.shared_sum import SharedSum
@@ -71,7 +71,7 @@ class Stream(LossRows):
         )
         self._sweep(terms, statistics, gradients, take_statistics=take_statistics)
         if gradients.weights[0] is not None and self.plan.weight_gradient == "by_class" and self.M:
-            self._sweep_classes(terms, statistics, gradients.weights[0])
+            self._sweep_classes(terms, statistics, gradients)
         if gradients.scale is not None:
             moment_N = statistics.moment_N.masked_fill_(self.ignored_N, 0)
             torch.sum(moment_N, 0, out=gradients.scale.tensor)
@@ -93,7 +93,7 @@ class Stream(LossRows):
         ]
         shared = None
         if (kept := gradients.weights[0]) is not None and plan.weight_gradient == "split":
-            shared = SharedSum(kept.tensor, kept.rounding)
+            shared = self._split_sum(kept)
         for start in range(0, self.M, plan.rows):
             rows = slice(start, min(start + plan.rows, self.M))
             chunks = [operand.rows(rows) for operand in operands]
@@ -106,7 +106,7 @@ class Stream(LossRows):
                     self._input_gradient(operand, g_CV, dx, sum_CD, rows)
             for k, (x_CD, dw) in enumerate(zip(chunks, gradients.weights)):
                 if k == 0 and shared is not None:
-                    shared.add_product(g_CV, x_CD, first=start == 0)
+                    shared.add_product(g_CV, x_CD, first=start == 0, last=rows.stop == self.M)
                 elif dw is not None and k >= by_class:
                     product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if gradients.bias is not None:
@@ -115,9 +115,10 @@ class Stream(LossRows):
         if shared is not None and self.M:
             shared.round_in_place()
 
-    def _sweep_classes(self, terms: Terms, statistics: Statistics, dw: Kept) -> None:
+    def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
         """dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once; G anew."""
-        plan = self.plan
+        plan, dw = self.plan, gradients.weights[0]
+        assert dw is not None
         statistics = dataclasses.replace(statistics, moment_N=None)  # taken already
         dw_sum_BD = self._buffer(plan.block_classes, self.operands[0].D)
         logits = self._buffer(plan.block_rows, plan.block_classes).view(-1)
@@ -164,7 +165,7 @@ class Stream(LossRows):
     ) -> None:
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
         for classes, weight_BD in operand.weights(self.plan.operand_classes):
-            product(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
+            product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
         if sum_CD is None:
             return
         if self.counted is not None:
@@ -206,6 +207,9 @@ class Stream(LossRows):
             scale=self.scale,
             softcap=self.plan.options.softcap,
         )
+
+    def _split_sum(self, dw: Kept) -> Any:
+        return SharedSum(dw.tensor, dw.rounding)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
         return self._buffer(rows, self.V)

@@ -37,6 +37,9 @@ def _add_product_kernel(
     x_CD,
     high_VD_ptr,
     low_VD_ptr,
+    factor_ptr,
+    class_weight_V_ptr,
+    spread_D_ptr,
     C,
     D,
     V,
@@ -47,7 +50,8 @@ def _add_product_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """sum (+)= exp^T x. Grid: one program a multiprocessor, tiles in turn."""
+    """sum (+)= exp^T x; with a factor, the last time, it is rounded. Grid: one program a multiprocessor, each
+    tile in turn."""
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
     group_tiles = GROUP * tiles_d
     for tile in tl.range(tl.program_id(0), tiles_v * tiles_d, PROGRAMS, flatten=True):
@@ -71,7 +75,17 @@ def _add_product_kernel(
             high_ptr, low_ptr = high_VD_ptr + place_vh, low_VD_ptr + place_vh
             if ADD:
                 sum_vh += load_24(high_ptr, low_ptr, mask_vh)
-            store_24(high_ptr, low_ptr, sum_vh, mask_vh)
+            if factor_ptr is None:
+                store_24(high_ptr, low_ptr, sum_vh, mask_vh)
+            else:
+                if spread_D_ptr is not None:
+                    spread_vh = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)[None, :]
+                    if class_weight_V_ptr is not None:
+                        weight_v = tl.load(class_weight_V_ptr + classes, mask=classes < V, other=0.0)
+                        spread_vh *= weight_v[:, None]
+                    sum_vh -= spread_vh
+                rounded_vh = (sum_vh * tl.load(factor_ptr)).to(tl.bfloat16)
+                tl.store(high_ptr, rounded_vh.to(tl.int16, bitcast=True), mask=mask_vh)
 
 
 @triton.jit
@@ -94,7 +108,16 @@ def _round_kernel(
         tl.store(high_VD_ptr + place, rounded_d.to(tl.int16, bitcast=True), mask=columns < D)
 
 
-def add_product(high_VD: Tensor, low_VD: Tensor, exp_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
+def add_product(
+    high_VD: Tensor,
+    low_VD: Tensor,
+    exp_CV: Tensor,
+    x_CD: Tensor,
+    *,
+    add: bool,
+    rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> None:
+    """`rounding`, the last time: the factor; class weights and features of what is subtracted before."""
     (V, D), C = high_VD.shape, x_CD.shape[0]
     programs = multiprocessors(x_CD.device)
     _add_product_kernel[(programs,)](
@@ -102,6 +125,7 @@ def add_product(high_VD: Tensor, low_VD: Tensor, exp_CV: Tensor, x_CD: Tensor, *
         describe(x_CD, BLOCK_C, BLOCK_D),
         high_VD,
         low_VD,
+        *rounding,
         C,
         D,
         V,

@@ -1,13 +1,13 @@
 """The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 bits,
-where four bytes a weight do not fit the workspace and one does; or none, where one chunk has all tokens.
+where four bytes a weight leave too few rows for a chunk; or none, where one chunk has all tokens.
 
-Shapes: N tokens, D features; B classes of a block, or all; C tokens of a chunk; T targets, in order of class.
+Shapes: N tokens, D features, V classes; C tokens of a chunk; T targets, in order of class.
 """
 
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import row_kernels, scaling, sum_kernels
+from lowtide.linear_cross_entropy import row_kernels, sum_kernels
 from lowtide.linear_cross_entropy.operands import product
 from lowtide.linear_cross_entropy.workspace import TARGETS
 
@@ -15,31 +15,26 @@ from lowtide.linear_cross_entropy.workspace import TARGETS
 class FloatSum:
     """In a float32 tensor of its own, or in the gradient's where that is float32."""
 
-    factor: Tensor | None = None
-    """What is to go into the rows of the products' second operand."""
+    def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
+        """factor: of all that is added; it is to go into the rows of the products' second operand, too."""
+        self.sum_VD, self.factor = sum_VD, factor
 
-    def __init__(self, sum_BD: Tensor, rounding: Tensor | None = None) -> None:
-        self.sum_BD = sum_BD
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
 
-    def add_product(self, exp_CB: Tensor, x_CD: Tensor, *, first: bool) -> None:
-        product(self.sum_BD, exp_CB.t(), x_CD, add=not first)
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        hit_N = hit_N if self.factor is None else hit_N * self.factor
+        row_kernels.add_target_rows(self.sum_VD, None, x, hit_N, class_N, order_N)
 
-    def add_target_rows(
-        self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor, *, first_class: int = 0
-    ) -> None:
-        row_kernels.add_target_rows(self.sum_BD, None, x, hit_N, class_N, order_N, first_class=first_class)
-
-    def subtract_spread(self, class_weight_B: Tensor | None, spread_x_D: Tensor) -> None:
-        if class_weight_B is None:
-            self.sum_BD.sub_(spread_x_D)
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        spread_x_D = spread_x_D if self.factor is None else spread_x_D * self.factor
+        if class_weight_V is None:
+            self.sum_VD.sub_(spread_x_D)
         else:
-            self.sum_BD.addr_(class_weight_B, spread_x_D, alpha=-1)
+            self.sum_VD.addr_(class_weight_V, spread_x_D, alpha=-1)
 
     def round_in_place(self) -> None:
         """Later, by the factor that backward brings."""
-
-    def round_into(self, out_BD: Tensor, factor: Tensor) -> None:
-        scaling.scale_into(out_BD, self.sum_BD, factor, "triton")
 
 
 class SplitSum:
@@ -52,9 +47,13 @@ class SplitSum:
         self.low_VD = torch.empty_like(self.high_VD, dtype=torch.uint8)
         self.rounding = rounding
         self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.operands: tuple[Tensor, Tensor] | None = None
 
-    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool) -> None:
-        sum_kernels.add_product(self.high_VD, self.low_VD, exp_CV, x_CD, add=not first)
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        if last and not first:
+            self.operands = (exp_CV, x_CD)  # when all else is added, this product rounds
+        else:
+            sum_kernels.add_product(self.high_VD, self.low_VD, exp_CV, x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
         row_kernels.add_target_rows(self.high_VD, self.low_VD, x, hit_N, class_N, order_N)
@@ -63,7 +62,11 @@ class SplitSum:
         self.spread = (class_weight_V, spread_x_D)  # on the way out: the sum is not read for it
 
     def round_in_place(self) -> None:
-        sum_kernels.round_(self.high_VD, self.low_VD, self.rounding, *self.spread)
+        rounding = (self.rounding, *self.spread)
+        if self.operands is None:
+            sum_kernels.round_(self.high_VD, self.low_VD, *rounding)
+        else:
+            sum_kernels.add_product(self.high_VD, self.low_VD, *self.operands, add=True, rounding=rounding)
 
 
 class RoundedProduct:
@@ -73,8 +76,9 @@ class RoundedProduct:
     def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
         self.gradient_VD, self.factor = gradient_VD, rounding
 
-    def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool) -> None:
+    def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool) -> None:
         assert first
+        assert last
         self.operands = (exp_NV, x_ND)
         product(self.gradient_VD, exp_NV.t(), x_ND)
 

@@ -10,7 +10,8 @@
 Where one chunk has room for all tokens, these are few beside the classes, and nothing is spread over all
 classes, there is no sum: the path without a pass rounds in its product (weight_sums.py).
 Whatever the others leave is spent on rows. Where either sum leaves too few of them, the weight's gradient is
-formed class block by class block instead: exact as well, for one more product.
+formed class block by class block instead: exact as well, for one more product (class_blocks.py has the
+sizes of the path without a pass).
 
 Shapes: N tokens, D features, V classes.
 """
@@ -18,7 +19,9 @@ Shapes: N tokens, D features, V classes.
 from dataclasses import dataclass
 from typing import Literal
 
+from lowtide.linear_cross_entropy import class_blocks
 from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
@@ -26,9 +29,10 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 # With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
-# A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own. On
-# CUDA it takes more time to add to; on the CPU it does not, but is rounded before backward's factor is known.
-FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 2048}
+# A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
+# is added to less often. On CUDA each time takes longer (8192 rows at a time in 24 bits still take 2 to 3 %
+# of a step less than 4096 in float32); on the CPU not, but it is rounded before backward's factor is known.
+FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 6144}
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
 TARGETS = 512
@@ -66,11 +70,14 @@ class Needs:
     """What one product for all tokens takes beside its operands; 0 where the path cannot round in it."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
+    class_blocks: ClassBlocks | None = None
+    """On the path without a pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     rows: int
+    chunk_classes: int
     operand_classes: int
     weight_gradient: WeightGradient
     block_rows: int
@@ -137,13 +144,17 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
     rows = max(N, 1) if kind == "at_once" else _rows(room, row, N, tiles)
+    if kind == "by_class" and needs.class_blocks is not None and N:
+        rows, chunk_classes = class_blocks.chunk(needs.class_blocks, room, rows)
+        block_rows, block_classes = class_blocks.block(needs.class_blocks, free)
+        return Sizes(rows, chunk_classes, operand_classes, kind, block_rows, block_classes)
 
     # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
     of_a_class = needs.class_sum + needs.weight_copy
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
     block_rows = _rows(free - block_classes * of_a_class, of_a_row, N, tiles)
-    return Sizes(rows, operand_classes, kind, block_rows, block_classes)
+    return Sizes(rows, V, operand_classes, kind, block_rows, block_classes)
 
 
 def _beside(needs: Needs) -> dict[WeightGradient, int]:
@@ -162,7 +173,10 @@ def spent(needs: Needs, sizes: Sizes) -> int:
     kind = sizes.weight_gradient
     chunk = sizes.rows * needs.row + copies + (0 if kind == "accumulate" else _beside(needs)[kind])
     block = 0
-    if kind == "by_class":
+    if kind == "by_class" and needs.class_blocks is not None:
+        chunk = needs.class_blocks.of_chunk(sizes.rows, sizes.chunk_classes)
+        block = needs.class_blocks.of_block(sizes.block_rows, sizes.block_classes)
+    elif kind == "by_class":
         of_a_row = sizes.block_classes * needs.block_logit + needs.block_row
         block = sizes.block_rows * of_a_row + sizes.block_classes * (needs.class_sum + needs.weight_copy)
     return needs.fixed + max(chunk, block)

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.distillation import forward_kl
 from lowtide.distillation.heads import Heads, Options
+from tests.cuda_graphs import captured
 from tests.distillation import (
     DIVERGENCES,
     HALVES,
@@ -178,14 +179,8 @@ def test_a_captured_cuda_graph(device, divergence, dtype):
     def step():
         return torch.autograd.grad(fused(inputs, divergence), leaves)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        expected = step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    expected = step()
+    graph, found = captured(step)
     graph.replay()
     assert all(map(torch.equal, found, expected))
 

@@ -59,7 +59,7 @@ _LOG_PROBS = {**_CHAIN, "mean_C_ptr": F32, "argmax_C_ptr": "*i64", "SECOND_READ"
 
 
 def _exponentials(**changes: Any) -> Build:
-    absent = ("bias_B", "scale", "pull_C", "tilt_C", "repair", "mean", "moment", "max", "argmax")
+    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "repair", "mean", "moment", "max", "argmax")
     arguments = {
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
@@ -87,6 +87,7 @@ def _exponentials(**changes: Any) -> Build:
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
+_GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
 
 
@@ -120,12 +121,16 @@ def _rows(kernel: str, **arguments: Any) -> Build:
     return Build("row_kernels", kernel, arguments, warps=4)
 
 
+ROUNDING = ("factor_ptr", "class_weight_V_ptr", "spread_D_ptr")
+
+
 def _add_product(**changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 128]>",
         "x_CD": "tensordesc<bf16[64, 256]>",
         "high_VD_ptr": "*i16",
         "low_VD_ptr": "*u8",
+        **dict.fromkeys(ROUNDING, None),
         **dict.fromkeys(("C", "D", "V"), I32),
         "PROGRAMS": 132,
         "GROUP": 8,
@@ -163,7 +168,9 @@ BUILDS = {
     "exponentials, maxima": _exponentials(STORE=False, sum_ptr=None, max_ptr=F32, repair_ptr=I32_PTR,
         REPAIR=True),
     "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, REPAIR=True),
-    "exponentials, known statistics": _exponentials(GUARDED=True),
+    "exponentials, known statistics": _exponentials(GUARDED=True, sum_ptr=None),
+    "exponentials, gradient": _exponentials(**_GRADIENT),
+    "exponentials, gradient, all": _exponentials(**_GRADIENT, **_BENT),
     "exponentials, bias": _exponentials(bias_B_ptr=F32),
     "exponentials, scale": _exponentials(scale_ptr=F32),
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32),
@@ -212,21 +219,35 @@ BUILDS = {
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr=F32, low_BD_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
+        sum_VD_ptr=F32, low_VD_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, 24 bits": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr="*i16", low_BD_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
+        sum_VD_ptr="*i16", low_VD_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, formed apart": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_BD_ptr=BF16, low_BD_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_class=I32, first_target=I32, B=I32, BLOCK_N=16, BLOCK=512,
+        sum_VD_ptr=BF16, low_VD_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "round a block": _rows(
+        "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        first_V_ptr=I32_PTR, class_weight_V_ptr=F32, spread_D_ptr=F32, factor_ptr=F32, out_VD_ptr=BF16,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "repaired product": Build(
+        "repair_kernels", "_repaired_product_kernel",
+        {"exp_CB": "tensordesc<bf16[128, 64]>", "weight_BD": "tensordesc<bf16[64, 128]>",
+         "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
+         "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),
+    "24 bits, the last product": _add_product(
+        ADD=True, **dict.fromkeys(ROUNDING, F32)
+    ),
     "24 bits, rounded": Build(
         "sum_kernels", "_round_kernel",
         {"high_VD_ptr": "*i16", "low_VD_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,

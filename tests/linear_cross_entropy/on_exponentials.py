@@ -22,6 +22,7 @@ def everywhere(device, monkeypatch):
     monkeypatch.setattr(route, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
+    monkeypatch.setattr(operands, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(route, "SECOND_FEATURES", 16)
     monkeypatch.setattr(weight_sums, "TARGETS", 16)
     monkeypatch.setattr(plan, "TARGETS", 16)

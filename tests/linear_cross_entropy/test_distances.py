@@ -8,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers import check, differentiate, fused, make_inputs, planned, smallest_workspace, workspace_for
+from lowtide.bench.memory import peak_memory
+from tests.cuda_graphs import captured
+from tests.helpers import (
+    check,
+    differentiate,
+    fused,
+    make_inputs,
+    norm,
+    planned,
+    smallest_workspace,
+    workspace_for,
+)
 
 pytest.importorskip("triton")
 
@@ -90,6 +101,18 @@ def test_class_blocks(device, kind):
     assert plan.block_classes < V
     assert plan.rows < N
     run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
+
+
+@kinds
+def test_a_sum_in_24_bits(device, chunks, kind):
+    """Of a bfloat16 weight, which leaves room for more rows at a time; the last product rounds."""
+    inputs, options = of_kind(kind, device, N=1100 if device == "cuda" else 150, dtype=torch.bfloat16)
+    inputs = replace(inputs, target=inputs.target.to(dtype_on(device)))
+    small = {name: value for name, value in options.items() if name != "logit_scale"}
+    workspace = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **small)
+    assert planned(inputs, workspace, backend="triton", **small).distances
+    run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0, **options)
+    assert len(chunks) >= 2
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "all"])
@@ -206,8 +229,9 @@ def test_what_16_bits_hold(device, size, near):
     found = distance_kernels.distances([(x_CD, weight_VD)], columns, place_CV)
     distance_kernels.gradient(found, place_CV, terms, statistics, columns, take_statistics=True)
     z_CV = x_CD.double() @ weight_VD.double().T
-    p_CV, y_CV = z_CV.softmax(1), soft_CV.double()
-    exact_CV = p_CV * y_CV.sum(1, keepdim=True) - y_CV
+    y_CV = soft_CV.double()
+    p_CV = z_CV.softmax(1) * y_CV.sum(1, keepdim=True)  # which is 1 but for y's rounding
+    exact_CV = p_CV - y_CV
     far_CV = z_CV.amax(1, keepdim=True) - z_CV > 64
     allowed_CV = 5e-4 * p_CV + (2**-8 if device == "cuda" else 2**-7) * (exact_CV.abs() + 5e-4 * p_CV)
     error_CV = (place_CV.double() - exact_CV).abs()
@@ -224,3 +248,67 @@ def test_the_same_bits(device, kind):
     inputs, options = of_kind(kind, device)
     first, second = (differentiate(fused, inputs, backend="triton", **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@kinds
+def test_memory(device, chunks, kind, reduction):
+    """The workspace, the gradients and the loss, whatever the logits take."""
+    N, V = (64, 16384) if device == "cuda" else (32, 112)
+    inputs, options = of_kind(kind, device, N=N, V=V)
+    small = {name: value for name, value in options.items() if name != "logit_scale"}
+    workspace = workspace_for(inputs, lambda plan: plan.rows >= 8, backend="triton", **small)
+    options = {**options, "backend": "triton", "reduction": reduction, "workspace": workspace}
+    leaves = tuple(inputs.leaves().values())
+    upstream = torch.ones(N if reduction == "none" else (), device=device)
+    for _ in range(2):  # the first compiles
+        chunks.clear()
+        with peak_memory(device) as peak:
+            loss = fused(inputs, **options)
+            torch.autograd.grad(loss, leaves, upstream)
+    assert len(chunks) > 1
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    assert peak.bytes <= options["workspace"] + gradients + loss.nbytes
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@kinds
+def test_a_cuda_graph(device, chunks, kind, reduction):
+    if device == "cpu":
+        pytest.skip("there are none")
+    inputs, options = of_kind(kind, device)
+    leaves = tuple(inputs.leaves().values())
+
+    def step():
+        loss = fused(inputs, reduction=reduction, **options)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
+
+    graph, found = captured(step)
+    assert chunks
+    with torch.no_grad():
+        for tensor in (inputs.target, *leaves):
+            tensor.copy_(tensor.flip(0))
+    graph.replay()
+    assert all(map(torch.equal, found, step()))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_logits_than_32_bits_count(device, chunks, reduction):
+    """N V is 2^31 and more in one chunk: the last rows are the same as alone."""
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < 14 << 30:
+        pytest.skip("needs 14 GiB of a card")
+    N, V, few = (1 << 14) + 128, 1 << 17, 128
+    inputs, _ = of_kind("probabilities", device, N=few, V=V)
+    x_ND = torch.randn(N, 24, device=device).to(inputs.input.dtype)
+    target_NV = torch.rand(N, V, dtype=x_ND.dtype, device=device).div_(V / 2)
+    whole = replace(inputs, input=x_ND.requires_grad_(), target=target_NV)
+    alone = replace(inputs, input=x_ND.detach()[-few:].clone().requires_grad_(), target=target_NV[-few:])
+    found = differentiate(fused, whole, workspace=5 * N * V, reduction=reduction)
+    assert chunks == ([1] if reduction == "mean" else [1, 1])
+    part = differentiate(fused, alone, reduction=reduction)
+    share = few / N if reduction == "mean" else 1.0
+    tail = found["input"][-few:].float() / share
+    assert norm(tail - part["input"].float()) <= 1e-2 * norm(part["input"].float())
+    if reduction == "none":
+        torch.testing.assert_close(found["loss"][-few:], part["loss"], rtol=1e-5, atol=1e-5)
+    assert found["linear_weight"].isfinite().all()

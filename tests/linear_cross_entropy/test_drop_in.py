@@ -4,8 +4,11 @@ gives the same here, value and gradients. Its edges, errors and modules are in t
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
 
+import functools
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import lowtide
 from tests.helpers import norm
@@ -174,3 +177,56 @@ def test_the_input_of_a_k_dimensional_loss_is_rounded_once(device):
     lowtide.linear_cross_entropy(ours, w.to(device, torch.bfloat16), target.to(device)).backward()
     error = norm(ours.grad.double().cpu() - exact.grad) / norm(exact.grad)
     assert error <= 2.5e-3
+
+
+def dense_with_options(
+    input, linear_weight, target, *, linear_bias, weight, logit_scale, softcap, z_loss, reduction, **options
+):
+    classes, *positions = linear_weight.shape[:-1]
+    u = F.linear(input, linear_weight.flatten(0, -2), linear_bias.flatten()).view(-1, classes, *positions)
+    z = softcap * torch.tanh(logit_scale * u / softcap)
+    of_target = weight[target.clamp(min=0)] * (target != -100)
+    rows = F.cross_entropy(z, target, weight, reduction="none", **options)
+    rows = rows + z_loss * z.logsumexp(1) ** 2 * (target != -100)
+    if reduction == "none":
+        return rows
+    return rows.sum() / (of_target.sum() if reduction == "mean" else 1)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("positions", [(3,), (2, 3)])
+def test_what_is_ours_alone_of_a_k_dimensional_loss(device, positions, reduction, small):
+    """Soft cap, learned scale and z-loss beside smoothing, class weights and ignored rows; and under vmap."""
+    arguments = make_call(positions, device=device, bias=True, class_weight=True, ignored=-100)
+    arguments["scale"] = torch.tensor(0.7, dtype=torch.float64, device=device)
+    options = {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1, "reduction": reduction}
+    names = ("input", "linear_weight", "linear_bias", "scale")
+
+    def differentiated(function):
+        leaves = {name: arguments[name].clone().requires_grad_() for name in names}
+        input, linear_weight, linear_bias, scale = leaves.values()
+        loss = function(
+            input, linear_weight, arguments["target"], linear_bias=linear_bias, weight=arguments["weight"],
+            logit_scale=scale, **options,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        upstream = torch.randn(loss.shape, dtype=torch.float64).to(loss)
+        return loss, *torch.autograd.grad(loss, tuple(leaves.values()), upstream)
+
+    least = 12_000 if device == "cpu" else 70_000
+    ours = functools.partial(lowtide.linear_cross_entropy, workspace=least if small else None)
+    for found, expected in zip(differentiated(ours), differentiated(dense_with_options)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if reduction == "sum":
+        fixed = {name: arguments[name] for name in ("linear_bias", "weight")}
+        batch = torch.stack([arguments["input"], 2 * arguments["input"]])
+
+        def per_sample(function):
+            options_of_loss = {**fixed, "logit_scale": arguments["scale"], **options}
+            loss = functools.partial(function, target=arguments["target"], **options_of_loss)
+            return torch.func.vmap(torch.func.grad(loss), in_dims=(0, None))(
+                batch, arguments["linear_weight"]
+            )
+
+        torch.testing.assert_close(per_sample(ours), per_sample(dense_with_options), rtol=1e-12, atol=1e-12)

@@ -198,7 +198,7 @@ def test_one_product_holds_what_is_planned_for_it(device, N):
     class_N, order_N = torch.randint(V, (N,), device=device).sort(stable=True)
     hit_N, gradient_VD = torch.randn(N, device=device), torch.empty(V, D, device=device, dtype=torch.bfloat16)
     rounded = weight_sums.RoundedProduct(gradient_VD, torch.ones((), device=device))
-    rounded.add_product(exp_NV, x_ND, first=True)
+    rounded.add_product(exp_NV, x_ND, first=True, last=True)
     with peak_memory(device) as peak:
         rounded.add_target_rows(x_ND, hit_N, class_N, order_N)
     vectors = 64 * N + 4096  # which Needs.fixed has

@@ -22,7 +22,7 @@ def test_the_gradient_is_the_sum_rounded_once(D, V, dtype):
     shared = SharedSum(gradient_VD, factor)
     apart = [torch.zeros(V // 2, D), torch.zeros(V - V // 2, D)]
     for i, (g_CV, x_CD) in enumerate(chunks):
-        shared.add_product(g_CV, x_CD, first=i == 0)
+        shared.add_product(g_CV, x_CD, first=i == 0, last=False)
         for sum_BD, g_CB in zip(apart, (g_CV[:, : V // 2], g_CV[:, V // 2 :])):
             sum_BD.addmm_(g_CB.t(), x_CD, beta=int(i > 0))
     shared.round_in_place()
@@ -35,7 +35,7 @@ def test_it_takes_half_of_the_sum_beside_the_gradient():
     g_CV, x_CD, factor = torch.randn(64, V), torch.randn(64, D), torch.tensor(0.5)
     with peak_memory("cpu") as peak:
         shared = SharedSum(gradient_VD, factor)
-        shared.add_product(g_CV, x_CD, first=True)
+        shared.add_product(g_CV, x_CD, first=True, last=False)
         shared.round_in_place()
     assert peak.bytes == 501 * D * 4 + D * 4  # and a row
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lowtide
+from tests.cuda_graphs import captured
 from tests.helpers import (
     Inputs,
     check,
@@ -70,15 +71,7 @@ def test_a_cuda_graph(device, reduction, dtype):
         loss = fused(inputs, reduction=reduction, softcap=3.0, z_loss=0.1)
         return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     for seed in (1, 2):
         torch.manual_seed(seed)
         other = make_inputs(device=device, dtype=dtype, bias=True, logit_scale=True)
@@ -87,8 +80,7 @@ def test_a_cuda_graph(device, reduction, dtype):
             for leaf, new in zip(leaves, other.leaves().values()):
                 leaf.copy_(new)
         graph.replay()
-        for found, expected in zip(captured, step()):
-            assert torch.equal(found, expected)
+        assert all(map(torch.equal, found, step()))
 
 
 def test_nothing_waits_for_the_device(device):
