@@ -67,14 +67,17 @@ def profile(
             setting = Setting(model, batch, length, dtype or usual_dtype(model), optimizer, checkpointing)
             record = run_steps(setting, loss, steps, chosen)
             title = f"Memory of {steps} training steps, {batch} x {length:,} tokens"
-        write(record, loss.value if script is None else "held", title, out, console)
+        label = loss.value if script is None else "held"
+        # The CPU's events say nothing of what was there before.
+        before = " beyond what was held before" if step and chosen == "cpu" else ""
+        write(record, label, title, before, out, console)
     except (UserError, OSError) as error:
         Console(stderr=True).print(f"lowtide profile: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     raise typer.Exit(status)
 
 
-def write(record: Record, label: str, title: str, out: Path, console: Console) -> None:
+def write(record: Record, label: str, title: str, before: str, out: Path, console: Console) -> None:
     lines = {
         place: timeline(record.snapshot, place) for place in range(len(record.snapshot["device_traces"]))
     }
@@ -84,9 +87,9 @@ def write(record: Record, label: str, title: str, out: Path, console: Console) -
     device, line = max(used.items(), key=lambda each: each[1].peak)
     several = len(used) > 1
     save(record.snapshot, out / "memory.pickle")
-    draw({label: line}, f"{title}, {device}" if several else title, out / "memory.png")
+    draw({label: line}, f"{title}, {device}" if several else title + before, out / "memory.png")
     unit, name = unit_of(line.peak)
     of_device = f" on {device}, the most of {len(used)} devices" if several else ""
-    console.print(f"peak: {line.peak / unit:,.2f} {name}{of_device}")
+    console.print(f"peak: {line.peak / unit:,.2f} {name}{before}{of_device}")
     console.print(f"picture: {out / 'memory.png'}", soft_wrap=True)
     console.print(f"for pytorch.org/memory_viz: {out / 'memory.pickle'}", soft_wrap=True)

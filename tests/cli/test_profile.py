@@ -80,6 +80,7 @@ def peaks_of_steps(tmp_path, device, length):
         arguments = ("--step", "demo-cpu", "--length", length, "--steps", 1)
         done = invoke(*arguments, "--loss", loss, "--out", tmp_path / loss, device=device)
         assert done.exit_code == 0, done.output
+        assert ("beyond what was held before" in done.output) == (device == "cpu")
         peaks[loss] = read(tmp_path / loss).peak
     return peaks
 
@@ -127,6 +128,7 @@ def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch,
     segments = [{"device": at, "blocks": [block | {"requested_size": size}]} for at, size in enumerate(sizes)]
     record = Record({"device_traces": traces, "segments": segments})
     monkeypatch.setattr(profile, "run_steps", lambda *_: record)
+    monkeypatch.setattr(profile, "choose_device", lambda _: "cuda")
     titles = []
     monkeypatch.setattr(profile, "draw", lambda lines, title, path: titles.append((title, *lines.values())))
     done = invoke("--step", "demo-cpu", "--out", tmp_path)
