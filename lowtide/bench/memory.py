@@ -11,6 +11,7 @@ the bytes that were asked for by tensors and by temporaries inside an operator, 
 backward pass too. `cpu_allocations` are the CPU's events one by one."""
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ class Peak:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
+    gc.collect()  # or what it has still to free would be missing from the peak
     peak = Peak()
     measure = _cuda if torch.device(device).type == "cuda" else _cpu
     with measure(peak):
