@@ -38,6 +38,18 @@ def test_attention_with_a_window_a_soft_cap_and_grouped_heads(device, dtype, pad
     test_attention.check(model, inputs)
 
 
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gpt-oss, sinks", "T5, position bias"])
+def test_sinks_and_a_position_bias(dtype, name):
+    """With the gradients of both; on the CPU that is test_attention.py's."""
+    kind, options = test_attention.MODELS[name]
+    model = learned_numbers(build(kind, **options)).to("cuda", dtype)
+    inputs = test_attention.inputs_with(test_attention.PADDING["right"])
+    test_attention.check(model, {name: each.cuda() for name, each in inputs.items()})
+
+
 def trainers_step(model, tokens, autocast=True):
     """As Trainer makes it: loss and gradients of accumulated batches, over all their tokens."""
     model.zero_grad(set_to_none=True)

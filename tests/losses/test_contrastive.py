@@ -52,6 +52,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense", "make"), CASES)
+@pytest.mark.usefixtures("on_device")
 def test_as_exact_as_eager(fused, dense, make, dtype):
     check_against_eager(fused, dense, make, dtype)
 

@@ -66,6 +66,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense"), CASES)
+@pytest.mark.usefixtures("on_device")
 def test_as_exact_as_eager(fused, dense, dtype):
     check_against_eager(fused, dense, make, dtype)
 

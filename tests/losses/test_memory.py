@@ -129,4 +129,4 @@ def test_eight_pairs_of_4096_tokens(loss_of):
     float32_sum = 4 * weight.numel()
     of_the_test = hidden.nbytes + 2 * weight.nbytes  # the teacher's, and a reference's
     assert peak.bytes <= GIB + float32_sum + gradients + of_the_test + 256 * target.numel()
-    assert peak.largest <= GIB < 4 * target.numel() * WIDE // 16
+    assert peak.largest <= GIB + float32_sum < 4 * target.numel() * WIDE // 16

@@ -98,6 +98,7 @@ VARIANTS = list(itertools.product(["token", "sequence"], ["grpo", "dapo", "dr_gr
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.usefixtures("on_device")
 def test_as_exact_as_eager(variant, dtype):
     check_against_eager(fused(*variant), dense(*variant), make, dtype)
 

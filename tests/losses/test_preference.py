@@ -120,6 +120,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense", "draw"), CASES)
+@pytest.mark.usefixtures("on_device")
 def test_as_exact_as_eager(fused, dense, draw, dtype):
     check_against_eager(fused, dense, draw, dtype)
 
