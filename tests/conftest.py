@@ -2,6 +2,9 @@ import gc
 import importlib.util
 import os
 
+# The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
+# Read when NumPy, whose products the interpreter takes, is imported; and by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
@@ -9,9 +12,7 @@ if not torch.cuda.is_available():  # read when triton is imported, which torch d
     os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
-# The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
