@@ -14,24 +14,22 @@ from lowtide.linear_cross_entropy.operands import on_device_of
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
     if chosen(operands, options) == "triton":
+        from lowtide.attention.launch import Kernels  # imports Triton
+
         with torch.cuda.device_of(operands.query):
-            return _kernels(operands, options).forward(keep_statistics)
+            return Kernels(operands, options).forward(keep_statistics)
     with on_device_of(operands.query):
         return Blockwise(operands, options).forward(keep_statistics)
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
     if chosen(operands, options) == "triton":
+        from lowtide.attention.launch_backward import BackwardKernels
+
         with torch.cuda.device_of(operands.query):
-            return _kernels(operands, options).backward(*given, wanted)
+            return BackwardKernels(operands, options, wanted).backward(*given)
     with on_device_of(operands.query):
         return BlockwiseBackward(operands, options, wanted).backward(*given)
-
-
-def _kernels(operands: Operands, options: Options) -> Any:
-    from lowtide.attention.launch import Kernels  # imports Triton
-
-    return Kernels(operands, options)
 
 
 def chosen(operands: Operands, options: Options) -> str:

@@ -4,8 +4,8 @@ Gradients of scores, once computed, are of use up to four times: for those of qu
 them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some heads and
 some keys, as many as there is room for. A strip has all batches and all queries: the gradients of its keys
 are done with it, and each number of a bias's gradient is one sum of one program (so a strip has all heads of
-a bias that they share). Where a strip has not all keys, the query's gradient is added up over strips, in
-float32.
+a bias that they share). Where a strip has not all keys, the gradient of its heads' queries is added up over
+strips, in float32.
 
 Who computes the scores is the only difference: with more features than fit into registers (half precision
 above 256) a kernel that makes nothing else, so that weights are kept too and all gradients are products of
@@ -23,11 +23,12 @@ from lowtide.attention.blocks import cdiv
 from lowtide.attention.pieces import padded
 from lowtide.attention.problem import Operands, Options, Sizes
 
-# Bytes that a strip holds, its operands' pieces too: 256 MiB of gradients, and those of some heads. More if
-# one of the fewest keys holds more, which is as much as a gradient of 64 to 128 features.
+# Bytes that a strip holds, its operands' pieces and such a sum too: 256 MiB of gradients, and those of some
+# heads. More if one of the fewest keys holds more, which is as much as a gradient of 64 to 128 features.
 ROOM = 304 << 20
-# And of what all scores take in float32: eager's plain lines hold two to four times as much as that.
-SHARE, SHARE_OF_FLOAT = 1 / 4, 3 / 10
+# And of one matrix of all scores, in the operands' dtype. The leanest dense way holds three in backward
+# (weights, their gradients and those of the scores), ten times as much.
+SHARE = 3 / 10
 # Strips of keys are a multiple of these wide, of the keys of any tile.
 KEYS = 128
 # Queries are padded to a multiple of these: loads and stores of 16 bytes are aligned.
@@ -39,6 +40,10 @@ class Strip(NamedTuple):
     groups: int
     first_key: int
     keys: int
+
+    def heads(self, size: Sizes) -> slice:
+        """Its query heads."""
+        return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
 
     def shape(self, size: Sizes) -> tuple[int, int, int]:
         """Heads, keys, queries: of what is kept, heads in the order (key head, batch, R)."""
@@ -74,18 +79,21 @@ def strips(size: Sizes, score_bytes: int, pieces: int, shared_heads: bool) -> li
     """As even as can be. score_bytes: of all that is kept of one score; pieces: of each operand, 0 of those
     that are not cut; shared_heads: a bias that gets its gradient is the same for all heads."""
     B, H, G, M, N, K, E = size
-    room = min(ROOM, int(4 * B * H * M * N * (SHARE_OF_FLOAT if pieces else SHARE)))
+    room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
     columns = cdiv(N, KEYS)
     column = max(1, score_bytes) * B * size.R * up(M, QUERIES) * KEYS
     operands = 2 * pieces * B * (size.R * M + N) * (padded(K) + padded(E))
     most = room // (column * columns + operands)
     groups = G if shared_heads else evenly(G, max(1, min(G, most)))
-    most = (room - operands * groups) // (column * groups)
-    keys = evenly(columns, max(1, min(columns, most))) * KEYS
+    keys = columns
+    if most < groups:
+        query_sum = 0 if pieces else 4 * B * size.R * M * K
+        most = (room - (operands + query_sum) * groups) // (column * groups)
+        keys = evenly(columns, max(1, min(columns, most)))
     return [
-        Strip(g, min(groups, G - g), n, min(keys, N - n))
+        Strip(g, min(groups, G - g), n, min(keys * KEYS, N - n))
         for g in range(0, G, groups)
-        for n in range(0, N, keys)
+        for n in range(0, N, keys * KEYS)
     ]
 
 

@@ -141,18 +141,18 @@ def query_of_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     CUT_K: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k, of a strip's keys, and some features; ADD: to what there is. PIECES: of the strip's
-    key heads."""
+    """dq = scale ds k, of a strip's keys, and some features; ADD: to what there is. grad_query is of the
+    strip's heads; the key, too, if it is in PIECES."""
     heads = groups * B * R
     program = tl.program_id(0)
     own = program // BLOCKS_K % heads
     # The last first: under a causal mask they see most.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
-    b, g, r = own // R % B, first_group + own // R // B, own % R
+    b, g, r = own // R % B, own // R // B, own % R
     first_there, width = first_group, K
     if PIECES > 1:
         first_there, width = 0, tl.cdiv(K, STEP) * STEP
-    key_ptr = head(key_ptr, key_strides, b, first_there + own // R // B)
+    key_ptr = head(key_ptr, key_strides, b, first_there + g)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, k = start_m + row_m, program % BLOCKS_K * BLOCK_K + tl.arange(0, BLOCK_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)

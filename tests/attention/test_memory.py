@@ -3,7 +3,6 @@ keys as a constant has room for (grad_scores.py), for these sizes of all: the te
 one asks how much it is.
 """
 
-import functools
 import importlib.util
 
 import pytest
@@ -13,6 +12,7 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.bench.memory import peak_memory
 from tests.attention.helpers import make_case
+from tests.conftest import NEEDS_CUDA
 
 M, H, K = 2048, 2, 16
 MODES = {
@@ -101,21 +101,49 @@ def test_memory_is_linear(device, mode):
     assert twice.largest <= 2.1 * once.largest
 
 
-@functools.cache
-def of_vanilla(device):
-    """Beyond inputs, result, upstream gradient and gradients."""
-    case = of_length(4096, "plain", device)
-    return peak_of(device, lambda: step(case, "reference")).bytes - held(case)
+def a_tenth_of_dense(case):
+    """Beyond inputs, result, upstream gradient and gradients. The leanest dense way has three matrices at
+    once, in the operands' dtype: the weights, their gradients and those of the scores."""
+    B, _, H, _ = case.query.shape
+    return 3 * B * H * scores(case) / 10
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_times_less_than_vanilla(device, mode, room, monkeypatch):
+def test_ten_times_less_than_dense(device, mode, room, monkeypatch):
     """At M = 4096, with all the room that there is."""
     if room is not None:
         monkeypatch.setattr("lowtide.attention.grad_scores.ROOM", room)
     case = of_length(4096, mode, device)
     peak = peak_of(device, lambda: step(case))
-    assert peak.bytes - held(case) <= of_vanilla(device) / 10
+    assert peak.bytes - held(case) <= a_tenth_of_dense(case)
+
+
+KEPT = {
+    **MODES,
+    "bias of all scores": {"bias": (0, 1, 1, 1), "H": 4},
+    "bias of all scores and heads": {"bias": (1, 0, 1, 1), "H": 4, "B": 2},
+    "bias of all scores, soft cap": {"bias": (0, 1, 1, 1), "H": 4, "softcap": 5.0},
+    "many features": {"K": 264, "H": 4, "mask": masks.LowerTriangularMask()},
+    "many features, shared key heads": {"K": 512, "H": 8, "G": 2},
+}
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", KEPT)
+def test_ten_times_less_where_scores_are_kept(mode, dtype, room, monkeypatch):
+    monkeypatch.setattr("lowtide.attention.grad_scores.ROOM", room)
+    sizes = {"B": 1, "M": 4096, "N": 4096, "H": H, "K": K} | KEPT[mode]
+    case = make_case(**sizes, dtype=dtype, device="cuda")
+    peak = peak_of("cuda", lambda: step(case))
+    assert peak.bytes - held(case) <= a_tenth_of_dense(case)
+
+
+def test_dense_is_no_leaner(device):
+    case = of_length(4096, "plain", device)
+    peak = peak_of(device, lambda: step(case, "reference"))
+    assert peak.bytes - held(case) >= 10 * a_tenth_of_dense(case)
 
 
 @pytest.mark.parametrize("mode", MODES)
