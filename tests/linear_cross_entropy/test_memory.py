@@ -102,6 +102,25 @@ def test_the_loss_alone(device, dtype, extras, reduction, room):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forward", [*REDUCTIONS, "log-probs"])
+def test_forward_alone_makes_nothing_of_the_weights_size(device, forward, dtype):
+    """By default, where the workspace has room for it."""
+    inputs = make_inputs(N, 512, V, device=device, dtype=dtype)
+
+    def run():
+        if forward == "log-probs":
+            return lowtide.linear_log_probs(inputs.input, inputs.linear_weight, inputs.target)
+        return fused(inputs, reduction=forward)
+
+    with torch.no_grad():
+        run()
+        with peak_memory(device) as peak:
+            run()
+    assert peak.largest < inputs.linear_weight.numel() * dtype.itemsize / 2
+    assert peak.bytes < inputs.linear_weight.numel() * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("trained", [("input",), ("linear_bias",), ("input", "linear_bias")])
 def test_nothing_of_the_weight_is_allocated_when_it_is_frozen(device, trained, reduction, dtype):
