@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -51,6 +53,18 @@ def test_temporaries_of_backward_count(device):
         loss.backward()
     assert 8 * MIB <= peak.bytes < 8 * MIB + 4096
     assert peak.largest == 8 * MIB
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_garbage_of_before_does_not_count(device):
+    cycle = [block(8, device)]
+    cycle.append(cycle)
+    del cycle
+    with peak_memory(device) as peak:
+        assert not gc.isenabled(), "or it could be freed here, at any time"
+        block(1, device)
+    assert gc.isenabled()
+    assert peak.bytes == MIB
 
 
 def test_temporaries_inside_an_operator_count():
