@@ -14,6 +14,9 @@ import torch._dynamo  # makes a table of torch's functions, before some are repl
 
 torch.set_num_threads(1)
 
+# What Inductor writes around our operators is plain C++: vectors take a compiler 6 s to try.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
 
