@@ -2,6 +2,7 @@
 process of its own, forked off this one, which has imported the modules: that takes longer than an example.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -39,5 +40,7 @@ if __name__ == "__main__":
     sys.path.insert(0, EXAMPLES)
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.freeze()  # or the collector goes through all of it in each process, and writes to it, which copies it
     for line in sys.stdin:
         print(json.dumps(run(line.strip())), flush=True)
+    gc.unfreeze()  # or it looks like a leak to extensions
