@@ -1,6 +1,5 @@
 import csv
 import struct
-import subprocess
 import sys
 from itertools import pairwise
 
@@ -64,9 +63,8 @@ def test_a_sweep_along_one_axis_is_a_column_of_panels(tmp_path):
 
 def test_the_command_draws_a_csv(tmp_path):
     rows, out = write(tmp_path / "sweep.csv"), tmp_path / "docs" / "sweep.png"
-    command = [sys.executable, "-m", "lowtide", "bench", "draw", str(rows), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = CliRunner().invoke(bench.app, ["draw", str(rows), "--out", str(out)])
+    assert (done.exit_code, done.stderr) == (0, "")
     picture = out.read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", picture[16:24]) == (1600, 1472)
