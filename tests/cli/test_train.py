@@ -88,8 +88,8 @@ def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
 
 
 def test_a_killed_run_loses_at_most_one_interval(tmp_path):
-    arguments = ["--data", "text.txt", "--steps", "300", "--save-every", "10"]
-    killed = lowtide_train(*arguments, "--out", "killed")
+    arguments = ["--data", "text.txt", "--save-every", "10"]
+    killed = lowtide_train(*arguments, "--steps", "300", "--out", "killed")
     for line in killed.stdout:
         if "step 30 " in line:
             break
@@ -100,6 +100,7 @@ def test_a_killed_run_loses_at_most_one_interval(tmp_path):
     assert 30 <= reached < 300
     assert reached % 10 == 0
 
+    arguments += ["--steps", str(reached + 20)]
     whole = invoke(*arguments, "--out", "whole")
     assert whole.exit_code == 0, whole.output
     code, output, errors = finish(lowtide_train(*arguments, "--out", "killed"))
