@@ -6,6 +6,7 @@ A Triton without the names below is left as it is: then the tests take longer, t
 from dataclasses import replace
 
 import numpy as np
+import torch
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -19,6 +20,8 @@ def leave_out_what_has_no_effect() -> None:
         _describe_a_shape_once()
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
         _replace_the_language_once_a_launch()
+        if not torch.cuda.is_available():
+            _leave_tensors_where_they_are()
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not options.debug:
@@ -48,6 +51,12 @@ def _replace_the_language_once_a_launch() -> None:
             done.clear()
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_afresh
+
+
+def _leave_tensors_where_they_are() -> None:
+    """On the CPU. What would copy them refers to itself, so that they lived until garbage is collected."""
+    interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
+    interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
 
 def _look_up_a_type_once() -> None:
