@@ -1,6 +1,5 @@
 """Kernels compiled without a GPU: what the compile_kernels.py of each package and their tests share."""
 
-import hashlib
 import json
 import os
 import re
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def compile_all(module):
@@ -26,30 +26,66 @@ def compile_all(module):
     return {(result["name"], result["capability"]): result for result in results}
 
 
-def assembled(ptx: str, capability: int) -> dict[str, int]:
-    """What ptxas says of a kernel: registers, and bytes that a thread puts aside. The same PTX is assembled
-    once: Triton's cache, which has what it compiled itself, keeps the report, too."""
+def compiled(
+    kernel: Any, arguments: dict[str, Any], capability: int, options: dict[str, int]
+) -> tuple[dict[str, int], str]:
+    """What Triton and ptxas say of a kernel, and its TTGIR. arguments: by name, a Triton type, the value of a
+    constexpr (None: a pointer that is not there), or a tuple of those."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: list[tuple[int, ...]] = []
+
+    def place(path: tuple[int, ...], value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(place((*path, at), each) for at, each in enumerate(value))
+        if not isinstance(value, str) or not re.match(r"[*if]|tensordesc", value):
+            constants[path] = value
+            return "constexpr"
+        if value[0] in "*i":
+            aligned.append(path)  # as Triton specialises them where they are: V, D, strides
+        return value
+
+    signature = {name: place((at,), arguments[name]) for at, name in enumerate(kernel.arg_names)}
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    triton.knobs.runtime.add_stages_inspection_hook = _assemble_ourselves
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {"shared": built.metadata.shared, **built.metadata.assembled}, built.asm["ttgir"]
+
+
+def _assemble_ourselves(*arguments: Any) -> tuple[str, str] | None:
+    """Of Triton's stages, the last, so that ptxas runs once and says what it does: Triton keeps that, too, in
+    its cache. Without arguments, Triton asks what to add to the keys there."""
+    if not arguments:
+        return "assembled", "assembled"
+    _, stages, _, _, capability = arguments
+    stages["cubin"] = lambda ptx, metadata: _assemble(ptx, metadata, capability)
+    return None
+
+
+def _assemble(ptx: str, metadata: dict[str, Any], capability: int) -> bytes:
     from triton.backends.nvidia.compiler import get_ptxas
-    from triton.runtime.cache import get_cache_manager
 
-    ptxas = get_ptxas(capability)
-    key = hashlib.sha256(f"{ptxas.path} {ptxas.version}\n{ptx}".encode()).hexdigest()
-    cache, name = get_cache_manager(key), "ptxas.txt"
-    if not (kept := cache.get_file(name)):
-        kept = cache.put(_report(ptxas.path, ptx), name, binary=False)
-    report = Path(kept).read_text()
-    numbers = {
-        "registers": r"Used (\d+) registers",
-        "spill_stores": r"(\d+) bytes spill stores",
-        "spill_loads": r"(\d+) bytes spill loads",
-    }
-    return {name: int(re.search(pattern, report)[1]) for name, pattern in numbers.items()}
-
-
-def _report(ptxas: str, ptx: str) -> str:
     architecture = re.search(r"\.target (sm_\w+)", ptx)[1]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
+        path, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         path.write_text(ptx)
-        command = [ptxas, "-v", f"--gpu-name={architecture}", str(path), "-o", f"{folder}/kernel.cubin"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={architecture}",
+            str(path),
+            "-o",
+            str(cubin),
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        numbers = {
+            "registers": r"Used (\d+) registers",
+            "spill_stores": r"(\d+) bytes spill stores",
+            "spill_loads": r"(\d+) bytes spill loads",
+        }
+        metadata["assembled"] = {name: int(re.search(number, report)[1]) for name, number in numbers.items()}
+        return cubin.read_bytes()

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from tests.ahead_of_time import assembled
+from tests.ahead_of_time import compiled
 
 TARGETS = (80, 90)
 # Bytes a block may have: what consumer cards of the older generation have; and an H100.
@@ -229,38 +229,13 @@ def _builds() -> dict[str, Build]:
 BUILDS = _builds()
 
 
-def resources(name: str, build: Build, capability: int) -> dict[str, int]:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
     kernel = getattr(importlib.import_module(f"lowtide.attention.{build.module}"), build.kernel)
     given = _given(build, name.split(",")[0], capability)
     options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    aligned: list[tuple[int, ...]] = []
-
-    def place(path: tuple[int, ...], value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(place((*path, at), each) for at, each in enumerate(value))
-        if not isinstance(value, str) or value[0] not in "*if":
-            constants[path] = value
-            return "constexpr"
-        if value[0] in "*i":
-            aligned.append(path)  # as Triton specialises them where they are
-        return value
-
-    for at, argument in enumerate(kernel.arg_names):
-        signature[argument] = place((at,), given[argument])
-    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    widths = sorted(
-        {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", compiled.asm["ttgir"])}
-    )
-    known = {"shared": compiled.metadata.shared, "warps": options["num_warps"], "row_bytes": widths}
-    return {**known, **assembled(compiled.asm["ptx"], capability)}
+    found, ttgir = compiled(kernel, given, capability, options)
+    widths = {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", ttgir)}
+    return {**found, "warps": options["num_warps"], "row_bytes": sorted(widths)}
 
 
 def main() -> None:

@@ -5,10 +5,11 @@
 one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
 """
 
+import importlib
 import json
 from typing import Any, NamedTuple
 
-from tests.ahead_of_time import assembled
+from tests.ahead_of_time import compiled
 
 TARGETS = (80, 90)
 
@@ -257,27 +258,9 @@ BUILDS = {
 
 
 def resources(build: Build, capability: int) -> dict[str, int]:
-    import importlib
-
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
-    is_type = {name: isinstance(value, str) for name, value in build.arguments.items()}
-    source = ASTSource(
-        kernel,
-        signature={name: v if is_type[name] else "constexpr" for name, v in build.arguments.items()},
-        constexprs={(kernel.arg_names.index(n),): v for n, v in build.arguments.items() if not is_type[n]},
-        attrs={
-            (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-            for name, value in build.arguments.items()
-            if is_type[name] and value[0] in "*i"  # as Triton specialises them where they are: V, D, strides
-        },
-    )
     options = {"num_warps": build.warps, "num_stages": build.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": compiled.metadata.shared, **assembled(compiled.asm["ptx"], capability)}
+    return compiled(kernel, build.arguments, capability, options)[0]
 
 
 def main(builds: dict[str, Build] = BUILDS) -> None:
