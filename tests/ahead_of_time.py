@@ -1,20 +1,48 @@
-"""Kernels compiled without a GPU: what the compile_kernels.py of each package and their tests share."""
+"""Kernels compiled without a GPU: what the compile_kernels.py of each package and their tests share.
 
+`make test` leaves out what other builds cover, as far as that goes: of each kernel and capability it has one
+with much switched on, and of the most used the plain one; not each subset of options or size of tiles. What
+it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take three
+times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability; when a
+kernel, its tiles or Triton change, run that too, in the folder of the repository:
+
+    python -m pytest -m every_build tests/*/test_kernels_compile.py
+"""
+
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def compile_all(module):
-    """What the `main` of a compile_kernels prints, by name and capability."""
+def cases(builds, left_out):
+    """A test for each build and capability, by name. No kernel is left out altogether of a capability."""
+    import pytest  # the processes that build have no use for it
+
+    every = [(name, capability) for name, build in builds.items() for capability in build.targets]
+    left = {(name, capability) for capability, names in left_out.items() for name in names}
+    assert left <= set(every)
+    kernels = {(builds[name].kernel, capability) for name, capability in every}
+    assert kernels == {(builds[name].kernel, capability) for name, capability in set(every) - left}
+    marks = {True: (pytest.mark.every_build,), False: ()}
+    return [pytest.param(*each, marks=marks[each in left]) for each in every]
+
+
+def compile_all(module, request):
+    """What `print_all` prints in a compile_kernels, by name and capability: of the tests that are run."""
+    tests = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    asked = [_label(**item.callspec.params) for item in tests]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *asked],
         env=environment,
         cwd=Path(__file__).parents[1],
         capture_output=True,
@@ -24,6 +52,25 @@ def compile_all(module):
     assert run.returncode == 0, run.stderr
     results = [json.loads(line) for line in run.stdout.splitlines()]
     return {(result["name"], result["capability"]): result for result in results}
+
+
+def _label(name: str, capability: int) -> str:
+    return f"{name}: {capability}"
+
+
+def print_all(builds: dict[str, Any], resources: Callable[[str, Any, int], dict[str, Any]]) -> None:
+    """One JSON object a line: of the builds that the command line names, or of all."""
+    gc.disable()  # a tenth of the time, for nothing: what a build leaves holds no cycles to speak of
+    asked = sys.argv[1:]
+    for name, build in builds.items():
+        for capability in build.targets:
+            if asked and _label(name, capability) not in asked:
+                continue
+            try:
+                result = resources(name, build, capability)
+            except Exception as error:  # said in its test, so that one kernel does not hide the others
+                result = {"error": f"{type(error).__name__}: {error}"}
+            print(json.dumps({"name": name, "capability": capability} | result), flush=True)
 
 
 def compiled(

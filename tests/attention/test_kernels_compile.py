@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from tests.ahead_of_time import compile_all
-from tests.attention.compile_kernels import BUILDS, SHARED
+from tests.ahead_of_time import cases, compile_all
+from tests.attention.compile_kernels import BUILDS, LEFT_OUT, SHARED
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return compile_all("tests.attention.compile_kernels")
+def compiled(request):
+    return compile_all("tests.attention.compile_kernels", request)
 
 
-@pytest.mark.parametrize(
-    ("name", "capability"), [(name, each) for name, build in BUILDS.items() for each in build.targets]
-)
+@pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
 def test_compiles_and_fits(compiled, name, capability):
     result = compiled[name, capability]
     print(result)

@@ -7,20 +7,18 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from tests.ahead_of_time import compile_all
-from tests.distillation.compile_kernels import BUILDS
-from tests.linear_cross_entropy.compile_kernels import TARGETS
+from tests.ahead_of_time import cases, compile_all
+from tests.distillation.compile_kernels import BUILDS, LEFT_OUT
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return compile_all("tests.distillation.compile_kernels")
+def compiled(request):
+    return compile_all("tests.distillation.compile_kernels", request)
 
 
-@pytest.mark.parametrize("capability", TARGETS)
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
 def test_compiles_without_spills(compiled, name, capability):
     result = compiled[name, capability]
     assert "error" not in result, result["error"]
