@@ -204,7 +204,7 @@ def counted(device, everywhere, monkeypatch):  # noqa: F811
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
         monkeypatch.setattr(exponential_kernels, name, size)
-    return 1500, 64, 10000
+    return 1000, 64, 6000
 
 
 EXTRAS = [{}, {"bias": True, "class_weight": True, "logit_scale": True}]
