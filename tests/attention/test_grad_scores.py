@@ -13,7 +13,7 @@ from tests.helpers import skip_unless_runnable
 
 pytest.importorskip("triton")
 grad_scores = pytest.importorskip("lowtide.attention.grad_scores")
-up = grad_scores.up
+Strip, up = grad_scores.Strip, grad_scores.up
 launch_backward = pytest.importorskip("lowtide.attention.launch_backward")
 
 
@@ -24,7 +24,7 @@ CASES = {
     "plain": {"B": 2, "N": 300},
     "shared key heads": {"H": 4, "G": 2, "E": 5},
     "causal": {"N": 300, "mask": masks.LowerTriangularFromBottomRightMask()},
-    "local": {"mask": masks.LocalAttentionFromBottomRightMask(3, 2)},
+    "local": {"N": 300, "mask": masks.LocalAttentionFromBottomRightMask(3, 2)},  # strips that nobody sees
     "sequences": {"mask": masks.BlockDiagonalCausalMask.from_seqlens([3, 12, 5], [1, 80, 59])},
     "soft cap": {"softcap": 2.0, "scale": 0.8},
     "dropout": {"p": 0.4, "seed": 9},
@@ -111,7 +111,7 @@ def test_the_same_bits_again(device, monkeypatch, name):
             assert torch.equal(found[part], first[part]), part
 
 
-@pytest.mark.parametrize("name", ["bias [1, H, M, N]", "causal", "shared key heads"])
+@pytest.mark.parametrize("name", ["bias [1, H, M, N]", "bias [B, 1, M, N]", "bias, everything"])
 def test_float16(device, monkeypatch, name):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
@@ -154,6 +154,15 @@ def test_some_gradients_alone(device, monkeypatch, wanted, softcap):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 
 
+def bytes_of(strip, size, score_bytes, pieces):
+    """What is kept of its scores, its operands' pieces, and in half precision a sum of dq."""
+    B, H, G, M, N, K, E = size
+    heads = strip.groups * B * H // G
+    operands = 2 * pieces * (heads * M + strip.groups * B * N) * (up(K, 16) + up(E, 16))
+    query_sum = 4 * heads * M * K if strip.keys < N and not pieces else 0
+    return torch.Size(strip.shape(size)).numel() * score_bytes + operands + query_sum
+
+
 @pytest.mark.parametrize("pieces", [0, 2, 3])
 @pytest.mark.parametrize("shared_heads", [False, True])
 @pytest.mark.parametrize("M", [1, 2000, 100_000])
@@ -167,11 +176,9 @@ def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, M):
         for strip in found:
             assert not shared_heads or strip.groups == G
             assert strip.first_key % 128 == 0
-            heads = strip.groups * B * H // G
-            operands = 2 * pieces * 128 * (heads * M + strip.groups * B * N)
-            room = torch.Size(strip.shape(size)).numel() * score_bytes
-            assert room + operands <= max(grad_scores.ROOM, heads * up(M, 16) * 128 * score_bytes + operands)
-            assert room <= max(grad_scores.ROOM, B * H * up(M, 16) * 128 * score_bytes)
+            fewest = Strip(0, G if shared_heads else 1, 0, min(N, 128))
+            room = max(grad_scores.ROOM, bytes_of(fewest, size, score_bytes, pieces))
+            assert bytes_of(strip, size, score_bytes, pieces) <= room
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
@@ -181,14 +188,10 @@ def test_a_strip_is_a_tenth_of_the_leanest_dense_way(pieces, any_share, monkeypa
     itemsize = 4 if pieces else 2
     for B, H, G, M in ((1, 2, 2, 4096), (2, 8, 2, 1000), (1, 16, 16, 4096), (1, 1, 1, 300)):
         size = Sizes(B, H, G, M, M, 64, 64)
+        fewest = bytes_of(Strip(0, 1, 0, min(M, 128)), size, itemsize, pieces)
         for strip in grad_scores.strips(size, itemsize, pieces, False):
-            held = torch.Size(strip.shape(size)).numel() * itemsize
-            heads = strip.groups * B * H // G
-            if strip.keys < M and not pieces:
-                held += 4 * heads * M * 64  # the query's gradient, in float32
-            operands = 2 * pieces * 128 * (heads + strip.groups * B) * M
-            fewest = heads * (up(M, 16) * 128 * itemsize + (0 if pieces else 4 * M * 64))
-            assert held + operands <= max(fewest + operands, 3 * itemsize * B * H * M * M / 10)
+            held = bytes_of(strip, size, itemsize, pieces)
+            assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
 
 
 MIB = 1 << 20
