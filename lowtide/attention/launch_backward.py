@@ -118,22 +118,22 @@ class BackwardKernels(Kernels):
     def _strips_of_heads(
         self,
         given: dict[str, Any],
-        strips: list[Strip],
+        of_heads: list[Strip],
         keeps: Kept,
         many: bool,
         room: Tensor,
         grad_query: Tensor | None,
         grad_bias: Tensor | None,
     ) -> None:
-        total = own_query = None if grad_query is None else grad_query[:, strips[0].heads(self.size)]
-        if own_query is not None and len(strips) > 1:
+        total = own_query = None if grad_query is None else grad_query[:, of_heads[0].heads(self.size)]
+        if own_query is not None and len(of_heads) > 1:
             own_sum = own_query.dtype == torch.float32
             total = own_query.zero_() if own_sum else torch.zeros_like(own_query, dtype=torch.float32)
         given = {
-            **given, **self._pieces_of(strips[0], given["upstream_ptr"]), "grad_query_ptr": total,
-            "grad_query_strides": strides_of(total), "ADD": len(strips) > 1,
+            **given, **self._pieces_of(of_heads[0], given["upstream_ptr"]), "grad_query_ptr": total,
+            "grad_query_strides": strides_of(total), "ADD": len(of_heads) > 1,
         }  # fmt: skip
-        for strip in strips:
+        for strip in of_heads:
             given |= {**_of_strip(strip), **self._kept(keeps, strip, room)}
             made_key = False
             if many:
