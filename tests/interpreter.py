@@ -72,7 +72,8 @@ def _look_up_a_type_once() -> None:
 
 
 def _shift_bfloat16() -> None:
-    """The upper half of a float32, cut off as the interpreter does, which takes any two formats apart."""
+    """The upper half of a float32, cut off as the interpreter does: which takes any two formats apart, and
+    gets subnormal numbers wrong."""
     convert = interpreter._convert_float
 
     def convert_float(data, source, target, rounding_mode):
@@ -100,7 +101,7 @@ def _describe_a_shape_once() -> None:
     def init_tensor(self, handle, type):
         if type.name not in of_tensors:
             make_tensor(self, handle, type)
-            of_tensors[type.name] = dict(self.__dict__)
+            of_tensors[type.name] = {**self.__dict__, "handle": None}  # or its data would stay
         self.__dict__.update(of_tensors[type.name], handle=handle)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
