@@ -24,7 +24,8 @@ from lowtide.attention.pieces import padded
 from lowtide.attention.problem import Operands, Options, Sizes
 
 # Bytes that a strip holds, its operands' pieces and such a sum too: 256 MiB of gradients, and those of some
-# heads. More if one of the fewest keys holds more, which is as much as a gradient of 64 to 128 features.
+# heads. More if one of the fewest keys holds more: for each number that is kept of a score, as much as a
+# gradient of 128 features.
 ROOM = 304 << 20
 # And of one matrix of all scores, in the operands' dtype. The leanest dense way holds three in backward
 # (weights, their gradients and those of the scores), ten times as much.

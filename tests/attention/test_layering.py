@@ -48,7 +48,7 @@ ALLOWED = {
     "dropout_kernel": {"dropout"},
     "tile_kernels": set(),
 }
-# Imported only where a call runs them.
+# Written in Triton: imported only where a call runs them, as are those that launch them.
 TRITON = {
     *("forward_kernels", "backward_kernels", "grad_scores_kernels", "dropout_kernel"),
     *("tile_kernels", "pieces"),
