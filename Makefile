@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu lint bench bench-trained clean
+.PHONY: demo test test-builds test-gpu lint bench bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
 
 test: $(READY)  ## the whole suite; the kernels run through Triton's interpreter where there is no GPU
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-builds: $(READY)  ## compiles every kernel ahead of time that make test leaves to the builds beside it
+	$(BIN)/python -m pytest -n auto -m every_build tests/*/test_kernels_compile.py
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu

@@ -76,10 +76,10 @@ def memory_efficient_attention(
         float32 a query and head (beside a floating-point bias, two). Backward computes the scores again. The
         "triton" kernels keep the gradients of some scores at a time, in float32, for a bias [.., M, N] and
         above 256 features: at most 304 MiB, and three tenths of what all scores take in the operands' dtype,
-        or 128 keys of one key head (of all heads, for a bias that these share), in all batches, and in half
-        precision the gradient of its queries in float32; in float32 they also hold query, key and value a
-        second time, as bfloat16 pieces: 1.5 times their memory. Derivatives of higher order, forward mode and
-        vmap differentiate the definition, a chunk of queries at a time: O(M), exact, not fast.
+        or 128 keys of one batch and key head (of all that share a bias), and in half precision the gradient
+        of their queries in float32; forward in float32 also holds query, key and value a second time, as
+        bfloat16 pieces: 1.5 times their memory. Derivatives of higher order, forward mode and vmap
+        differentiate the definition, a chunk of queries at a time: O(M), exact, not fast.
 
     The same call gives the same bits, gradients included; where torch's CUDA kernels run it ("sdpa"), under
     ``torch.use_deterministic_algorithms(True)``.

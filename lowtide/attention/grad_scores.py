@@ -1,11 +1,11 @@
 """What backward keeps of the scores in memory, and of how many at a time.
 
 Gradients of scores, once computed, are of use up to four times: for those of query, key and a bias, and with
-them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some heads and
-some keys, as many as there is room for. A strip has all batches and all queries: the gradients of its keys
-are done with it, and each number of a bias's gradient is one sum of one program (so a strip has all heads of
-a bias that they share). Where a strip has not all keys, the gradient of its heads' queries is added up over
-strips, in float32.
+them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some batches,
+some heads and some keys, as many as there is room for, and all queries: the gradients of its keys are done
+with a strip, and each number of a bias's gradient is one sum of one program (so a strip has all batches, or
+heads, of a bias that they share). Where a strip has not all keys, the gradient of its heads' queries is added
+up over strips, in float32.
 
 Who computes the scores is the only difference: with more features than fit into registers (half precision
 above 256) a kernel that makes nothing else, so that weights are kept too and all gradients are products of
@@ -37,6 +37,8 @@ QUERIES = 16
 
 
 class Strip(NamedTuple):
+    first_batch: int
+    batches: int
     first_group: int
     groups: int
     first_key: int
@@ -48,7 +50,7 @@ class Strip(NamedTuple):
 
     def shape(self, size: Sizes) -> tuple[int, int, int]:
         """Heads, keys, queries: of what is kept, heads in the order (key head, batch, R)."""
-        return self.groups * size.B * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
+        return self.groups * self.batches * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
 
 
 class Kept(NamedTuple):
@@ -76,23 +78,29 @@ def kept(operands: Operands, options: Options, wanted: Sequence[bool], together:
     return Kept(False, dear or (bias and (not capped or query or apart)), bias and capped)
 
 
-def strips(size: Sizes, score_bytes: int, pieces: int, shared_heads: bool) -> list[Strip]:
-    """As even as can be. score_bytes: of all that is kept of one score; pieces: of each operand, 0 of those
-    that are not cut; shared_heads: a bias that gets its gradient is the same for all heads."""
+def strips(
+    size: Sizes, score_bytes: int, pieces: int, shared_batches: bool = False, shared_heads: bool = False
+) -> list[Strip]:
+    """As even as can be: first by heads, then by batches, last by keys. score_bytes: of all that is kept of
+    one score; pieces: of each operand, 0 of those that are not cut; shared: a bias that gets its gradient is
+    the same for all."""
     B, H, G, M, N, K, E = size
     room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
     columns = cdiv(N, KEYS)
-    column = max(1, score_bytes) * B * size.R * up(M, QUERIES) * KEYS
-    operands = 2 * pieces * B * (size.R * M + N) * (padded(K) + padded(E))
+    # Of one batch and key head.
+    column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
+    operands = 2 * pieces * (size.R * M + N) * (padded(K) + padded(E))
     most = room // (column * columns + operands)
-    groups = G if shared_heads else evenly(G, max(1, min(G, most)))
-    keys = columns
-    if most < groups:
-        query_sum = 0 if pieces else 4 * B * size.R * M * K
-        most = (room - (operands + query_sum) * groups) // (column * groups)
+    groups = G if shared_heads else evenly(G, max(1, min(G, most // B)))
+    batches = B if shared_batches else evenly(B, max(1, min(B, most // groups)))
+    keys, heads = columns, batches * groups
+    if most < heads:
+        query_sum = 0 if pieces else 4 * size.R * M * K
+        most = (room - (operands + query_sum) * heads) // (column * heads)
         keys = evenly(columns, max(1, min(columns, most)))
     return [
-        Strip(g, min(groups, G - g), n, min(keys * KEYS, N - n))
+        Strip(b, min(batches, B - b), g, min(groups, G - g), n, min(keys * KEYS, N - n))
+        for b in range(0, B, batches)
         for g in range(0, G, groups)
         for n in range(0, N, keys * KEYS)
     ]

@@ -26,6 +26,12 @@ from lowtide.attention.launch import Kernels, as_pieces
 from lowtide.attention.pieces import pieces
 from lowtide.attention.problem import Operands, Options, is_far
 
+# What a strip has of its batches alone.
+WITH_BATCHES = (
+    *("query_ptr", "key_ptr", "value_ptr", "bias_ptr", "row_key_ptr", "upstream_ptr", "rows_ptr"),
+    *("bias_sum_ptr", "grad_key_ptr", "grad_value_ptr"),
+)
+
 
 class BackwardKernels(Kernels):
     def __init__(self, operands: Operands, options: Options, wanted: Sequence[bool]) -> None:
@@ -72,7 +78,7 @@ class BackwardKernels(Kernels):
                 grad_bias = bias_of_scores = bias.new_empty(bias.shape)
         row_first, row_end = self._rows_of_keys()
         given |= {
-            "B": B, "row_first_ptr": row_first, "row_end_ptr": row_end, "bias_sum_ptr": bias_sum,
+            "row_first_ptr": row_first, "row_end_ptr": row_end, "bias_sum_ptr": bias_sum,
             "grad_key_ptr": grad_key, "grad_key_strides": strides_of(grad_key),
             "grad_value_ptr": grad_value, "grad_value_strides": strides_of(grad_value),
         }  # fmt: skip
@@ -84,8 +90,8 @@ class BackwardKernels(Kernels):
         else:
             if grad_query is not None:
                 self._query_gradient(given, grad_query)
-            strip = Strip(0, G, 0, N)
-            given |= {**self._pieces_of(strip, upstream), **_of_strip(strip), **self._kept(Kept(), strip)}
+            strip = Strip(0, B, 0, G, 0, N)
+            given |= {**self._pieces_of(given, strip), **_of_strip(strip), **self._kept(Kept(), strip)}
             self._key_value_gradient(given, strip, Kept())
         if bias_sum is not None:
             assert bias is not None
@@ -109,10 +115,10 @@ class BackwardKernels(Kernels):
         """All gradients, by way of what is kept."""
         size, query = self.size, self.operands.query
         count = pieces(query.dtype)
-        shared_heads = grad_bias is not None and grad_bias.shape[1] == 1
-        found = strips(size, sum(keeps) * query.dtype.itemsize, count if count > 1 else 0, shared_heads)
+        shared = (False, False) if grad_bias is None else tuple(each == 1 for each in grad_bias.shape[:2])
+        found = strips(size, sum(keeps) * query.dtype.itemsize, count if count > 1 else 0, *shared)
         room = query.new_empty(sum(keeps), math.prod(found[0].shape(size)))
-        for _, of_heads in itertools.groupby(found, key=lambda strip: strip.first_group):
+        for _, of_heads in itertools.groupby(found, key=lambda strip: (strip.first_batch, strip.first_group)):
             self._strips_of_heads(given, list(of_heads), keeps, many, room, grad_query, grad_bias)
 
     def _strips_of_heads(
@@ -125,12 +131,15 @@ class BackwardKernels(Kernels):
         grad_query: Tensor | None,
         grad_bias: Tensor | None,
     ) -> None:
+        batches = slice(of_heads[0].first_batch, of_heads[0].first_batch + of_heads[0].batches)
+        given = {**given, **{name: _of_batches(given[name], batches) for name in WITH_BATCHES}}
+        grad_query, grad_bias = _of_batches(grad_query, batches), _of_batches(grad_bias, batches)
         total = own_query = None if grad_query is None else grad_query[:, of_heads[0].heads(self.size)]
         if own_query is not None and len(of_heads) > 1:
             own_sum = own_query.dtype == torch.float32
             total = own_query.zero_() if own_sum else torch.zeros_like(own_query, dtype=torch.float32)
         given = {
-            **given, **self._pieces_of(of_heads[0], given["upstream_ptr"]), "grad_query_ptr": total,
+            **given, **self._pieces_of(given, of_heads[0]), "grad_query_ptr": total,
             "grad_query_strides": strides_of(total), "ADD": len(of_heads) > 1,
         }  # fmt: skip
         for strip in of_heads:
@@ -160,15 +169,15 @@ class BackwardKernels(Kernels):
             given |= {f"{name}_ptr": tensor, "grad_scores_strides": tensor.stride()}
         return given
 
-    def _pieces_of(self, strip: Strip, upstream: Tensor) -> dict[str, Any]:
+    def _pieces_of(self, given: dict[str, Any], strip: Strip) -> dict[str, Any]:
         """The operands of a strip's heads, and how many pieces they are in; of one, all heads are there."""
-        count = pieces(upstream.dtype)
+        count = pieces(self.operands.query.dtype)
         if count == 1:
             return {"PIECES": 1}
         keys, queries = slice(strip.first_group, strip.first_group + strip.groups), strip.heads(self.size)
-        query, key, value = self.operands[:3]
-        parts = {"query": query[:, queries], "key": key[:, keys], "value": value[:, keys]}
-        return {"PIECES": count, **as_pieces({**parts, "upstream": upstream[:, queries]}, count)}
+        heads = {"query": queries, "key": keys, "value": keys, "upstream": queries}
+        parts = {name: given[f"{name}_ptr"][:, own] for name, own in heads.items()}
+        return {"PIECES": count, **as_pieces(parts, count)}
 
     def _key_value_gradient(self, given: dict[str, Any], strip: Strip, keeps: Kept) -> bool:
         """Whether that of the key too."""
@@ -186,12 +195,13 @@ class BackwardKernels(Kernels):
             own["tiles"] = cdiv(strip.keys, own["BLOCK_N"])
             blocks_k = own["BLOCKS_K"] if own["grad_key_ptr"] is not None else 1
             blocks_e = own["BLOCKS_E"] if own["grad_value_ptr"] is not None else 1
-            programs = own["tiles"] * self.size.B * strip.groups, max(blocks_k, blocks_e)
+            programs = own["tiles"] * strip.batches * strip.groups, max(blocks_k, blocks_e)
             _launch(key_value_gradient_kernel, programs, own)
         return "value" not in without
 
     def _scores(self, given: dict[str, Any], strip: Strip) -> None:
-        B, _, G, M, N, _, _ = self.size
+        _, _, G, M, N, _, _ = self.size
+        B = strip.batches
         given = {**given, **self._cut("scores")}
         heads, R, bias_sum = B * strip.groups * self.size.R, self.size.R, given["bias_sum_ptr"]
         tiles_m, tiles_n = cdiv(M, given["BLOCK_M"]), cdiv(strip.keys, given["BLOCK_N"])
@@ -216,13 +226,13 @@ class BackwardKernels(Kernels):
         given = {**given, **self._cut("key and value of scores", given["PIECES"])}
         blocks = given["BLOCKS_K"] * (given["grad_key_ptr"] is not None)
         blocks += given["BLOCKS_E"] * (given["grad_value_ptr"] is not None)
-        programs = cdiv(strip.keys, given["BLOCK_N"]) * self.size.B * strip.groups * blocks
+        programs = cdiv(strip.keys, given["BLOCK_N"]) * strip.batches * strip.groups * blocks
         _launch(key_value_of_scores_kernel, (programs,), given)
 
     def _bias_of_scores(self, given: dict[str, Any], strip: Strip, grad_bias: Tensor) -> None:
         size = self._blocks("bias of scores")
         assert size is not None
-        all_of = self.size.B, strip.groups * self.size.R
+        all_of = strip.batches, strip.groups * self.size.R
         own = tuple(1 if shared == 1 else count for shared, count in zip(grad_bias.shape, all_of))
         tiles = cdiv(self.size.M, size.M), cdiv(strip.keys, size.N)
         scores = given["grad_scores_ptr"] if given["grad_z_ptr"] is None else given["grad_z_ptr"]
@@ -252,10 +262,14 @@ def _launch(kernel: Any, programs: tuple[int, ...], given: dict[str, Any]) -> No
         kernel[programs](**{name: each for name, each in given.items() if name in names})
 
 
+def _of_batches(tensor: Tensor | None, batches: slice) -> Tensor | None:
+    return tensor if tensor is None or tensor.shape[0] == 1 else tensor[batches]
+
+
 def _of_strip(strip: Strip) -> dict[str, int]:
     return {
-        "first_group": strip.first_group, "groups": strip.groups, "first_key": strip.first_key,
-        "end_key": strip.first_key + strip.keys,
+        "B": strip.batches, "first_group": strip.first_group, "groups": strip.groups,
+        "first_key": strip.first_key, "end_key": strip.first_key + strip.keys,
     }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Backward from gradients of scores that are kept, in strips of heads and of keys: through the interpreter on
 the CPU, for real on a GPU. The room of a strip is made small, and is full of NaN at first."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ launch_backward = pytest.importorskip("lowtide.attention.launch_backward")
 
 pytestmark = INTERPRETED
 
-ROOMS = ("one key head", "128 keys")
+ROOMS = ("one key head", "128 keys", "one batch and head")
 CASES = {
     "plain": {"B": 2, "N": 300},
     "shared key heads": {"H": 4, "G": 2, "E": 5},
@@ -39,6 +41,8 @@ CASES = {
         "B": 2, "bias": (0, 1, 1, 1), "softcap": 3.0, "window": (100, 5), "p": 0.3, "seed": 4, "H": 4, "G": 2,
         "E": 5,
     },
+    "dropout of batches": {"B": 2, "p": 0.4, "seed": 9, "H": 1},
+    "bias of keys of batches": {"B": 2, "bias": (1, 1, 0, 1)},
     "many features": {"H": 1, "K": 150, "E": 270, "bias": (0, 1, 1, 1)},
 }  # fmt: skip
 
@@ -68,22 +72,38 @@ def any_share(monkeypatch):
 
 
 def room_of(room, case):
-    """Bytes of a strip of one key head, and of all keys, or the fewest."""
-    if room != "one key head":
+    """Bytes of a strip of one key head in all batches or in one, and of all keys; or the fewest."""
+    if room == "128 keys":
         return 1
     B, M, H, K = case.query.shape
     N, G, E = case.value.shape[1:]
     of_bias = case.bias is not None and min(case.bias.shape[2:]) > 1
     kept = 2 if of_bias and case.options.get("softcap") else 1
-    operands = 3 * 2 * (B * H // G * M + B * N) * (up(K, 16) + up(E, 16))
-    return kept * (B * H // G) * up(M, 16) * up(N, 128) * 4 + operands
+    operands = 3 * 2 * (H // G * M + N) * (up(K, 16) + up(E, 16))
+    of_batch = kept * (H // G) * up(M, 16) * up(N, 128) * 4 + operands
+    return of_batch if room == "one batch and head" else B * of_batch
 
 
+SHARED_BATCHES = ("bias [1, H, M, N]", "bias [1, 1, M, N]", "bias, soft cap", "bias, everything")
 WHOLE_HEADS = ("plain", "shared key heads", "bias [1, H, M, N]", "bias, everything", "many features")
 
 
+OF_BATCHES = (
+    "plain",
+    "bias [B, H, M, N]",
+    "bias, everything",
+    "dropout of batches",
+    "bias of keys of batches",
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "room"), [*((name, ROOMS[1]) for name in CASES), *((name, ROOMS[0]) for name in WHOLE_HEADS)]
+    ("name", "room"),
+    [
+        *((name, ROOMS[0]) for name in WHOLE_HEADS),
+        *((name, ROOMS[1]) for name in CASES),
+        *((name, ROOMS[2]) for name in OF_BATCHES),
+    ],
 )
 def test_values(device, monkeypatch, name, room):
     skip_unless_runnable("triton", device)
@@ -93,8 +113,11 @@ def test_values(device, monkeypatch, name, room):
     upstream = make_upstream(case)
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
     shared_heads = name in ("bias [1, 1, M, N]", "bias [B, 1, M, N]")
-    strips_of_keys = 1 if room == "one key head" and not shared_heads else -(-case.key.shape[1] // 128)
-    assert len(found) == strips_of_keys * (1 if shared_heads else case.key.shape[2])
+    shared_batches = name in SHARED_BATCHES
+    cut = {"one key head": shared_heads, "one batch and head": shared_batches, "128 keys": True}[room]
+    strips_of_keys = -(-case.key.shape[1] // 128) if cut else 1
+    batches = 1 if room == "one key head" or shared_batches else len(case.query)
+    assert len(found) == strips_of_keys * batches * (1 if shared_heads else case.key.shape[2])
 
 
 @pytest.mark.parametrize("name", ["plain", "bias [1, H, M, N]"])
@@ -120,7 +143,7 @@ def test_float16(device, monkeypatch, name):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", ROOMS[:2])
 @pytest.mark.parametrize("M", [100, 200])
 def test_memory(device, monkeypatch, M, room):
     """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys the query's
@@ -156,40 +179,48 @@ def test_some_gradients_alone(device, monkeypatch, wanted, softcap):
 
 def bytes_of(strip, size, score_bytes, pieces):
     """What is kept of its scores, its operands' pieces, and in half precision a sum of dq."""
-    B, H, G, M, N, K, E = size
-    heads = strip.groups * B * H // G
-    operands = 2 * pieces * (heads * M + strip.groups * B * N) * (up(K, 16) + up(E, 16))
+    _, H, G, M, N, K, E = size
+    heads = strip.groups * strip.batches * H // G
+    operands = 2 * pieces * (heads * M + strip.groups * strip.batches * N) * (up(K, 16) + up(E, 16))
     query_sum = 4 * heads * M * K if strip.keys < N and not pieces else 0
     return torch.Size(strip.shape(size)).numel() * score_bytes + operands + query_sum
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
+@pytest.mark.parametrize("shared_batches", [False, True])
 @pytest.mark.parametrize("shared_heads", [False, True])
 @pytest.mark.parametrize("M", [1, 2000, 100_000])
-def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, M):
+def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, shared_batches, M):
     score_bytes = 4 if pieces else 2
-    for B, H, G, N in ((1, 16, 16, 4096), (4, 16, 4, 2048), (3, 7, 1, 5), (2, 12, 6, 70_001)):
+    for B, H, G, N in (
+        (1, 16, 16, 4096),
+        (4, 16, 4, 2048),
+        (3, 7, 1, 5),
+        (2, 12, 6, 70_001),
+        (32, 16, 2, 999),
+    ):
         size = Sizes(B, H, G, M, N, 64, 60)
-        found = grad_scores.strips(size, score_bytes, pieces, shared_heads)
-        places = [(g, n) for strip in found for g, n in strip_corners(strip)]
-        assert len(places) == len(set(places)) == G * -(-N // 128)
+        found = grad_scores.strips(size, score_bytes, pieces, shared_batches, shared_heads)
+        places = [corner for strip in found for corner in strip_corners(strip)]
+        assert len(places) == len(set(places)) == B * G * -(-N // 128)
         for strip in found:
             assert not shared_heads or strip.groups == G
+            assert not shared_batches or strip.batches == B
             assert strip.first_key % 128 == 0
-            fewest = Strip(0, G if shared_heads else 1, 0, min(N, 128))
+            fewest = Strip(0, B if shared_batches else 1, 0, G if shared_heads else 1, 0, min(N, 128))
             room = max(grad_scores.ROOM, bytes_of(fewest, size, score_bytes, pieces))
             assert bytes_of(strip, size, score_bytes, pieces) <= room
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
 def test_a_strip_is_a_tenth_of_the_leanest_dense_way(pieces, any_share, monkeypatch):
-    """Which holds three matrices of scores. Or a strip has the fewest keys of one key head."""
+    """Which holds three matrices of scores. Or a strip has the fewest keys of one batch and key head."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
     for B, H, G, M in ((1, 2, 2, 4096), (2, 8, 2, 1000), (1, 16, 16, 4096), (1, 1, 1, 300)):
         size = Sizes(B, H, G, M, M, 64, 64)
-        fewest = bytes_of(Strip(0, 1, 0, min(M, 128)), size, itemsize, pieces)
-        for strip in grad_scores.strips(size, itemsize, pieces, False):
+        fewest = bytes_of(Strip(0, 1, 0, 1, 0, min(M, 128)), size, itemsize, pieces)
+        for strip in grad_scores.strips(size, itemsize, pieces):
             held = bytes_of(strip, size, itemsize, pieces)
             assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
 
@@ -215,7 +246,7 @@ def test_the_strips_of_what_is_measured(name, any_share, monkeypatch):
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     (B, H, G, M, K), score_bytes, pieces, (groups, keys, times), mib = OF_A_CARD[name]
     size = Sizes(B, H, G, M, M, K, K)
-    found = grad_scores.strips(size, score_bytes, pieces, False)
+    found = grad_scores.strips(size, score_bytes, pieces, shared_batches="bias" in name)
     assert {(strip.groups, strip.keys) for strip in found} == {(groups, keys)}
     assert len(found) == times
     rows = B * groups * M * (H // G + 1)
@@ -226,7 +257,9 @@ def test_the_strips_of_what_is_measured(name, any_share, monkeypatch):
 
 
 def strip_corners(strip):
-    """Of each key head, and 128 keys."""
-    for g in range(strip.first_group, strip.first_group + strip.groups):
-        for n in range(strip.first_key, strip.first_key + strip.keys, 128):
-            yield g, n
+    """Of each batch and key head, and 128 keys."""
+    return itertools.product(
+        range(strip.first_batch, strip.first_batch + strip.batches),
+        range(strip.first_group, strip.first_group + strip.groups),
+        range(strip.first_key, strip.first_key + strip.keys, 128),
+    )

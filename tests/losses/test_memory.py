@@ -129,4 +129,5 @@ def test_eight_pairs_of_4096_tokens(loss_of):
     float32_sum = 4 * weight.numel()
     of_the_test = hidden.nbytes + 2 * weight.nbytes  # the teacher's, and a reference's
     assert peak.bytes <= GIB + float32_sum + gradients + of_the_test + 256 * target.numel()
+    # By default the weight's sum comes on top of 1 GiB, and a chunk may have what is left of both.
     assert peak.largest <= GIB + float32_sum < 4 * target.numel() * WIDE // 16
