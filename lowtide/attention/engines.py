@@ -9,6 +9,7 @@ from lowtide.attention.blockwise import Blockwise
 from lowtide.attention.blockwise_backward import BlockwiseBackward
 from lowtide.attention.check import ArgumentError
 from lowtide.attention.problem import Operands, Options, is_far
+from lowtide.linear_cross_entropy.check import kernels_run_on_the_cpu
 from lowtide.linear_cross_entropy.operands import on_device_of
 
 
@@ -46,10 +47,10 @@ def chosen(operands: Operands, options: Options) -> str:
 
 def reason_against_triton(operands: Operands) -> str | None:
     try:
-        import triton
+        import triton  # noqa: F401
     except ModuleNotFoundError:
         return "triton is not installed"
-    if operands.device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if operands.device.type != "cuda" and not kernels_run_on_the_cpu():
         return f"its kernels run on CUDA tensors, and query is on {operands.device}"
     if operands.query.dtype.itemsize == 8:
         return "its kernels sum in float32, and query is float64"

@@ -42,7 +42,8 @@ class Call:
         """Raises what the call itself would raise."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ArgumentError(
-                "device must be one of this machine, as the plan depends on the card, got 'cuda'"
+                "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
+                "here that is 'cpu'"
             )
         wants = self.gradients
         job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, None, False)

@@ -120,7 +120,9 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
         content = json.loads(path.read_text())
     except FileNotFoundError as missing:
         names = ", ".join(BUILT_IN)
-        raise UserError(f"{path}: no such file, and no model of this name; there are {names}") from missing
+        raise UserError(
+            f"{path}: no such file, and no model of this name; there are {names}, or a config.json"
+        ) from missing
     except ValueError as damaged:
         raise UserError(f"{path} is not JSON: {damaged}") from damaged
     if not isinstance(content, dict):

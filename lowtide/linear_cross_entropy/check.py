@@ -23,6 +23,15 @@ class ArgumentTypeError(TypeError, RuntimeError):
     """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
 
 
+def kernels_run_on_the_cpu() -> bool:
+    """Through Triton's interpreter, which has to be asked for before Triton is imported: its own functions,
+    which kernels call, are made for it then or never."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    return triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)
+
+
 def check_arguments(
     inputs: Sequence[Tensor],  # each [..., D_k]
     linear_weights: Sequence[Tensor],  # each [V, D_k]

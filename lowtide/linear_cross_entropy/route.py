@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.linear_cross_entropy.check import ArgumentError, kernels_run_on_the_cpu
 from lowtide.linear_cross_entropy.head import Head, Options
 
 # Operands of exponential_kernels.py's tiles: float16 has not the range for exp(z), float32 not the speed.
@@ -130,10 +130,10 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 
 def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
-        import triton
+        import triton  # noqa: F401
     except ModuleNotFoundError:
         return "triton is not installed"
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+    if device.type != "cuda" and not kernels_run_on_the_cpu():
         return f"its kernels run on CUDA tensors, and input is on {device}"
     if dtype == torch.float64:
         return "its kernels sum in float32, and input is float64"

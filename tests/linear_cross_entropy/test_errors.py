@@ -243,19 +243,33 @@ def test_triton_refuses_float64(device):
 
 
 REFUSED = """
-import torch, lowtide
-try:
-    x, w, target = torch.randn(4, 3), torch.randn(7, 3), torch.zeros(4).long()
-    lowtide.linear_cross_entropy(x, w, target, backend="triton")
-except ValueError as error:
-    print(error)
+import os, torch, lowtide
+import triton
+
+os.environ.update({environment})
+x, w, target = torch.randn(4, 3), torch.randn(7, 3), torch.zeros(4).long()
+for run in (
+    lambda: lowtide.linear_cross_entropy(x, w, target, backend="triton"),
+    lambda: lowtide.memory_efficient_attention(*(torch.randn(1, 4, 2, 8),) * 3, backend="triton"),
+):
+    try:
+        run()
+    except ValueError as error:
+        print(error)
 """
 
 
-def test_triton_refuses_the_cpu(plain_environment):
+@pytest.mark.parametrize("environment", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted, too late"])
+def test_triton_refuses_the_cpu(plain_environment, environment):
+    """Too late: Triton is imported."""
     pytest.importorskip("triton")
     run = subprocess.run(
-        [sys.executable, "-c", REFUSED], env=plain_environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", REFUSED.format(environment=environment)],
+        env=plain_environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert "backend='triton' cannot run this call: its kernels run on CUDA tensors" in run.stdout
-    assert "input is on cpu" in run.stdout
+    for operand, said in zip(("input", "query"), run.stdout.splitlines(), strict=True):
+        assert "backend='triton' cannot run this call: its kernels run on CUDA tensors" in said
+        assert f"{operand} is on cpu" in said
