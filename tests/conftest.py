@@ -52,6 +52,14 @@ def _seeded():
     SEED(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _autograd_has_a_context():
+    """On a card, torch warns where the first that a process differentiates is a product of cuBLAS."""
+    if torch.cuda.is_available():
+        one = torch.ones((), device="cuda", requires_grad=True)
+        torch.autograd.grad(one.exp(), one)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_zero_by_luck(monkeypatch):
     """Memory that nobody has written to is full of NaN (integers: their largest), so reading it shows."""

@@ -32,11 +32,18 @@ def case_of(name, **more):
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, "triton"), (torch.float64, "torch")])
 @pytest.mark.parametrize("name", CASES)
 def test_who_runs_it(name, dtype, expected, monkeypatch):
+    from lowtide.attention import launch, launch_backward  # import Triton
+
     ran = set()
-    for engine, attribute in (("triton", "_kernels"), ("torch", "Blockwise"), ("torch", "BlockwiseBackward")):
-        run = getattr(engines, attribute)
+    for engine, module, attribute in (
+        ("triton", launch, "Kernels"),
+        ("triton", launch_backward, "BackwardKernels"),
+        ("torch", engines, "Blockwise"),
+        ("torch", engines, "BlockwiseBackward"),
+    ):
+        run = getattr(module, attribute)
         monkeypatch.setattr(
-            engines, attribute, lambda *given, run=run, engine=engine: ran.add(engine) or run(*given)
+            module, attribute, lambda *given, run=run, engine=engine: ran.add(engine) or run(*given)
         )
     case = case_of(name, dtype=dtype)
     upstream = make_upstream(case)
