@@ -169,11 +169,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             weight_sum = size
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
-    # What a sum in the gradient's memory takes beside it: a byte for each weight where there are tensor maps
-    # (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
+    # What a sum in the gradient's memory takes beside it: half a byte for each weight where there are tensor
+    # maps (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
     split_sum = at_once = 0
     if (route.exponentials or route.distances) and head.weights[0].dtype == torch.bfloat16:
-        split_sum = min(weight_sum, V * D)
+        split_sum = min(weight_sum, V * (D // 2))
         # Not with label smoothing, which adds to every row.
         if route.exponentials and options.few_tokens and not options.label_smoothing:
             at_once = TARGETS * (N * operand_size + D * sum_size)

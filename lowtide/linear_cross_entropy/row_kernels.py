@@ -1,7 +1,8 @@
 """Small Triton kernels of the path without a pass over the logits, a row to the program, and their launchers:
 what surrounds its products (exponentials.py has the mathematics).
 
-Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block; lower case = one tile.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B classes of a block; lower
+case = one tile.
 """
 
 import torch
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.sum_kernels import load_24, store_24
+from lowtide.linear_cross_entropy.sum_kernels import load_pairs, store_pairs
 
 
 @triton.jit
@@ -133,7 +134,7 @@ def _add_target_rows_kernel(
     class_N_ptr,
     order_N_ptr,
     sum_VD_ptr,
-    low_VD_ptr,
+    low_VP_ptr,
     sum_TD_ptr,
     outer_stride,
     inner_stride,
@@ -145,7 +146,7 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 24 bits where it has a low part. The
+    """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 20 bits where it has a low part. The
     program at the first row of a class adds them all up. With sum_TD, what is added to is there, at the place
     of that row, for the targets from first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
     first = first_target + tl.program_id(0)
@@ -158,18 +159,23 @@ def _add_target_rows_kernel(
         if sum_TD_ptr is not None:
             place_td = tl.program_id(0).to(tl.int64) * D + columns
             sum_d = tl.load(sum_TD_ptr + place_td, mask=columns < D, other=0.0)
-        elif low_VD_ptr is None:
+        elif low_VP_ptr is None:
             sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
         else:
-            sum_d = load_24(sum_VD_ptr + place, low_VD_ptr + place, columns < D)
+            pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            place_p = target.to(tl.int64) * (D // 2) + pairs
+            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + place_p
+            even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
+            sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
             sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
             outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
-        if low_VD_ptr is None:
+        if low_VP_ptr is None:
             tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
         else:
-            store_24(sum_VD_ptr + place, low_VD_ptr + place, sum_d, columns < D)
+            even_p, odd_p = tl.split(tl.reshape(sum_d, (BLOCK // 2, 2)))
+            store_pairs(pair_ptr, low_ptr, even_p, odd_p, pairs < D // 2)
 
 
 @triton.jit
@@ -263,7 +269,7 @@ def input_gradient(
 
 def add_target_rows(
     sum_VD: Tensor,
-    low_VD: Tensor | None,
+    low_VP: Tensor | None,
     x: Tensor,
     hit_N: Tensor,
     class_N: Tensor,
@@ -283,7 +289,7 @@ def add_target_rows(
         class_N,
         order_N,
         sum_VD,
-        low_VD,
+        low_VP,
         sums_TD,
         *_strides(x),
         N,

@@ -1,8 +1,11 @@
-"""Triton kernels of a float32 sum in 24 bits: the upper 16 lie where the bfloat16 gradient will be, the next
-8 in a byte beside. Each addition rounds it by at most 2^-16 of itself (bfloat16 alone: 2^-9); the gradient is
-rounded once, at the end.
+"""Triton kernels of a float32 sum in 20 bits: the upper 16 lie where the bfloat16 gradient will be, the next
+4 in half a byte beside. Each addition rounds it by at most 2^-12 of itself (bfloat16 alone: 2^-8); the
+gradient is rounded once, at the end.
 
-Shapes: C tokens of a chunk, D features, V classes; lower case = one tile, h a half of its features.
+Two features that lie side by side are one number of 32 bits in the former's memory, and one byte.
+
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the pairs of
+half its features.
 """
 
 import triton
@@ -16,27 +19,51 @@ WARPS = 8
 GROUP = 8  # tiles of classes that share the features of a chunk while those are in the L2 cache
 
 
+UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
+
+
 @triton.jit
-def load_24(high_ptr, low_ptr, mask):
-    high = tl.load(high_ptr, mask=mask, other=0).to(tl.int32)
+def load_pairs(pair_ptr, low_ptr, mask):
+    """The sums of even features, and of odd ones."""
+    pair = tl.load(pair_ptr, mask=mask, other=0)
     low = tl.load(low_ptr, mask=mask, other=0).to(tl.int32)
-    return ((high << 16) | (low << 8)).to(tl.float32, bitcast=True)
+    even, odd = (pair << 16) | ((low & 15) << 12), (pair & UPPER) | ((low & 0xF0) << 8)
+    return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def store_24(high_ptr, low_ptr, value, mask):
+def _nearest(value):
     bits = value.to(tl.int32, bitcast=True)
-    bits = tl.where(value == value, bits + 0x80, bits)  # to the nearest; a NaN of all ones would become 0
-    tl.store(high_ptr, (bits >> 16).to(tl.int16), mask=mask)
-    tl.store(low_ptr, (bits >> 8).to(tl.uint8), mask=mask)
+    return tl.where(value == value, bits + 0x800, bits)  # a NaN of all ones would become 0
+
+
+@triton.jit
+def store_pairs(pair_ptr, low_ptr, even, odd, mask):
+    even, odd = _nearest(even), _nearest(odd)
+    tl.store(pair_ptr, ((even >> 16) & 0xFFFF) | (odd & UPPER), mask=mask)
+    tl.store(low_ptr, (((even >> 12) & 15) | ((odd >> 8) & 0xF0)).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store_rounded(pair_ptr, even, odd, factor, mask):
+    even = (even * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    odd = (odd * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    tl.store(pair_ptr, (even & 0xFFFF) | (odd << 16), mask=mask)
+
+
+@triton.jit
+def _spread(spread_D_ptr, pair, mask):
+    """What is subtracted from even features, and from odd ones."""
+    even = tl.load(spread_D_ptr + 2 * pair, mask=mask, other=0.0)
+    return even, tl.load(spread_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
 
 
 @triton.jit
 def _add_product_kernel(
     exp_CV,
     x_CD,
-    high_VD_ptr,
-    low_VD_ptr,
+    pair_VP_ptr,
+    low_VP_ptr,
     factor_ptr,
     class_weight_V_ptr,
     spread_D_ptr,
@@ -68,49 +95,50 @@ def _add_product_kernel(
         # One half after the other: what is added is in registers too.
         halves = tl.split(tl.permute(tl.reshape(sum_vd, (BLOCK_V, 2, BLOCK_D // 2)), (0, 2, 1)))
         for half in tl.static_range(2):
-            sum_vh = halves[half]
-            columns = tile_d * BLOCK_D + half * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)
-            place_vh = classes[:, None].to(tl.int64) * D + columns[None, :]
-            mask_vh = (classes[:, None] < V) & (columns[None, :] < D)
-            high_ptr, low_ptr = high_VD_ptr + place_vh, low_VD_ptr + place_vh
+            even_vh, odd_vh = tl.split(tl.reshape(halves[half], (BLOCK_V, BLOCK_D // 4, 2)))
+            pairs = tile_d * (BLOCK_D // 2) + half * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+            place_vh = classes[:, None].to(tl.int64) * (D // 2) + pairs[None, :]
+            mask_vh = (classes[:, None] < V) & (pairs[None, :] < D // 2)
+            pair_ptr, low_ptr = pair_VP_ptr + place_vh, low_VP_ptr + place_vh
             if ADD:
-                sum_vh += load_24(high_ptr, low_ptr, mask_vh)
+                even_before_vh, odd_before_vh = load_pairs(pair_ptr, low_ptr, mask_vh)
+                even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
             if factor_ptr is None:
-                store_24(high_ptr, low_ptr, sum_vh, mask_vh)
+                store_pairs(pair_ptr, low_ptr, even_vh, odd_vh, mask_vh)
             else:
                 if spread_D_ptr is not None:
-                    spread_vh = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)[None, :]
+                    even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
+                    weight_v = tl.full((BLOCK_V,), 1.0, tl.float32)
                     if class_weight_V_ptr is not None:
                         weight_v = tl.load(class_weight_V_ptr + classes, mask=classes < V, other=0.0)
-                        spread_vh *= weight_v[:, None]
-                    sum_vh -= spread_vh
-                rounded_vh = (sum_vh * tl.load(factor_ptr)).to(tl.bfloat16)
-                tl.store(high_ptr, rounded_vh.to(tl.int16, bitcast=True), mask=mask_vh)
+                    even_vh -= weight_v[:, None] * even_h[None, :]
+                    odd_vh -= weight_v[:, None] * odd_h[None, :]
+                _store_rounded(pair_ptr, even_vh, odd_vh, tl.load(factor_ptr), mask_vh)
 
 
 @triton.jit
 def _round_kernel(
-    high_VD_ptr, low_VD_ptr, factor_ptr, class_weight_V_ptr, spread_D_ptr, D, BLOCK: tl.constexpr
+    pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, spread_D_ptr, D, BLOCK: tl.constexpr
 ):
-    """high = bfloat16 of factor (sum - class_weight spread). Grid: one program a class."""
+    """The gradient = bfloat16 of factor (sum - class_weight spread). Grid: one program a class."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr)
-    for start in range(0, D, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        place = row * D + columns
-        sum_d = load_24(high_VD_ptr + place, low_VD_ptr + place, columns < D)
+    for start in range(0, D // 2, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        place, mask = row * (D // 2) + pairs, pairs < D // 2
+        even, odd = load_pairs(pair_VP_ptr + place, low_VP_ptr + place, mask)
         if spread_D_ptr is not None:
-            spread_d = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)
+            even_spread, odd_spread = _spread(spread_D_ptr, pairs, mask)
             if class_weight_V_ptr is not None:
-                spread_d *= tl.load(class_weight_V_ptr + row)
-            sum_d -= spread_d
-        rounded_d = (sum_d * factor).to(tl.bfloat16)
-        tl.store(high_VD_ptr + place, rounded_d.to(tl.int16, bitcast=True), mask=columns < D)
+                class_weight = tl.load(class_weight_V_ptr + row)
+                even_spread, odd_spread = even_spread * class_weight, odd_spread * class_weight
+            even, odd = even - even_spread, odd - odd_spread
+        _store_rounded(pair_VP_ptr + place, even, odd, factor, mask)
 
 
 def add_product(
-    high_VD: Tensor,
-    low_VD: Tensor,
+    pair_VP: Tensor,
+    low_VP: Tensor,
     exp_CV: Tensor,
     x_CD: Tensor,
     *,
@@ -118,13 +146,13 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
     """`rounding`, the last time: the factor; class weights and features of what is subtracted before."""
-    (V, D), C = high_VD.shape, x_CD.shape[0]
+    V, (C, D) = pair_VP.shape[0], x_CD.shape
     programs = multiprocessors(x_CD.device)
     _add_product_kernel[(programs,)](
         describe(exp_CV, BLOCK_C, BLOCK_V),
         describe(x_CD, BLOCK_C, BLOCK_D),
-        high_VD,
-        low_VD,
+        pair_VP,
+        low_VP,
         *rounding,
         C,
         D,
@@ -141,8 +169,8 @@ def add_product(
 
 
 def round_(
-    high_VD: Tensor, low_VD: Tensor, factor: Tensor, class_weight_V: Tensor | None, spread_D: Tensor | None
+    pair_VP: Tensor, low_VP: Tensor, factor: Tensor, class_weight_V: Tensor | None, spread_D: Tensor | None
 ) -> None:
-    V, D = high_VD.shape
-    block = min(1024, triton.next_power_of_2(D))
-    _round_kernel[(V,)](high_VD, low_VD, factor, class_weight_V, spread_D, D, BLOCK=block)
+    V, P = pair_VP.shape
+    block = min(512, triton.next_power_of_2(P))
+    _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, spread_D, 2 * P, BLOCK=block)

@@ -1,7 +1,7 @@
-"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 bits,
+"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 20 bits,
 where four bytes a weight leave too few rows for a chunk; or none, where one chunk has all tokens.
 
-Shapes: N tokens, D features, V classes; C tokens of a chunk; T targets, in order of class.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
 """
 
 import torch
@@ -38,13 +38,13 @@ class FloatSum:
 
 
 class SplitSum:
-    """In the memory of the bfloat16 gradient, and a byte beside (sum_kernels.py)."""
+    """In the memory of the bfloat16 gradient, and half a byte beside (sum_kernels.py)."""
 
     factor = None
 
     def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
-        self.high_VD = gradient_VD.view(torch.int16)
-        self.low_VD = torch.empty_like(self.high_VD, dtype=torch.uint8)
+        self.pair_VP = gradient_VD.view(torch.int32)
+        self.low_VP = torch.empty_like(self.pair_VP, dtype=torch.uint8)
         self.rounding = rounding
         self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
         self.operands: tuple[Tensor, Tensor] | None = None
@@ -53,10 +53,10 @@ class SplitSum:
         if last and not first:
             self.operands = (exp_CV, x_CD)  # when all else is added, this product rounds
         else:
-            sum_kernels.add_product(self.high_VD, self.low_VD, exp_CV, x_CD, add=not first)
+            sum_kernels.add_product(self.pair_VP, self.low_VP, exp_CV, x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
-        row_kernels.add_target_rows(self.high_VD, self.low_VD, x, hit_N, class_N, order_N)
+        row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, hit_N, class_N, order_N)
 
     def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
         self.spread = (class_weight_V, spread_x_D)  # on the way out: the sum is not read for it
@@ -64,9 +64,9 @@ class SplitSum:
     def round_in_place(self) -> None:
         rounding = (self.rounding, *self.spread)
         if self.operands is None:
-            sum_kernels.round_(self.high_VD, self.low_VD, *rounding)
+            sum_kernels.round_(self.pair_VP, self.low_VP, *rounding)
         else:
-            sum_kernels.add_product(self.high_VD, self.low_VD, *self.operands, add=True, rounding=rounding)
+            sum_kernels.add_product(self.pair_VP, self.low_VP, *self.operands, add=True, rounding=rounding)
 
 
 class RoundedProduct:

@@ -2,8 +2,8 @@
 
     fixed       vectors of N and V elements
     sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; else what
-                it takes beside the gradient's own memory, where there is room for that: in 24 bits a byte
-                for each weight (sum_kernels.py), on the CPU half of itself (shared_sum.py)
+                it takes beside the gradient's own memory, where there is room for that: in 20 bits half
+                a byte for each weight (sum_kernels.py), on the CPU half of itself (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
@@ -30,9 +30,13 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
-# is added to less often. On CUDA each time takes longer (8192 rows at a time in 24 bits still take 2 to 3 %
+# is added to less often. On CUDA each time takes longer (8192 rows at a time in 20 bits still take 2 to 3 %
 # of a step less than 4096 in float32); on the CPU not, but it is rounded before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 6144}
+
+# Chunks that a sum in 20 bits has at most: each rounds it, and the errors of 64 are a third of the one that
+# rounding to bfloat16 makes.
+MOST_CHUNKS_OF_SUM = 64
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
 TARGETS = 512
@@ -144,6 +148,8 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
     rows = max(N, 1) if kind == "at_once" else _rows(room, row, N, tiles)
+    if kind == "split" and needs.device == "cuda" and MOST_CHUNKS_OF_SUM * rows < N:
+        return spend(workspace, needs, "by_class")
     if kind == "by_class" and needs.class_blocks is not None and N:
         rows, chunk_classes = class_blocks.chunk(needs.class_blocks, room, rows)
         block_rows, block_classes = class_blocks.block(needs.class_blocks, free)

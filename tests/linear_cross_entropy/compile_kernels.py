@@ -128,8 +128,8 @@ def _add_product(**changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 128]>",
         "x_CD": "tensordesc<bf16[64, 256]>",
-        "high_VD_ptr": "*i16",
-        "low_VD_ptr": "*u8",
+        "pair_VP_ptr": "*i32",
+        "low_VP_ptr": "*u8",
         **dict.fromkeys(ROUNDING, None),
         **dict.fromkeys(("C", "D", "V"), I32),
         "PROGRAMS": 132,
@@ -219,17 +219,17 @@ BUILDS = {
     ),
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr=F32, low_VD_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
-    "target rows, 24 bits": _rows(
+    "target rows, 20 bits": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr="*i16", low_VD_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, formed apart": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr=BF16, low_VD_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
+        sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "round a block": _rows(
@@ -243,15 +243,15 @@ BUILDS = {
          "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
-    "24 bits, first product": _add_product(ADD=False),
-    "24 bits, another product": _add_product(ADD=True),
-    "24 bits, the last product": _add_product(
+    "20 bits, first product": _add_product(ADD=False),
+    "20 bits, another product": _add_product(ADD=True),
+    "20 bits, the last product": _add_product(
         ADD=True, **dict.fromkeys(ROUNDING, F32)
     ),
-    "24 bits, rounded": Build(
+    "20 bits, rounded": Build(
         "sum_kernels", "_round_kernel",
-        {"high_VD_ptr": "*i16", "low_VD_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
-         "spread_D_ptr": F32, "D": I32, "BLOCK": 1024}, warps=4,
+        {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
+         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
 }  # fmt: skip
 # Those that another covers (tests/ahead_of_time.py).
@@ -283,7 +283,7 @@ LEFT_OUT = {
         "distances, sums",
         "distances, strided",
         "distances, two terms",
-        "24 bits, another product",
+        "20 bits, another product",
     ),
 }
 
