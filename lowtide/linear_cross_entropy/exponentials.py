@@ -225,6 +225,7 @@ class ExponentialStream(ExponentialRows):
             maxima = each.partials()
             each.run(maxima=maxima, repair=repair)
             torch.amax(maxima, 0, out=max_C)
+            del maxima  # before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, sum_PC.amax(0), stat.max_N))
         self._run_blocks(tiles, sum_PC, moment_PC, repair=repair)
         stat.sum_N.copy_(torch.where(marked_C, sum_PC.sum(0), stat.sum_N))
@@ -248,6 +249,7 @@ class ExponentialStream(ExponentialRows):
             for partials, found_PC in ((sums, sum_PC), (moments, moment_PC)):
                 if partials is not None and found_PC is not None:
                     torch.sum(partials, 0, out=found_PC[p])
+            del sums, moments, partials  # before those of the next block are made
             for term in self.linear:
                 term.add_block(each.exp_CB, each.classes, repair)
 
