@@ -36,7 +36,7 @@ ALLOWED = {
         "streamed",
         "probabilities",
     },
-    "plan": {"class_blocks", "head", "route", "workspace"},
+    "plan": {"class_blocks", "head", "operands", "route", "workspace"},
     "route": {"check", "head"},
     "workspace": {"check", "class_blocks"},
     "class_blocks": set(),

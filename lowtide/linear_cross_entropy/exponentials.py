@@ -15,11 +15,12 @@ large numbers even for a token with p = 1 - 1e-9. What a soft cap's slope or an 
 p_v with is multiplied into E as it is stored, after it has been summed.
 
 bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does. Rows
-where it does not are found by their S; their tiles, and what became of them in dX, are computed again with r
-= max z, on the device, without asking the host.
+where it does not are found by their S; their tiles are computed again with r = max z, on the device, without
+asking the host.
 
 Where dW is formed class by class, there are two sweeps, both in chunks of tokens and blocks of classes: the
-first makes what belongs to tokens, the second, which knows c, what belongs to classes.
+first makes what belongs to tokens, the second, which knows c, what belongs to classes. There dX is added up
+over the blocks, and marked row tiles of it are formed again, too.
 
 Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the
 products.
@@ -58,11 +59,12 @@ class ExponentialStream(ExponentialRows):
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
         self.linear = [
-            LinearTerm(operand, dx, dw, plan, self.class_weight_V, first=k == 0, smoothing=smoothing)
+            LinearTerm(operand, dx, dw, plan, self.class_weight_V, place=k, smoothing=smoothing)
             for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, dws))
         ]
         width = plan.chunk_classes if wanted else self.V
         exp_CB: Any = self._exponentials_buffer(plan.rows, width) if wanted else None
+        targets = None
         for rows in blocks(self.M, plan.rows):
             row, stat, target_C = terms[rows], statistics[rows], self.target_N[rows]
             chunks = [operand.rows(rows) for operand in self.operands]
@@ -92,19 +94,18 @@ class ExponentialStream(ExponentialRows):
                 if smoothing:
                     moment_C -= row.spread_N * raw_smooth_C
                 stat.moment_N.copy_(moment_C)
+            first, last = rows.start == 0, rows.stop == self.M
+            if last and not by_class:
+                targets = self._sorted_targets()
             for each, x_CD in zip(self.linear, chunks):
-                each.finish_rows(x_CD, row, target_C, scale_C, hit_C, rows)
-                first, last = rows.start == 0, rows.stop == self.M
-                each.add_chunk(tiles[0].exp_CB, x_CD, scale_C, first=first, last=last)
+                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, first=first, last=last)
+                if targets is not None:
+                    each.finish(self.hit_N, targets)
+                each.finish_rows(tiles[0].exp_CB, row, scale_C, hit_C, rows)
             if db is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], tiles[0].exp_CB)[0])
             del chunks, x_CD, tiles  # copies, they may be, and sums: gone before the next are made
         exp_CB = None
-        if self.M == 0 or not wanted:
-            return
-        targets = None if by_class else self._sorted_targets()
-        for each in self.linear:
-            each.finish(self.hit_N, targets)
         if db is not None and targets is not None:
             self._add_bias_terms(db.tensor, terms, targets)
 
@@ -201,9 +202,9 @@ class ExponentialStream(ExponentialRows):
         logit_C: Tensor,
         take_statistics: bool,
     ) -> Tensor | None:
-        """S and gap of each row, and what log-probabilities are made of, where they are asked for, and the
-        products that become dX; r becomes the largest logit where the target's was too far below it. Returns
-        the part of the moment that the other classes have."""
+        """E; S and gap of each row, and what log-probabilities are made of, where they are asked for; and,
+        where classes come in blocks, the products that become dX. r becomes the largest logit where the
+        target's was too far below it. Returns the part of the moment that the other classes have."""
         if take_statistics and self.plan.job.log_probs:
             (whole,) = tiles
             self._run_log_probs(whole, row, stat, logit_C)

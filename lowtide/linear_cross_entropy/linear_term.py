@@ -1,6 +1,10 @@
 """One linear term of the head, on the path without a pass over the logits: what its two gradients are made
 of, chunk by chunk (exponentials.py has the mathematics).
 
+What a chunk adds to dW is a product with its rows of X, scaled; what becomes its rows of dX, a product that
+is added to. The former comes first, and its scaled rows lie where the latter will be; in the last chunk dW is
+finished before, as it needs them once more.
+
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.gradients import Kept
-from lowtide.linear_cross_entropy.operands import Operand, product_of_rows, sum_of_products
+from lowtide.linear_cross_entropy.operands import Operand, blocks, product, product_of_rows, sum_of_products
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.repair_kernels import repaired_product
 from lowtide.linear_cross_entropy.rows import Terms
@@ -27,17 +31,21 @@ class LinearTerm:
         plan: Plan,
         class_weight_V: Tensor | None,
         *,
-        first: bool,
+        place: int,
         smoothing: bool,
     ) -> None:
-        """dx, dw: where its gradients are kept, None for one that is not made here."""
-        self.operand, self.dx, self.dw, self.class_weight_V = operand, dx, dw, class_weight_V
+        """dx, dw: where its gradients are kept, None for one that is not made here. place: of the term, among
+        the head's."""
+        self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
+        self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
-        self.product_CD = self._empty(plan.rows if dx is not None else 0, plan.sum_dtype)
-        self.scaled_CD = self._empty(plan.rows if dw is not None else 0, plan.compute_dtype)
+        self.product_CD: Tensor | None = None  # of all blocks of classes so far, where there are blocks
+        self.scaled_CD: Tensor | None = None  # where dX's rows have no room
+        if dw is not None and not plan.scales_in_gradient[place]:
+            self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
         self.sum: Any = None
         if dw is not None:
-            kind = plan.weight_gradient if first else "accumulate"
+            kind = plan.weight_gradient if place == 0 else "accumulate"
             self.sum = {"split": SplitSum, "at_once": RoundedProduct}.get(kind, FloatSum)(
                 dw.tensor, dw.rounding
             )
@@ -58,46 +66,38 @@ class LinearTerm:
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
     def add_block(self, e_CB: Tensor, classes: slice, repair: Tensor | None) -> None:
-        """To the products that become the chunk's rows of dX; with `repair`, anew for marked row tiles."""
-        if self.dx is None:
+        """Where classes come in blocks: to the products that become the chunk's rows of dX; with `repair`,
+        anew for marked row tiles."""
+        if self.dx is None or self.plan.weight_gradient != "by_class":
             return
-        product_CD, weight_BD = self.product_CD[: e_CB.shape[0]], self.operand.weight(classes)
+        if self.product_CD is None:
+            self.product_CD = self._empty(e_CB.shape[0], self.plan.sum_dtype)
+        weight_BD, add = self.operand.weight(classes), classes.start > 0
         if repair is None:
-            product_of_rows(product_CD, e_CB, weight_BD, add=classes.start > 0)
+            product_of_rows(self.product_CD, e_CB, weight_BD, add=add)
         else:
-            repaired_product(product_CD, e_CB, weight_BD, repair, add=classes.start > 0)
+            repaired_product(self.product_CD, e_CB, weight_BD, repair, add=add)
 
-    def finish_rows(
-        self, x_CD: Tensor, row: Terms, target_C: Tensor, scale_C: Tensor, hit_C: Tensor, rows: slice
+    def add_chunk(
+        self, e_CV: Tensor, x_CD: Tensor, row: Terms, scale_C: Tensor, rows: slice, *, first: bool, last: bool
     ) -> None:
-        """The chunk's rows of dX, of the products and all else."""
+        """All that the chunk adds to dW but for the target rows."""
         if self.spread_x_D is not None:
             self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
-        if self.dx is not None:
-            row_kernels.input_gradient(
-                self.product_CD[: x_CD.shape[0]],
-                self.operand.weight_VD,
-                target_C,
-                row.ignored_N,
-                scale_C,
-                hit_C,
-                row.spread_N,
-                self.total_weight_D,
-                self.one if self.dx.rounding is None else self.dx.rounding,
-                self.dx.tensor[rows],
-            )
-
-    def add_chunk(self, e_CV: Tensor, x_CD: Tensor, scale_C: Tensor, *, first: bool, last: bool) -> None:
-        """All that the chunk adds to dW but for the target rows."""
         if self.sum is not None:
-            scaled_CD, factor = self.scaled_CD[: x_CD.shape[0]], self.sum.factor
+            scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
             row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
             self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
 
-    def finish(self, hit_N: Tensor, targets: tuple[Tensor, Tensor] | None) -> None:
+    def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
+        if self.scaled_CD is not None:
+            return self.scaled_CD[: rows.stop - rows.start]
+        assert self.dx is not None
+        return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
+
+    def finish(self, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
         """The rest of dW."""
-        del self.product_CD, self.scaled_CD
-        if self.sum is not None and targets is not None:
+        if self.sum is not None:
             self.finish_sum(self.sum, hit_N, targets)
             self.sum.round_in_place()
 
@@ -106,6 +106,33 @@ class LinearTerm:
         sum.add_target_rows(self.operand.input, hit_N, *targets)
         if self.spread_x_D is not None:
             sum.subtract_spread(self.class_weight_V, self.spread_x_D)
+
+    def finish_rows(self, e_CV: Tensor, row: Terms, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
+        """The chunk's rows of dX, some at a time, of the products and all else; over what dW needed."""
+        if self.dx is None:
+            return
+        C, dx_CD, sum_CD = rows.stop - rows.start, self.dx.tensor[rows], self.product_CD
+        self.product_CD = None
+        for piece in blocks(C, self.plan.product_rows):
+            of_piece = row[piece]
+            if sum_CD is None:
+                product_CD = self._empty(piece.stop - piece.start, self.plan.sum_dtype)
+                product(product_CD, e_CV[piece], self.operand.weight_VD)
+            else:
+                product_CD = sum_CD[piece]
+            row_kernels.input_gradient(
+                product_CD,
+                self.operand.weight_VD,
+                of_piece.target_N,
+                of_piece.ignored_N,
+                scale_C[piece],
+                hit_C[piece],
+                of_piece.spread_N,
+                self.total_weight_D,
+                self.one if self.dx.rounding is None else self.dx.rounding,
+                dx_CD[piece],
+            )
+            del product_CD  # before another is made
 
     def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, self.operand.D, dtype=dtype, device=self.one.device)

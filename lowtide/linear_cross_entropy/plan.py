@@ -9,6 +9,7 @@ import torch
 
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.operands import PRODUCT_ROWS
 from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
 from lowtide.linear_cross_entropy.workspace import (
     ROW_TILES,
@@ -23,6 +24,10 @@ from lowtide.linear_cross_entropy.workspace import (
 
 # One product for all tokens forms the rows of their targets again: for so many classes a token it pays.
 CLASSES_PER_TOKEN = 16
+
+# Where a product that becomes dX would take more than a fortieth of the workspace, it has half as many rows,
+# which are hardly slower: more rows to a chunk are worth more.
+PRODUCT_PART = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +46,17 @@ class Plan:
     """Operands of the products: that of the options, but float32 for half precision on the CPU."""
     copies_rows: tuple[bool, ...]
     """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
+    scales_in_gradient: tuple[bool, ...]
+    """Of each term, whether there is room for a chunk's rows, scaled for dW's product, where those of dX will
+    be (linear_term.py)."""
     rows: int
     """Tokens per chunk."""
     chunk_classes: int
     """Classes of a chunk at a time; V, but on the path without a pass ("by_class")."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
+    product_rows: int
+    """Tokens of a chunk whose products become dX at a time, on the path without a pass."""
     weight_gradient: WeightGradient
     """Of the first term; the others' are accumulated."""
     block_rows: int
@@ -81,9 +91,11 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         workspace=workspace,
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
+        scales_in_gradient=_scales_in_gradient(head, job, route),
         rows=sizes.rows,
         chunk_classes=sizes.chunk_classes,
         operand_classes=sizes.operand_classes,
+        product_rows=sizes.product_rows,
         weight_gradient=sizes.weight_gradient,
         block_rows=sizes.block_rows,
         block_classes=sizes.block_classes,
@@ -122,6 +134,13 @@ def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
     return weight_gradient(*_needs(head, options, job, route))
 
 
+def _scales_in_gradient(head: Head, job: Job, route: Route) -> tuple[bool, ...]:
+    return tuple(
+        grad and input.dtype.itemsize >= route.compute_dtype.itemsize
+        for input, grad in zip(head.inputs, job.wanted.inputs)
+    )
+
+
 def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, Needs]:
     """The workspace, and what takes how much of it."""
     wanted, sum_dtype, device = job.wanted, options.sum_dtype, head.device.type
@@ -136,8 +155,10 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         route.backend == "torch" and route.compute_dtype != sum_dtype
     )  # only a kernel rounds in place
     logit = sum_size + (operand_size if rounds_apart else 0)
+    found = product = 0
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
-        logits = V // 32 * _sums(options, job) + ((V + 8) * operand_size if wanted.some else 0)
+        logits = (V + 8) * operand_size if wanted.some else 0
+        found = V // 32 * _sums(options, job)
     elif route.distances:  # likewise, and four sums for every 128 (the interpreter's tiles are smaller)
         logits = V // 8 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
     else:
@@ -146,10 +167,13 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             logits += V * sum_size * _copies(options, job)
     row = logits + 24 * sum_size  # and statistics
     for k, D_k in enumerate(features):
-        row += (route.copies_rows[k] * operand_size + wanted.inputs[k] * sum_size) * D_k
-        if route.exponentials:
-            row += (wanted.weights[k] + wanted.bias) * D_k * operand_size
-            row += wanted.scale * D_k * sum_size
+        row += route.copies_rows[k] * operand_size * D_k
+        if not route.exponentials:
+            row += wanted.inputs[k] * sum_size * D_k
+            continue
+        product = max(product, wanted.inputs[k] * sum_size * D_k)
+        if wanted.weights[k] and not _scales_in_gradient(head, job, route)[k]:
+            row += D_k * operand_size
     # The bias, its gradient, and a chunk's share of that.
     vectors = (
         ((11 if route.exponentials else 3) * int(head.bias is not None) + int(job.class_weights))
@@ -197,13 +221,18 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             gradient_row=copies + 40 * wanted.bias,  # ones, to add up with
             class_sum=D * sum_size + 64 * wanted.bias,
         )
-    return allowed(options.workspace, device, weight_sum), Needs(
+    workspace = allowed(options.workspace, device, weight_sum)
+    fits = PRODUCT_PART * PRODUCT_ROWS * product <= workspace
+    return workspace, Needs(
         N=N,
         D=D,
         V=V,
         device=device,
         fixed=fixed,
         row=row,
+        found=found,
+        product=product,
+        product_rows=PRODUCT_ROWS if fits else PRODUCT_ROWS // 2,
         weight_sum=weight_sum,
         split_sum=split_sum,
         at_once=at_once,

@@ -5,6 +5,8 @@
                 it takes beside the gradient's own memory, where there is room for that: in 20 bits half
                 a byte for each weight (sum_kernels.py), on the CPU half of itself (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
+    piece       of the product that becomes the input's gradient, on the path without a pass; what is summed
+                up of each tile of logits has the same room before
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
 Where one chunk has room for all tokens, these are few beside the classes, and nothing is spread over all
@@ -58,6 +60,7 @@ class Needs:
     device: str
     fixed: int
     row: int
+    """Of a token of a chunk, as long as the chunk lasts."""
     weight_sum: int
     """The float32 sum of a weight gradient that is rounded in the end; 0 where none is."""
     weight_copy: int
@@ -72,10 +75,25 @@ class Needs:
     """What the sum takes beside the gradient where it uses its memory; 0 where the path has no such sum."""
     at_once: int = 0
     """What one product for all tokens takes beside its operands; 0 where the path cannot round in it."""
+    found: int = 0
+    """Of a token beside `row`, until dX's products are taken."""
+    product: int = 0
+    """Of a token of such a product."""
+    product_rows: int = 0
+    """Tokens, not bytes: of such a product, at most."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
     class_blocks: ClassBlocks | None = None
     """On the path without a pass."""
+
+    def chunk(self, rows: int) -> int:
+        return rows * self.row + max(rows * self.found, min(rows, self.product_rows) * self.product)
+
+    def most_rows(self, room: int) -> int:
+        """Of a chunk that takes no more."""
+        at_once = room // (self.row + max(self.found, self.product))
+        in_pieces = (room - self.product_rows * self.product) // self.row
+        return max(at_once, min(in_pieces, room // (self.row + self.found)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,7 @@ class Sizes:
     rows: int
     chunk_classes: int
     operand_classes: int
+    product_rows: int
     weight_gradient: WeightGradient
     block_rows: int
     block_classes: int
@@ -108,14 +127,12 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
         return "accumulate"
     fewest = FEWEST_ROWS[needs.device] // needs.recomputed
     room = workspace - needs.fixed - _least_copy(needs)
-    if needs.at_once and room >= needs.N * needs.row + needs.at_once:
+    if needs.at_once and room >= needs.chunk(needs.N) + needs.at_once:
         return "at_once"
-    if (
-        room
-        >= needs.weight_sum + (FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest) * needs.row
-    ):
+    fewest_of_sum = FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest
+    if room >= needs.weight_sum + needs.chunk(fewest_of_sum):
         return "accumulate"
-    return "split" if needs.split_sum and room >= needs.split_sum + fewest * needs.row else "by_class"
+    return "split" if needs.split_sum and room >= needs.split_sum + needs.chunk(fewest) else "by_class"
 
 
 def _least_copy(needs: Needs) -> int:
@@ -124,12 +141,15 @@ def _least_copy(needs: Needs) -> int:
 
 
 def least(needs: Needs) -> int:
-    return needs.fixed + needs.row + _least_copy(needs) + (2 * needs.class_sum if needs.weight_sum else 0)
+    row = needs.chunk(1)
+    if needs.class_blocks is not None:
+        row = max(row, needs.class_blocks.of_chunk(1, needs.V))
+    return needs.fixed + row + _least_copy(needs) + (2 * needs.class_sum if needs.weight_sum else 0)
 
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
     """`kind`, where it has been decided; a path that rounds in other ways forms class blocks in its place."""
-    N, V, row, tiles = needs.N, needs.V, needs.row, ROW_TILES[needs.device]
+    N, V, tiles = needs.N, needs.V, ROW_TILES[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
         raise too_small(workspace, least(needs), held)
@@ -144,23 +164,24 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     if needs.weight_copy:
         # An eighth of the room for the copy, the rest for rows: on the CPU quicker than a quarter (fewer
         # walks over the weight, copies nearer to its cache), and no slower than a sixteenth.
-        copied = max(_least_copy(needs), min(room // 8, room - row))
+        copied = max(_least_copy(needs), min(room // 8, room - needs.chunk(1)))
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
-    rows = max(N, 1) if kind == "at_once" else _rows(room, row, N, tiles)
-    if kind == "split" and needs.device == "cuda" and MOST_CHUNKS_OF_SUM * rows < N:
-        return spend(workspace, needs, "by_class")
     if kind == "by_class" and needs.class_blocks is not None and N:
+        rows = _rows(room // needs.class_blocks.of_chunk(1, V), N, tiles)
         rows, chunk_classes = class_blocks.chunk(needs.class_blocks, room, rows)
         block_rows, block_classes = class_blocks.block(needs.class_blocks, free)
-        return Sizes(rows, chunk_classes, operand_classes, kind, block_rows, block_classes)
+        return Sizes(rows, chunk_classes, operand_classes, rows, kind, block_rows, block_classes)
+    rows = max(N, 1) if kind == "at_once" else _rows(needs.most_rows(room), N, tiles)
+    if kind == "split" and needs.device == "cuda" and MOST_CHUNKS_OF_SUM * rows < N:
+        return spend(workspace, needs, "by_class")
 
     # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
     of_a_class = needs.class_sum + needs.weight_copy
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
-    block_rows = _rows(free - block_classes * of_a_class, of_a_row, N, tiles)
-    return Sizes(rows, V, operand_classes, kind, block_rows, block_classes)
+    block_rows = _rows((free - block_classes * of_a_class) // of_a_row, N, tiles)
+    return Sizes(rows, V, operand_classes, needs.product_rows, kind, block_rows, block_classes)
 
 
 def _beside(needs: Needs) -> dict[WeightGradient, int]:
@@ -177,7 +198,7 @@ def spent(needs: Needs, sizes: Sizes) -> int:
     """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
     copies = sizes.operand_classes * needs.weight_copy
     kind = sizes.weight_gradient
-    chunk = sizes.rows * needs.row + copies + (0 if kind == "accumulate" else _beside(needs)[kind])
+    chunk = needs.chunk(sizes.rows) + copies + (0 if kind == "accumulate" else _beside(needs)[kind])
     block = 0
     if kind == "by_class" and needs.class_blocks is not None:
         chunk = needs.class_blocks.of_chunk(sizes.rows, sizes.chunk_classes)
@@ -194,10 +215,10 @@ def _classes(room: int, size: int, V: int) -> int:
     return classes if classes == V or classes < 128 else classes - classes % 128
 
 
-def _rows(room: int, size: int, N: int, tiles: tuple[int, int]) -> int:
-    """Rows per chunk: few chunks of about the same size, in whole tiles, or in several tiles at a time where
-    a chunk has four times as many, and as long as the last chunk is no sliver."""
-    most = max(1, room // size)
+def _rows(most: int, N: int, tiles: tuple[int, int]) -> int:
+    """Rows per chunk, where `most` fit: few chunks of about the same size, in whole tiles, or in several at a
+    time where a chunk has four times as many, and as long as the last chunk is no sliver."""
+    most = max(1, most)
     if most >= N:
         return max(N, 1)
     tile, largest = tiles

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import operands, plan, route, sum_kernels, weight_sums
+from lowtide.linear_cross_entropy import (
+    operands,
+    plan,
+    repair_kernels,
+    route,
+    row_kernels,
+    sum_kernels,
+    weight_sums,
+)
 from tests.helpers import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -22,7 +30,8 @@ def everywhere(device, monkeypatch):
     monkeypatch.setattr(route, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
-    monkeypatch.setattr(operands, "PRODUCT_ROWS", 16)
+    for module in (operands, plan):
+        monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(route, "SECOND_FEATURES", 16)
     monkeypatch.setattr(weight_sums, "TARGETS", 16)
     monkeypatch.setattr(plan, "TARGETS", 16)
@@ -43,6 +52,26 @@ def everywhere(device, monkeypatch):
             out.copy_(wide)
 
     monkeypatch.setattr(weight_sums, "product", multiply_and_round)
+
+
+class Silent:
+    """A kernel that does nothing. (The interpreter holds on to the tensors of the last launch of each.)"""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+@pytest.fixture
+def silent(device, everywhere, monkeypatch):
+    """On the CPU: tiles as large as on a card, and nothing is computed in them. What is allocated does not
+    depend on that."""
+    if device == "cuda":
+        return
+    for module in (kernels, repair_kernels, row_kernels, sum_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Silent())
+    for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
+        monkeypatch.setattr(kernels, name, size)
 
 
 def several_blocks(device: str) -> tuple[int, int]:

@@ -26,17 +26,10 @@ from tests.helpers import (
 pytest.importorskip("triton")
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import (
-    class_blocks,
-    exponential_kernels,
-    exponentials,
-    plan,
-    repair_kernels,
-    row_kernels,
-)
+from lowtide.linear_cross_entropy import class_blocks, exponentials, plan
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.entry import cross_entropy
-from tests.linear_cross_entropy.on_exponentials import everywhere  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
 from tests.linear_cross_entropy.test_exponentials import OPTIONS
 from tests.linear_cross_entropy.test_several_terms import in_terms
 
@@ -187,24 +180,10 @@ def test_a_frequent_class_and_an_input_in_steps(device, sizes):
     run(Inputs(hidden[:, :-1], weight, target))
 
 
-class Silent:
-    """A kernel that does nothing. (The interpreter holds on to the tensors of the last launch of each.)"""
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: None
-
-
 @pytest.fixture
-def counted(device, everywhere, monkeypatch):  # noqa: F811
-    """Tokens, features and classes. What is allocated does not depend on what the kernels compute."""
-    if device == "cuda":
-        return 4096, 512, 16384
-    for module in (exponential_kernels, repair_kernels, row_kernels):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Silent())
-    for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
-        monkeypatch.setattr(exponential_kernels, name, size)
-    return 1000, 64, 6000
+def counted(device, silent):  # noqa: F811
+    """Tokens, features and classes."""
+    return (4096, 512, 16384) if device == "cuda" else (1000, 64, 6000)
 
 
 EXTRAS = [{}, {"bias": True, "class_weight": True, "logit_scale": True}]

@@ -5,9 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import ops
+from lowtide.linear_cross_entropy import ops, plan, route
 from lowtide.linear_cross_entropy.check import ArgumentError
-from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.route import Job, Wanted
 from lowtide.linear_cross_entropy.shapes import is_loss, workspace_of
 
 KIB = 1 << 10
@@ -46,6 +47,39 @@ def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
             call[4] = torch.empty_like(call[4], device="cuda")
             found.append(workspace_of("lowtide::linear_cross_entropy", call))
     assert found[1] - found[0] == 2 * call[1][0].numel()
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V", "dtype", "kind", "rows", "product_rows"),
+    [
+        (16384, 4096, 128256, torch.bfloat16, "split", 3072, 1024),
+        (16384, 4096, 128256, torch.float32, "accumulate", 4096, 1024),
+        (8192, 2304, 256000, torch.float32, "accumulate", 2048, 2048),
+    ],
+)
+def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
+    N, D, V, dtype, kind, rows, product_rows, monkeypatch
+):
+    """On a Hopper card, in 1 GiB: so little that these many fit."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(route, "_has_tensor_maps", lambda device: True)
+    with FakeTensorMode():
+        inputs, weights = (
+            torch.empty(size, D, dtype=each, device="cuda")
+            for size, each in ((N, torch.bfloat16), (V, dtype))
+        )
+        call = (
+            Head((inputs,), (weights,)),
+            Options(compute_dtype=torch.bfloat16, workspace=1 << 30),
+            Job(Wanted((True,), (True,), False, False), False, None, False),
+        )
+        made, held = plan.make_plan(*call), plan.held(*call)
+    assert made.exponentials
+    assert made.scales_in_gradient == (True,)
+    assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
+    copies = 2 * V * D if dtype == torch.float32 else 0
+    beside = V * D // 2 if kind == "split" else 0
+    assert rows * 2 * V + beside <= held - copies <= 1 << 30
 
 
 def test_the_operators_that_have_one():
