@@ -3,9 +3,7 @@ formed class by class: in two sweeps, of what belongs to tokens, and of what bel
 
 For a chunk of C tokens, the first takes blocks of B classes in turn: E [C, B], and dX_C += E W_B. For a
 block of B classes, the second takes chunks in turn: G [C, B], and dW_B += G^T X_C. Each pair is two products
-of C x B x D. How long they take is a matter of waves: of the tiles of a result each multiprocessor takes one
-at a time, and the last wave is as long as a full one. Beside that the sum is read and written for each pair,
-and a few small kernels are launched.
+of C x B x D, and an addition to the sum; their sizes are those that should take least time (predicted.py).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -13,12 +11,7 @@ Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a blo
 import functools
 from dataclasses import dataclass
 
-# Of an H100 or H200, and its tiles of 128 x 256 at about 0.7 PFLOP/s; seconds, and bytes a second.
-MULTIPROCESSORS, TILE_ROWS, TILE_COLUMNS = 132, 128, 256
-SECONDS_A_FEATURE = 12e-9
-BYTES_A_SECOND = 4e12
-# Of the kernels of a pair that take no time by their size: sums, and what repairs rows where some are marked.
-SECONDS_A_PAIR = 15e-6
+from lowtide.linear_cross_entropy import predicted
 
 MOST_CHUNKS = 8  # that the tokens of a block are cut into where there is room for fewer
 
@@ -64,7 +57,7 @@ def chunk(needs: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
             B -= needs.step
         if 0 < B < needs.V:
             found.append((C, _even(needs.V, B, needs.step)))
-    return min(found, key=lambda sizes: _seconds(needs, *sizes, out=sizes[0]))
+    return min(found, key=lambda sizes: _seconds(needs, *sizes, first=True))
 
 
 @functools.lru_cache(maxsize=64)
@@ -81,7 +74,7 @@ def block(needs: ClassBlocks, room: int) -> tuple[int, int]:
             found.append((C, B))
         found += [(C, each) for each in range(whole, whole // 2, -needs.step)]
         chunks = chunks + 1 if chunks < MOST_CHUNKS else 2 * chunks
-    return min(found, key=lambda sizes: _seconds(needs, *sizes, out=sizes[1]))
+    return min(found, key=lambda sizes: _seconds(needs, *sizes, first=False))
 
 
 def _even(size: int, most: int, step: int) -> int:
@@ -90,13 +83,9 @@ def _even(size: int, most: int, step: int) -> int:
     return min(size, -(-size // parts // step) * step)
 
 
-def _seconds(needs: ClassBlocks, C: int, B: int, *, out: int) -> float:
-    """Of a sweep whose sums are [out, D]."""
-    pairs = -(-needs.N // C) * -(-needs.V // B)
-    features = _waves(C, B) * needs.D + _waves(out, needs.D) * (C * B // out)
-    return pairs * (features * SECONDS_A_FEATURE + out * needs.D * 8 / BYTES_A_SECOND + SECONDS_A_PAIR)
-
-
-def _waves(rows: int, columns: int) -> int:
-    tiles = -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-    return -(-tiles // MULTIPROCESSORS)
+def _seconds(needs: ClassBlocks, C: int, B: int, *, first: bool) -> float:
+    """Of a sweep."""
+    pairs, D = -(-needs.N // C) * -(-needs.V // B), needs.D
+    product = predicted.product_of_rows(C, D, B) if first else predicted.product(B, D, C)
+    addition = predicted.addition(4 * D * (C if first else B))
+    return pairs * (predicted.exponentials(C, B, D) + product + addition)

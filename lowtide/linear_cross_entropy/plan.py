@@ -9,10 +9,10 @@ import torch
 
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.operands import PRODUCT_ROWS
+from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
 from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
 from lowtide.linear_cross_entropy.workspace import (
-    ROW_TILES,
+    ROW_TILE,
     TARGETS,
     Needs,
     WeightGradient,
@@ -211,7 +211,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             N=N,
             D=D,
             V=V,
-            step=ROW_TILES[device][0],
+            step=ROW_TILE[device],
             exponential=operand_size,
             found=sum_size * (1 + wanted.scale),
             statistics=V // 32 * _sums(options, job),

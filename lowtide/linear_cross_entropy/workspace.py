@@ -18,10 +18,11 @@ sizes of the path without a pass).
 Shapes: N tokens, D features, V classes.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.linear_cross_entropy import class_blocks
+from lowtide.linear_cross_entropy import class_blocks, predicted
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 
@@ -34,7 +35,7 @@ FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 # A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
 # is added to less often. On CUDA each time takes longer (8192 rows at a time in 20 bits still take 2 to 3 %
 # of a step less than 4096 in float32); on the CPU not, but it is rounded before backward's factor is known.
-FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 6144}
+FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
 
 # Chunks that a sum in 20 bits has at most: each rounds it, and the errors of 64 are a third of the one that
 # rounding to bfloat16 makes.
@@ -45,9 +46,8 @@ TARGETS = 512
 
 WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
 
-# Tensor-core tiles are 128 rows high, and cuBLAS cuts products of whole thousands best (dX of 5504 rows takes
-# a quarter longer a row than of 4096 or 6144); the CPU's row block matters less.
-ROW_TILES = {"cpu": (8, 8), "cuda": (128, 1024)}
+# Tensor-core tiles are 128 rows high; the CPU's row block matters less.
+ROW_TILE = {"cpu": 8, "cuda": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def least(needs: Needs) -> int:
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
     """`kind`, where it has been decided; a path that rounds in other ways forms class blocks in its place."""
-    N, V, tiles = needs.N, needs.V, ROW_TILES[needs.device]
+    N, V, tile = needs.N, needs.V, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
         raise too_small(workspace, least(needs), held)
@@ -168,11 +168,13 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
     if kind == "by_class" and needs.class_blocks is not None and N:
-        rows = _rows(room // needs.class_blocks.of_chunk(1, V), N, tiles)
+        rows = _rows(room // needs.class_blocks.of_chunk(1, V), N, tile)
         rows, chunk_classes = class_blocks.chunk(needs.class_blocks, room, rows)
         block_rows, block_classes = class_blocks.block(needs.class_blocks, free)
         return Sizes(rows, chunk_classes, operand_classes, rows, kind, block_rows, block_classes)
-    rows = max(N, 1) if kind == "at_once" else _rows(needs.most_rows(room), N, tiles)
+    rows = max(N, 1) if kind == "at_once" else _rows(needs.most_rows(room), N, tile)
+    if needs.device == "cuda" and rows < N:
+        rows = _quickest(needs, needs.most_rows(room), _bytes_of_sum(needs, kind))
     if kind == "split" and needs.device == "cuda" and MOST_CHUNKS_OF_SUM * rows < N:
         return spend(workspace, needs, "by_class")
 
@@ -180,7 +182,7 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     of_a_class = needs.class_sum + needs.weight_copy
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
-    block_rows = _rows((free - block_classes * of_a_class) // of_a_row, N, tiles)
+    block_rows = _rows((free - block_classes * of_a_class) // of_a_row, N, tile)
     return Sizes(rows, V, operand_classes, needs.product_rows, kind, block_rows, block_classes)
 
 
@@ -215,21 +217,37 @@ def _classes(room: int, size: int, V: int) -> int:
     return classes if classes == V or classes < 128 else classes - classes % 128
 
 
-def _rows(most: int, N: int, tiles: tuple[int, int]) -> int:
-    """Rows per chunk, where `most` fit: few chunks of about the same size, in whole tiles, or in several at a
-    time where a chunk has four times as many, and as long as the last chunk is no sliver."""
+def _rows(most: int, N: int, tile: int) -> int:
+    """Rows per chunk, where `most` fit: few chunks of about the same size, in whole tiles."""
     most = max(1, most)
     if most >= N:
         return max(N, 1)
-    tile, largest = tiles
-    if most < tile:
-        return -(-N // -(-N // most))
-    while tile < largest and 8 * tile <= most:
-        tile *= 2
-    while True:
-        whole = most - most % tile
-        even = -(-N // -(-N // whole))
-        rows = min(whole, -(-even // tile) * tile)
-        if tile == tiles[0] or N % rows == 0 or 4 * (N % rows) >= rows:
-            return rows
-        tile //= 2
+    chunks = -(-N // (most - most % tile)) if most >= tile else -(-N // most)
+    even = -(-N // chunks)
+    return even if most < tile else -(-even // tile) * tile
+
+
+def _bytes_of_sum(needs: Needs, kind: WeightGradient) -> int:
+    """That a chunk adds its share of the weight's gradient to; where none is wanted, long chunks do no
+    harm."""
+    if kind == "accumulate":
+        return needs.V * needs.class_sum
+    return 2 * needs.V * needs.D + needs.split_sum if kind == "split" else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _quickest(needs: Needs, most: int, bytes_of_sum: int) -> int:
+    """Rows per chunk, of those that fit in whole tiles, by the time that all chunks should take. (Of products
+    of the weight's gradient nothing depends on how tokens are cut but how often they are added up.)"""
+
+    def seconds(rows: int) -> float:
+        whole, rest = divmod(needs.N, rows)
+        return whole * of_chunk(rows) + (of_chunk(rest) if rest else 0)
+
+    def of_chunk(rows: int) -> float:
+        logits = predicted.exponentials(rows, needs.V, needs.D)
+        product = predicted.product_of_rows(rows, needs.D, needs.V, most=most_at_once)
+        return logits + product + predicted.addition(bytes_of_sum)
+
+    tile, most_at_once = ROW_TILE["cuda"], needs.product_rows or predicted.PRODUCT_ROWS
+    return min(range(tile, most + 1, tile), key=seconds, default=_rows(most, needs.N, tile))

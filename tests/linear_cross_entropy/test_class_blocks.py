@@ -26,7 +26,7 @@ from tests.helpers import (
 pytest.importorskip("triton")
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import class_blocks, exponentials, plan
+from lowtide.linear_cross_entropy import class_blocks, exponentials, plan, predicted
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.entry import cross_entropy
 from tests.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
@@ -238,6 +238,18 @@ def test_sizes_fit(room, N, D, V):
 
 
 def test_blocks_fill_the_waves_of_a_card():
-    """Of 132 multiprocessors, with tiles of 128 x 256: nearly all are at work in each product of 64 MiB."""
-    assert class_blocks.chunk(needs(), 60 << 20, 200)[0] == 1024
+    """In 64 MiB all 132 multiprocessors are at work: on 6 x 22 tiles of 128 x 192, and 128 of 128 x 256."""
+    assert class_blocks.chunk(needs(), 60 << 20, 200)[0] == 768
     assert class_blocks.block(needs(), 60 << 20) == (16384, 1024)
+
+
+@pytest.mark.parametrize(
+    ("D", "V", "measured"),  # by rows: ms on an H200, of E W with a float32 result
+    [
+        (2304, 256000, {896: 1.542, 1280: 2.351, 1408: 2.330, 1536: 3.062, 2048: 3.440}),
+        (4096, 128256, {1664: 3.025, 2048: 3.001, 2816: 4.581}),
+    ],
+)
+def test_the_waves_of_products_that_were_measured(D, V, measured):
+    for rows, ms in measured.items():
+        assert 1e3 * predicted.product(rows, D, V) == pytest.approx(ms, rel=0.03)

@@ -55,12 +55,14 @@ def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
         (16384, 4096, 128256, torch.bfloat16, "split", 3072, 1024),
         (16384, 4096, 128256, torch.float32, "accumulate", 4096, 1024),
         (8192, 2304, 256000, torch.float32, "accumulate", 2048, 2048),
+        (8192, 2304, 256000, torch.bfloat16, "split", 1408, 2048),
     ],
 )
 def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
     N, D, V, dtype, kind, rows, product_rows, monkeypatch
 ):
-    """On a Hopper card, in 1 GiB: so little that these many fit."""
+    """On a Hopper card, in 1 GiB: so little that these many fit. Of fewer that would do, those
+    whose products fill the waves of a card (predicted.py)."""
     pytest.importorskip("triton")
     monkeypatch.setattr(route, "_has_tensor_maps", lambda device: True)
     with FakeTensorMode():
