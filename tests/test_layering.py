@@ -56,6 +56,7 @@ ALLOWED = {
     "probabilities": {"distance_kernels", "gradients", "rows", "streamed", "weight_sums"},
     "shared_sum": {"operands"},
     "exponentials": {
+        "coefficient_kernels",
         "exponential_kernels",
         "exponential_rows",
         "gradients",
@@ -87,9 +88,11 @@ ALLOWED = {
     "sum_kernels": {"exponential_kernels"},
     "row_kernels": {"sum_kernels"},
     "repair_kernels": {"exponential_kernels"},
+    "coefficient_kernels": {"rows"},
 }
 KERNELS = {
     "kernels",
+    "coefficient_kernels",
     "distance_kernels",
     "exponential_kernels",
     "repair_kernels",

@@ -37,8 +37,7 @@ class ClassBlocks:
     """Of a class in the second."""
 
     def of_chunk(self, rows: int, classes: int) -> int:
-        pairs = -(-self.V // classes)
-        found = (classes // self.step + 2 + pairs) * self.found
+        found = (classes // self.step + 2) * self.found
         return rows * (self.row + max(found + (classes + 8) * self.exponential, self.statistics))
 
     def of_block(self, rows: int, classes: int) -> int:

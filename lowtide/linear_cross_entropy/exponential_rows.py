@@ -1,5 +1,5 @@
-"""On the path without a pass over the logits, what each row has: the target's logit, the loss, and what the
-gradient is made of beside E (exponentials.py has the mathematics).
+"""On the path without a pass over the logits, what each row has: the target's logit and the log-sum-exp
+(exponentials.py has the mathematics; coefficient_kernels.py, what the gradient is made of beside E).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
-from lowtide.linear_cross_entropy.rows import Statistics, Terms
+from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.streamed import Stream
 
 
@@ -21,11 +21,6 @@ class ExponentialRows(Stream):
     target_logit_N: Tensor
     scale_N: Tensor  # c
     hit_N: Tensor  # h
-
-    def take_gap(self, stat: Statistics, logit_C: Tensor) -> None:
-        distance_C = stat.max_N - logit_C
-        log_total_C = distance_C + (distance_C.neg().exp() + stat.sum_N).log()
-        stat.gap_N.copy_(torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C))
 
     def bend_(self, raw_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
         """z and its slope, where raw_C becomes u: the product with the bias."""
@@ -44,28 +39,6 @@ class ExponentialRows(Stream):
     def entropy_N(self, statistics: Statistics) -> Tensor:
         exp_N = (self.target_logit_N - statistics.max_N).exp()
         return (exp_N + statistics.sum_N).log() - statistics.mean_N
-
-    def coefficients(
-        self, row: Terms, stat: Statistics, logit_C: Tensor, slope_C: Tensor | None, rows: slice
-    ) -> None:
-        """c and h of G = c E + h [v = t]."""
-        exp_C = (logit_C - stat.max_N).exp_().masked_fill_(row.ignored_N, 1)
-        total_C = exp_C + stat.sum_N
-        pull_C = row.pull_N
-        if row.lse_pull_N is not None:
-            lse_C = logsumexp(stat, logit_C).masked_fill_(row.ignored_N, 0)
-            pull_C = pull_C + row.lse_pull_N * lse_C
-        # c e - hit, without the difference of two numbers near 1
-        hit_C = (pull_C - row.hit_N) * exp_C - row.hit_N * stat.sum_N
-        if row.tilt_N is None:
-            torch.div(pull_C, total_C, out=self.scale_N[rows])
-        else:  # pull and tilt are in E
-            torch.reciprocal(total_C, out=self.scale_N[rows])
-            distance_C = (logit_C - stat.max_N).masked_fill_(row.ignored_N | (exp_C == 0), 0)
-            hit_C += row.tilt_N * distance_C * exp_C
-        self.scale_N[rows].masked_fill_(row.ignored_N, 0)
-        hit_C /= total_C
-        self.hit_N[rows] = hit_C if slope_C is None else hit_C * slope_C
 
     def raw_smooth(self, chunks: list[Tensor]) -> Tensor:  # [C]: sum_v w_v u_v
         raw_C = total(each.sum_of_logits(x_CD) for each, x_CD in zip(self.linear, chunks))

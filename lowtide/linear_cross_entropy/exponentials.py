@@ -35,11 +35,12 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import row_kernels
+from lowtide.linear_cross_entropy.coefficient_kernels import coefficients
 from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp, total
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
 from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
-from lowtide.linear_cross_entropy.repair_kernels import tiles_of
+from lowtide.linear_cross_entropy.repair_kernels import reduce, tiles_of
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.weight_sums import FloatSum
 
@@ -85,10 +86,10 @@ class ExponentialStream(ExponentialRows):
                 smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
                 lse_C = logsumexp(stat, logit_C)
                 torch.sub(lse_C * self.total_weight(), smooth_C, out=stat.smooth_N)
+            scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
+            coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_statistics)
             if not wanted and not by_class:
                 continue
-            self.coefficients(row, stat, logit_C, slope_C, rows)
-            scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
             if moment_C is not None:
                 moment_C = moment_C * scale_C + hit_C * raw_C
                 if smoothing:
@@ -202,7 +203,7 @@ class ExponentialStream(ExponentialRows):
         logit_C: Tensor,
         take_statistics: bool,
     ) -> Tensor | None:
-        """E; S and gap of each row, and what log-probabilities are made of, where they are asked for; and,
+        """E; S of each row, and what log-probabilities are made of, where they are asked for; and,
         where classes come in blocks, the products that become dX. r becomes the largest logit where the
         target's was too far below it. Returns the part of the moment that the other classes have."""
         if take_statistics and self.plan.job.log_probs:
@@ -210,46 +211,38 @@ class ExponentialStream(ExponentialRows):
             self._run_log_probs(whole, row, stat, logit_C)
             return None
 
-        def by_block() -> Tensor:
-            return torch.empty(len(tiles), logit_C.shape[0], dtype=logit_C.dtype, device=self.device)
-
-        sum_PC = by_block() if take_statistics else None
-        moment_PC = None if stat.moment_N is None else by_block()
-        self._run_blocks(tiles, sum_PC, moment_PC, guarded=not take_statistics)
-        moment_C = None if moment_PC is None else moment_PC.sum(0)
-        if sum_PC is None:
+        moment_C = None if stat.moment_N is None else torch.empty_like(logit_C)
+        sum_C = stat.sum_N if take_statistics else None
+        self._run_blocks(tiles, sum_C, moment_C, guarded=not take_statistics)
+        if sum_C is None:
             return moment_C
-        torch.sum(sum_PC, 0, out=stat.sum_N)
-        far_C = ~(stat.sum_N <= LARGEST_SUM)  # or NaN
-        marked_C, repair = tiles_of(far_C)  # nothing is computed in what follows where no row is marked
-        for each, max_C in zip(tiles, sum_PC):
+        far_C = ~(sum_C <= LARGEST_SUM)  # or NaN
+        repair = tiles_of(far_C)  # nothing is computed in what follows where no row is marked
+        max_C = torch.empty_like(sum_C)
+        for p, each in enumerate(tiles):
             maxima = each.partials()
             each.run(maxima=maxima, repair=repair)
-            torch.amax(maxima, 0, out=max_C)
+            reduce(maxima, max_C, largest=True, add=p > 0, repair=repair)
             del maxima  # before others are made
-        stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, sum_PC.amax(0), stat.max_N))
-        self._run_blocks(tiles, sum_PC, moment_PC, repair=repair)
-        stat.sum_N.copy_(torch.where(marked_C, sum_PC.sum(0), stat.sum_N))
-        if moment_PC is not None:
-            moment_C = torch.where(marked_C, moment_PC.sum(0), moment_C)
-        self.take_gap(stat, logit_C)
+        stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
+        self._run_blocks(tiles, sum_C, moment_C, repair=repair)
         return moment_C
 
     def _run_blocks(
         self,
         tiles: list[kernels.Exponentials],
-        sum_PC: Tensor | None,
-        moment_PC: Tensor | None,
+        sum_C: Tensor | None,
+        moment_C: Tensor | None,
         *,
         repair: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
         for p, each in enumerate(tiles):
-            sums, moments = (None if found is None else each.partials() for found in (sum_PC, moment_PC))
+            sums, moments = (None if found is None else each.partials() for found in (sum_C, moment_C))
             each.run(sums=sums, moments=moments, repair=repair, guarded=guarded)
-            for partials, found_PC in ((sums, sum_PC), (moments, moment_PC)):
-                if partials is not None and found_PC is not None:
-                    torch.sum(partials, 0, out=found_PC[p])
+            for partials, found_C in ((sums, sum_C), (moments, moment_C)):
+                if partials is not None and found_C is not None:
+                    reduce(partials, found_C, add=p > 0, repair=repair)
             del sums, moments, partials  # before those of the next block are made
             for term in self.linear:
                 term.add_block(each.exp_CB, each.classes, repair)
@@ -263,7 +256,7 @@ class ExponentialStream(ExponentialRows):
         places = tiles.partials(torch.int32)
         tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
         max_C = maxima.amax(0)
-        _, repair = tiles_of(~max_C.isfinite() & ~row.ignored_N)
+        repair = tiles_of(~max_C.isfinite() & ~row.ignored_N)
         tiles.run(maxima=maxima, places=places, repair=repair)
         stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
         del places
@@ -274,7 +267,6 @@ class ExponentialStream(ExponentialRows):
         shift.exp_()
         torch.sum(sums.mul_(shift), 0, out=stat.sum_N)
         mean_C = means.mul_(shift).sum(0)
-        self.take_gap(stat, logit_C)
         distance_C = stat.max_N - logit_C
         exp_C = distance_C.neg().exp()
         excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)

@@ -1,10 +1,10 @@
-"""Row tiles that are marked (exponentials.py says which), and the Triton kernel of a product anew for these.
+"""Row tiles that are marked (exponentials.py says which), and Triton kernels: what tiles found, added up,
+and a product, of all rows or anew for these.
 
-Shapes: C tokens of a chunk, B classes of a block, D features; lower case = one tile.
+Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one tile.
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +14,46 @@ from lowtide.linear_cross_entropy.exponential_kernels import describe
 
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8
+# At a time, of what each half of a tile has of a row.
+REDUCED_ROWS, REDUCED_PARTS = 32, 128
+
+
+@triton.jit
+def _mark_kernel(rows_C_ptr, repair_ptr, C, BLOCK_C: tl.constexpr):
+    """Grid: one program a row tile. The marks begin as 0."""
+    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    marked = tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0)
+    tl.store(repair_ptr + 1 + tl.program_id(0), marked)
+    if marked != 0:
+        tl.store(repair_ptr, 1)
+
+
+@triton.jit
+def _reduce_kernel(
+    partials_TC_ptr, out_C_ptr, repair_ptr, T, C,
+    LARGEST: tl.constexpr, ADD: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Grid: (C / BLOCK_C,). Where no tile is marked, which is nearly always, it returns at once."""
+    first = tl.program_id(0) * BLOCK_C
+    marked = 1
+    if repair_ptr is not None:
+        marked = tl.load(repair_ptr + 1 + first // HEIGHT)
+    if marked != 0:
+        rows = first + tl.arange(0, BLOCK_C)
+        NEUTRAL: tl.constexpr = -float("inf") if LARGEST else 0.0
+        found_tc = tl.full((BLOCK_T, BLOCK_C), NEUTRAL, tl.float32)
+        for start in range(0, T, BLOCK_T):
+            parts = start + tl.arange(0, BLOCK_T)
+            mask_tc = (parts[:, None] < T) & (rows[None, :] < C)
+            place_tc = parts[:, None].to(tl.int64) * C + rows[None, :]
+            more_tc = tl.load(partials_TC_ptr + place_tc, mask=mask_tc, other=NEUTRAL)
+            found_tc = tl.maximum(found_tc, more_tc) if LARGEST else found_tc + more_tc
+        found_c = tl.max(found_tc, 0) if LARGEST else tl.sum(found_tc, 0)
+        if ADD:
+            before_c = tl.load(out_C_ptr + rows, mask=rows < C, other=NEUTRAL)
+            found_c = tl.maximum(found_c, before_c) if LARGEST else found_c + before_c
+        tl.store(out_C_ptr + rows, found_c, mask=rows < C)
 
 
 @triton.jit
@@ -47,12 +87,25 @@ def _repaired_product_kernel(
         tl.store(sum_CD_ptr + place_cd, sum_cd, mask=mask_cd)
 
 
-def tiles_of(rows_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows whose row tile has any of these; and marks: of any tile, and of each."""
+def tiles_of(rows_C: Tensor) -> Tensor:
+    """Marks: whether any row tile has any of these rows; and of each whether it has."""
     height = exponential_kernels.BLOCK_C
-    marked = F.pad(rows_C, (0, -rows_C.shape[0] % height)).view(-1, height).any(1)
-    repair = torch.cat([marked.any()[None], marked]).int()
-    return marked[:, None].expand(-1, height).flatten()[: rows_C.shape[0]], repair
+    C, tiles = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
+    repair = torch.zeros(1 + tiles, dtype=torch.int32, device=rows_C.device)
+    _mark_kernel[(tiles,)](rows_C, repair, C, BLOCK_C=height)
+    return repair
+
+
+def reduce(
+    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, add: bool, repair: Tensor | None = None
+) -> None:
+    """out (+)= the sum over what each half of a tile has, or the largest; with `repair`, in marked tiles."""
+    (T, C), height = partials_TC.shape, exponential_kernels.BLOCK_C
+    rows = min(REDUCED_ROWS, height)
+    _reduce_kernel[(triton.cdiv(C, rows),)](
+        partials_TC, out_C, repair, T, C, LARGEST=largest, ADD=add, HEIGHT=height, BLOCK_C=rows,
+        BLOCK_T=REDUCED_PARTS, num_warps=8,
+    )  # fmt: skip
 
 
 def repaired_product(sum_CD: Tensor, exp_CB: Tensor, weight_BD: Tensor, repair: Tensor, *, add: bool) -> None:

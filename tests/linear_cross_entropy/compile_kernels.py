@@ -243,6 +243,24 @@ BUILDS = {
          "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
+    "marks": Build("repair_kernels", "_mark_kernel", {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
+        "BLOCK_C": 128}, warps=4),
+    "parts, added up": Build(
+        "repair_kernels", "_reduce_kernel",
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": None, "T": I32, "C": I32, "LARGEST": False,
+         "ADD": False, "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    ),
+    "parts, the largest": Build(
+        "repair_kernels", "_reduce_kernel",
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
+         "ADD": True, "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    ),
+    "coefficients": Build(
+        "coefficient_kernels", "_coefficients_kernel",
+        {**dict.fromkeys((f"{name}_C_ptr" for name in (
+            "logit", "max", "sum", "pull", "hit", "lse_pull", "tilt", "slope", "gap", "scale_out", "hit_out"
+        )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
+    ),
     "20 bits, first product": _add_product(ADD=False),
     "20 bits, another product": _add_product(ADD=True),
     "20 bits, the last product": _add_product(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import (
+    coefficient_kernels,
     operands,
     plan,
     repair_kernels,
@@ -17,6 +17,7 @@ from lowtide.linear_cross_entropy import (
     sum_kernels,
     weight_sums,
 )
+from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from tests.helpers import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -67,7 +68,7 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    for module in (kernels, repair_kernels, row_kernels, sum_kernels):
+    for module in (kernels, coefficient_kernels, repair_kernels, row_kernels, sum_kernels):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
