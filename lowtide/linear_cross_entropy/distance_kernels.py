@@ -1,5 +1,5 @@
-"""Triton kernels of class probabilities (probabilities.py has the mathematics): a product whose tiles leave
-as distances below the largest logit of a row, and the pass that makes the gradient of them; their launchers.
+"""The product of class probabilities (probabilities.py has the mathematics), whose tiles leave as distances
+below the largest logit of a row: a Triton kernel and its launcher. distance_pass.py makes the gradient.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
 of the product's tiles, with 4 numbers each: the largest z, and the sums of exp(-d), y and y d; lower case =
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as tiles
 from lowtide.linear_cross_entropy.exponential_kernels import LOG2_E, halves, product_of_tile, tile_at
-from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
+from lowtide.linear_cross_entropy.rows import Columns
 
 # Of a distance, to 1; the last of 2^16 numbers is infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)
@@ -24,8 +24,12 @@ STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)
 WHOLE = tl.constexpr(8388608.0)
 # A distance whose exponential is 0, and which times 0 is 0.
 NOTHING = tl.constexpr(200.0)
-# Of the pass: classes at a time, and warps.
-BLOCK, WARPS = 8192, 16
+
+
+@triton.jit
+def inside(columns, B, CUT: tl.constexpr):
+    """Which columns there are. All of them, if that is known, is a constant: masks of it cost nothing."""
+    return columns < B if CUT else tl.full(columns.shape, True, tl.int1)
 
 
 @triton.jit
@@ -102,56 +106,8 @@ def _distances_kernel(
             tl.store(ptrs, found_c4, mask=(rows < C)[:, None])
 
 
-@triton.jit
-def _gradient_kernel(
-    found_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr, soft_C_ptr, lse_pull_C_ptr,
-    max_C_ptr, sum_C_ptr, mass_C_ptr, cross_C_ptr, B, T, stride, soft_row_stride, soft_stride, keep, floor,
-    SMOOTHED: tl.constexpr, GRADIENT: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Puts the parts of a row together, and its gradient in the place of its distances. Grid: (C,)."""
-    row = tl.program_id(0).to(tl.int64)
-    found_ptr = found_CT4_ptr + row * 4 * T
-    part = tl.arange(0, PARTS)
-    max_t = tl.load(found_ptr + 4 * part, mask=part < T, other=-float("inf"))
-    sum_t = tl.load(found_ptr + 4 * part + 1, mask=part < T, other=0.0)
-    mass_t = tl.load(found_ptr + 4 * part + 2, mask=part < T, other=0.0)
-    cross_t = tl.load(found_ptr + 4 * part + 3, mask=part < T, other=0.0)
-    row_max = tl.max(max_t, 0)
-    row_sum, mass = tl.sum(sum_t * tl.exp(max_t - row_max), 0), tl.sum(mass_t, 0)
-    log_sum = tl.log(row_sum)
-    if max_C_ptr is not None:
-        shift_t = tl.where(max_t == -float("inf"), 0.0, max_t) - row_max
-        cross = tl.sum(cross_t + mass_t * tl.where(part < T, log_sum - shift_t, 0.0), 0)
-        tl.store(max_C_ptr + row, row_max)
-        tl.store(sum_C_ptr + row, row_sum)
-        tl.store(mass_C_ptr + row, mass)
-        tl.store(cross_C_ptr + row, cross)
-    if GRADIENT:
-        soft = tl.load(soft_C_ptr + row)
-        pull = soft * mass
-        if lse_pull_C_ptr is not None:
-            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
-        slant = pull / row_sum
-        soft_ptr, column = soft_CB_ptr + row * soft_row_stride, tl.arange(0, WIDTH)
-        for start in range(0, T, BLOCK_T):
-            own = start + tl.arange(0, BLOCK_T)
-            own_max = tl.load(found_ptr + 4 * own, mask=own < T, other=-float("inf"))
-            columns = own[:, None] * WIDTH + column[None, :]
-            place = row * stride + columns
-            distance_th = tl.load(distance_CB_ptr + place, mask=columns < B, other=0)
-            if distance_CB_ptr.dtype.element_ty == tl.int16:
-                bits_th = distance_th.to(tl.int32) & FURTHEST
-                distance_th = tl.where(bits_th < FURTHEST, bits_th.to(tl.float32) / STEPS, float("inf"))
-            exp_th = tl.exp2(distance_th * -LOG2_E)
-            soft_th = load_soft(soft_ptr, soft_stride, columns, columns < B)
-            soft_th = smoothed(soft_th, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
-            grad_th = exp_th * (tl.exp(own_max - row_max) * slant)[:, None] - soft * soft_th
-            tl.store(grad_CB_ptr + place, grad_th.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
-
-
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """What the gradient's kernel wants to know of each part of a row, [C, T, 4]; and the distances, where
+    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
     there is a place for them."""
     (x_CD, weight_VD), *others = (tiles.described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)
@@ -172,30 +128,6 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
         num_stages=tiles.STAGES - (not _loads_wide(soft)), num_warps=tiles.WARPS,
     )  # fmt: skip
     return found_CT4
-
-
-def gradient(
-    found_CT4: Tensor,
-    grad_CV: Tensor | None,  # None: statistics alone
-    terms: Terms,
-    statistics: Statistics,
-    columns: Columns,
-    *,
-    take_statistics: bool,
-) -> None:
-    C, T, _ = found_CT4.shape
-    soft: Any = columns.soft_CB
-    V, width = soft.shape[1], tiles.BLOCK_B // 2
-    stat: Any = [None] * 4
-    if take_statistics:
-        stat = [statistics.max_N, statistics.sum_N, statistics.mass_N, statistics.cross_N]
-    placed = found_CT4 if grad_CV is None else grad_CV
-    _gradient_kernel[(C,)](
-        found_CT4, place_of_distances(placed), placed, soft, columns.class_weight_B, terms.soft_N,
-        terms.lse_pull_N, *stat, V, T, placed.stride(0), *soft.stride(), *columns.smoothing,
-        SMOOTHED=columns.smoothing != (1, 0), GRADIENT=grad_CV is not None, WIDTH=width,
-        PARTS=triton.next_power_of_2(T), BLOCK_T=BLOCK // width, num_warps=WARPS,
-    )  # fmt: skip
 
 
 def _loads_wide(soft: Tensor) -> bool:

@@ -114,6 +114,24 @@ def _distances(**changes: Any) -> Build:
     return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
+def _distance_gradient(**changes: Any) -> Build:
+    arguments = {
+        "found_CT4_ptr": F32,
+        "distance_CB_ptr": "*i16",
+        "grad_CB_ptr": "*bf16",
+        "soft_CB_ptr": "*bf16",
+        "class_weight_B_ptr": None,
+        "soft_C_ptr": F32,
+        **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32),
+        "soft_stride": 1,
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SMOOTHED": False,
+        "WIDTH": 128,
+        "BLOCK": 8192,
+    }
+    return Build("distance_pass", "_gradient_kernel", arguments | changes, warps=8, targets=(90,))
+
+
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
@@ -195,14 +213,15 @@ BUILDS = {
     "distances, all": _distances(
         **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=160
     ),
-    "distances, gradient": Build(
-        "distance_kernels", "_gradient_kernel",
-        {"found_CT4_ptr": F32, "distance_CB_ptr": "*i16", "grad_CB_ptr": "*bf16", "soft_CB_ptr": "*bf16",
-         "class_weight_B_ptr": None, "soft_C_ptr": F32, "lse_pull_C_ptr": None,
-         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32),
-         **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32), "soft_stride": 1,
-         **dict.fromkeys(("keep", "floor"), "fp32"), "SMOOTHED": False, "GRADIENT": True, "WIDTH": 128,
-         "PARTS": 1024, "BLOCK_T": 64}, warps=16,
+    "distances, rows": Build(
+        "distance_pass", "_rows_kernel",
+        {"found_CT4_ptr": F32, "soft_C_ptr": F32, "lse_pull_C_ptr": F32,
+         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32), "T": I32,
+         "GRADIENT": True, "PARTS": 1024}, warps=4, targets=(90,),
+    ),
+    "distances, gradient": _distance_gradient(),
+    "distances, gradient, all": _distance_gradient(
+        class_weight_B_ptr=F32, soft_stride=I32, SMOOTHED=True
     ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
@@ -301,6 +320,7 @@ LEFT_OUT = {
         "distances, sums",
         "distances, strided",
         "distances, two terms",
+        "distances, gradient",
         "20 bits, another product",
     ),
 }
