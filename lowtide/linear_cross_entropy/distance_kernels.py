@@ -2,8 +2,8 @@
 below the largest logit of a row: a Triton kernel and its launcher. distance_pass.py makes the gradient.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
-of the product's tiles, with 4 numbers each: the largest z, and the sums of exp(-d), y and y d; lower case =
-one tile, h a half of its classes, q a quarter.
+of the product's tiles, with 4 numbers each: the largest z, and the sums of y, exp(-d) and y d; lower case =
+one tile, h a half of its classes. PTX: with instructions by hand, which Triton's interpreter does not know.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as tiles
-from lowtide.linear_cross_entropy.exponential_kernels import LOG2_E, halves, product_of_tile, tile_at
+from lowtide.linear_cross_entropy.exponential_kernels import LOG2_E, halves, tile_at
 from lowtide.linear_cross_entropy.rows import Columns
 
 # Of a distance, to 1; the last of 2^16 numbers is infinity.
@@ -50,60 +50,170 @@ def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.co
 
 
 @triton.jit
+def _read_wide(ptrs):
+    """bfloat16 numbers, 8 that lie side by side at each pointer. By hand: what tl.load reads has a layout of
+    its own, and of two that meet Triton 3.6 takes that of the last load or product in the text. So float32
+    distances would go through shared memory to come to y's, where y, of half the bytes, may come to theirs.
+    """
+    C: tl.constexpr = ptrs.shape[0]
+    H: tl.constexpr = ptrs.shape[1] * 8
+    a, b, c, d = tl.inline_asm_elementwise(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [ptrs.to(tl.int64)],
+        (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    pairs = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (C, H // 2))
+    bits_ch = tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), (C, H))
+    return bits_ch.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _read_each(ptrs, z_ch, PTX: tl.constexpr):
+    """Numbers that lie apart. In the layout of z_ch, which is named for no other reason: Triton would turn
+    whole float32 tiles around, in as much shared memory as a stage takes."""
+    if PTX:
+        bits_ch = tl.inline_asm_elementwise(
+            "ld.global.b16 $0, [$1];", "=h,l,f", [ptrs.to(tl.int64), z_ch], tl.int16, is_pure=False, pack=1
+        )
+        return bits_ch.to(tl.bfloat16, bitcast=True)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _soft_of_half(
+    soft_CB_ptr, z_ch, rows, first, C, B, row_stride, stride,
+    CUT: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The class probabilities; beyond the last row or class those of others."""
+    H: tl.constexpr = z_ch.shape[1]
+    ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * row_stride)[:, None]
+    if WIDE:
+        columns = (first + 8 * tl.arange(0, H // 8))[None, :]
+        return _read_wide(ptrs + (tl.minimum(columns, B - 8) if CUT else columns))
+    else:
+        columns = (first + tl.arange(0, H))[None, :]
+        columns = tl.minimum(columns, B - 1) if CUT else columns
+        return _read_each(ptrs + columns.to(tl.int64) * stride, z_ch, PTX)
+
+
+@triton.jit
+def _in_16_bits(distance_ch, PTX: tl.constexpr):
+    """Cut off on the pipe of products, which has twice the lanes of that of minima. A NaN becomes some
+    number: it is in its row's sums, and so in the whole row."""
+    if PTX:
+        share_ch = tl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, $2;", "=f,f,f", [distance_ch, STEPS / FURTHEST],
+            tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        share_ch = tl.minimum(distance_ch * (STEPS / FURTHEST), 1.0)
+    whole_ch = tl.fma(share_ch, FURTHEST * 1.0, WHOLE)
+    return (whole_ch.to(tl.int32, bitcast=True) & FURTHEST).to(tl.int16)
+
+
+@triton.jit
+def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
+    """All four at once. A store of Triton's goes through shared memory; here the four lanes that know a row
+    write the same 16 bytes."""
+    if PTX:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5};"
+            " mov.u32 $0, 0; }",
+            "=r,l,f,f,f,f,r", [ptrs.to(tl.int64), max_c, sum_c, mass_c, cross_c, mask.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        found_c4 = tl.reshape(tl.join(tl.join(max_c, mass_c), tl.join(sum_c, cross_c)), (max_c.shape[0], 4))
+        tl.store(ptrs[:, None] + tl.arange(0, 4)[None, :], found_c4, mask=mask[:, None])
+
+
+@triton.jit
+def _leave(
+    z_ch, distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr, found_ptrs, rows, first_row, first,
+    C, B, soft_row_stride, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """What half a tile leaves."""
+    H: tl.constexpr = z_ch.shape[1]
+    columns = (first + tl.arange(0, H))[None, :]
+    mask = inside(columns, B, CUT)
+    soft_ch = _soft_of_half(
+        soft_CB_ptr, z_ch, rows, first, C, B, soft_row_stride, soft_stride, CUT, WIDE, PTX
+    )
+    soft_ch = tl.where(mask, soft_ch, 0.0)
+    if bias_B_ptr is not None:
+        z_ch += tl.load(bias_B_ptr + columns, mask=mask, other=0.0)
+    if scale is not None:
+        z_ch *= scale
+    z_ch = tl.where(mask, z_ch, -float("inf"))
+    max_c = tl.max(z_ch, 1)
+    distance_ch = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_ch
+    distance_ch = tl.where(mask, distance_ch, NOTHING)
+    if STORE:
+        if distance_CB.dtype == tl.int16:
+            distance_CB.store([first_row, first], _in_16_bits(distance_ch, PTX))
+        else:
+            distance_CB.store([first_row, first], distance_ch)
+    soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
+    mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
+    sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)  # last: y's registers are free by then
+    _store_found(found_ptrs, max_c, sum_c, mass_c, cross_c, rows < C, PTX)
+
+
+@triton.jit
 def _distances_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB_ptr, class_weight_B_ptr,
     found_CT4_ptr, C, B, D, T, soft_row_stride, soft_stride, keep, floor,
-    SMOOTHED: tl.constexpr, STORE: tl.constexpr, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
+    SMOOTHED: tl.constexpr, STORE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Of each row and half a tile, in float32: the largest z; with d = largest - z the sum of exp(-d);
     the sums of y and of y d. And d itself, in 16 bits if its place is no wider. Grid: one program a
-    multiprocessor, tiles in turn."""
-    tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
-    scale = 1.0
+    multiprocessor, tiles in turn.
+
+    As one loop of all steps of all tiles: Triton 3.6, making one of two (flatten=True), fails at an `if` that
+    is no choice between numbers."""
+    tiles_c, tiles_b, steps = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B), tl.cdiv(D, BLOCK_D)
+    scale = None
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    for tile in tl.range(tl.program_id(0), tiles_c * tiles_b, PROGRAMS, flatten=True):
-        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
-        rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        soft_ptrs = soft_CB_ptr + (rows.to(tl.int64) * soft_row_stride)[:, None]
-        u_cb = product_of_tile(x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D, BLOCK_C, BLOCK_B, BLOCK_D)
-        halves_ch = halves(u_cb)
-        for half in tl.static_range(2):
-            z_ch = halves_ch[half]
-            first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
-            columns = (first + tl.arange(0, BLOCK_B // 2))[None, :]
-            beyond = first + BLOCK_B // 2 > B
-            # In two parts: what has been joined takes the product's layout, one tile would impose its own.
-            left = (first + tl.arange(0, BLOCK_B // 4))[None, :]
-            right = left + BLOCK_B // 4
-            left_cq = load_soft(soft_ptrs, soft_stride, left, (rows < C)[:, None] & (left < B))
-            right_cq = load_soft(soft_ptrs, soft_stride, right, (rows < C)[:, None] & (right < B))
-            soft_ch = tl.reshape(tl.permute(tl.join(left_cq, right_cq), (0, 2, 1)), (BLOCK_C, BLOCK_B // 2))
-            if bias_B_ptr is not None:
-                z_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)
-            if scale_ptr is not None:
-                z_ch *= scale
-            if beyond:
-                z_ch = tl.where(columns < B, z_ch, -float("inf"))
-            max_c = tl.max(z_ch, 1)
-            distance_ch = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_ch
-            if beyond:
-                distance_ch = tl.where(columns < B, distance_ch, NOTHING)
-            if STORE:
-                stored_ch = distance_ch
-                if distance_CB.dtype == tl.int16:
-                    whole_ch = tl.minimum(tl.fma(distance_ch, STEPS, WHOLE), WHOLE + FURTHEST)
-                    stored_ch = (whole_ch.to(tl.int32, bitcast=True) & FURTHEST).to(tl.int16)
-                distance_CB.store([tile_c * BLOCK_C, first], stored_ch)
-            sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)
-            soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, columns < B, SMOOTHED)
-            mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
-            # All four at once: each store of rows has to go through shared memory.
-            found_c4 = tl.reshape(tl.join(tl.join(max_c, mass_c), tl.join(sum_c, cross_c)), (BLOCK_C, 4))
-            part = rows.to(tl.int64) * T + 2 * tile_b + half
-            ptrs = found_CT4_ptr + 4 * part[:, None] + tl.arange(0, 4)[None, :]
-            tl.store(ptrs, found_c4, mask=(rows < C)[:, None])
+    tile, step = tl.program_id(0) - PROGRAMS, -1
+    tile_c, tile_b = 0, 0
+    u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
+    for _ in range(0, tl.cdiv(tiles_c * tiles_b - tl.program_id(0), PROGRAMS) * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            tile += PROGRAMS
+            tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
+        x_cd = x_CD.load([tile_c * BLOCK_C, step * BLOCK_D])
+        weight_bd = weight_BD.load([tile_b * BLOCK_B, step * BLOCK_D])
+        u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
+        if step == steps - 1:
+            first_row, first = tile_c * BLOCK_C, tile_b * BLOCK_B
+            if x_CR is not None:
+                x_cr, weight_br = x_CR.load([first_row, 0]), weight_BR.load([first, 0])
+                u_cb = tl.dot(x_cr, weight_br.T, u_cb)
+            rows = first_row + tl.arange(0, BLOCK_C)
+            found_ptrs = found_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
+            halves_ch = halves(u_cb)  # here, so that the product is waited for once
+            # The whole epilogue twice: a branch, where masks would be a choice for each number. And nothing
+            # comes together behind it, which would let y's layout be the first.
+            if first + BLOCK_B > B:
+                for half in tl.static_range(2):
+                    _leave(
+                        halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
+                        found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
+                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, True, WIDE, PTX,
+                    )  # fmt: skip
+            else:
+                for half in tl.static_range(2):
+                    _leave(
+                        halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
+                        found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
+                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, False, WIDE, PTX,
+                    )  # fmt: skip
+            u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
@@ -113,28 +223,25 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(terms[0][0].device)
-    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=terms[0][0].device)
+    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(soft.device)
+    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     out = (
         None
         if out_CV is None
         else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     )
+    row_stride, stride = soft.stride()
+    ptx = soft.is_cuda
+    wide = ptx and stride == 1 and row_stride % 8 == 0 and soft.data_ptr() % 16 == 0
     _distances_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,
-        columns.class_weight_B, found_CT4, C, V, D, T, *soft.stride(), *columns.smoothing,
-        SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PROGRAMS=programs, GROUP=tiles.GROUP,
+        columns.class_weight_B, found_CT4, C, V, D, T, row_stride, stride, *columns.smoothing,
+        SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, WIDE=wide, PTX=ptx,
+        PROGRAMS=programs, GROUP=tiles.GROUP,
         BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
-        num_stages=tiles.STAGES - (not _loads_wide(soft)), num_warps=tiles.WARPS,
+        num_stages=tiles.STAGES, num_warps=tiles.WARPS,
     )  # fmt: skip
     return found_CT4
-
-
-def _loads_wide(soft: Tensor) -> bool:
-    """Whether a thread loads several at once. If not, Triton turns whole float32 tiles around, in as much
-    shared memory as a stage takes."""
-    row, column = soft.stride()
-    return column == 1 and row % 16 == 0 and soft.data_ptr() % 16 == 0
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:

@@ -104,13 +104,15 @@ def _distances(**changes: Any) -> Build:
         **dict.fromkeys(("keep", "floor"), "fp32"),
         "SMOOTHED": False,
         "STORE": True,
+        "WIDE": True,
+        "PTX": True,
         "PROGRAMS": 132,
         "GROUP": 8,
         "BLOCK_C": 128,
         "BLOCK_B": 256,
         "BLOCK_D": 64,
     }
-    spills, stages = changes.pop("spills", 0), 2 if "soft_stride" in changes else 3
+    spills, stages = changes.pop("spills", 0), 3
     return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
@@ -208,7 +210,7 @@ BUILDS = {
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
     "distances": _distances(),
     "distances, sums": _distances(distance_CB=None, STORE=False),
-    "distances, strided": _distances(soft_stride=I32, spills=720),
+    "distances, strided": _distances(soft_stride=I32, WIDE=False, spills=256),
     "distances, two terms": _distances(**_TWO_TERMS, spills=32),
     "distances, all": _distances(
         **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=160
