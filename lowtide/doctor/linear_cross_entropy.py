@@ -93,7 +93,7 @@ class Call:
         if self.gradients:
             found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
                 sum_dtype=_name(plan.sum_dtype),
-                split="20 bits, half a byte for each weight beside it"
+                split=f"{plan.sum_bits} bits, {plan.sum_bits - 16} for each weight beside it"
                 if plan.exponentials
                 else "float32, two bytes for each weight beside it",
                 block_classes=plan.block_classes,

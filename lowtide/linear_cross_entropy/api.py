@@ -83,11 +83,12 @@ def linear_cross_entropy(
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
         precision on the CPU) and are summed in float32, as are the logits, the statistics and the gradient
-        of the weight (on Hopper, where four bytes a weight leave too little for the rows of a chunk, in 20
-        bits: each chunk, of 64 at most, rounds by at most 2^-12); float64 stays float64. Each gradient is
-        rounded once, for mean and sum twice if the upstream gradient is no power of two. The loss is float32
-        for half-precision input: a bfloat16 loss has three digits. Beside bfloat16 probabilities, on Hopper,
-        the softmax in a logit's gradient is known to 5e-4 of itself before that is rounded to bfloat16.
+        of the weight (on Hopper, where four bytes a weight leave too little for the rows of a chunk, in 24
+        bits, where one byte does in 20: each chunk rounds by at most 2^-16 or 2^-12 of what it adds up to);
+        float64 stays float64. Each gradient is rounded once, for mean and sum twice if the upstream gradient
+        is no power of two. The loss is float32 for half-precision input: a bfloat16 loss has three digits.
+        Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient is known to 5e-4 of itself
+        before that is rounded to bfloat16.
         Beside probabilities it is float64 where they, or the class weights, are.
 
     Memory:

@@ -65,7 +65,9 @@ class ExponentialStream(ExponentialRows):
         ]
         width = plan.chunk_classes if wanted else self.V
         exp_CB: Any = self._exponentials_buffer(plan.rows, width) if wanted else None
-        targets = None
+        sorted_targets = None
+        if db is not None or any(dw is not None for dw in dws):
+            sorted_targets = self._sorted_targets(plan.rows)
         for rows in blocks(self.M, plan.rows):
             row, stat, target_C = terms[rows], statistics[rows], self.target_N[rows]
             chunks = [operand.rows(rows) for operand in self.operands]
@@ -89,33 +91,30 @@ class ExponentialStream(ExponentialRows):
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
             coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_statistics)
             if not wanted and not by_class:
+                del chunks, tiles  # copies, they may be: gone before the next are made
                 continue
             if moment_C is not None:
                 moment_C = moment_C * scale_C + hit_C * raw_C
                 if smoothing:
                     moment_C -= row.spread_N * raw_smooth_C
                 stat.moment_N.copy_(moment_C)
-            first, last = rows.start == 0, rows.stop == self.M
-            if last and not by_class:
-                targets = self._sorted_targets()
+            targets = None if sorted_targets is None else (sorted_targets[0][rows], sorted_targets[1][rows])
             for each, x_CD in zip(self.linear, chunks):
-                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, first=first, last=last)
-                if targets is not None:
-                    each.finish(self.hit_N, targets)
+                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, self.hit_N, targets)
                 each.finish_rows(tiles[0].exp_CB, row, scale_C, hit_C, rows)
-            if db is not None:
+            if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], tiles[0].exp_CB)[0])
-            del chunks, x_CD, tiles  # copies, they may be, and sums: gone before the next are made
-        exp_CB = None
-        if db is not None and targets is not None:
-            self._add_bias_terms(db.tensor, terms, targets)
+                self._add_bias_targets(db.tensor, targets)
+            del chunks, x_CD, tiles  # and sums
+        if db is not None:
+            self._subtract_bias_spread(db.tensor, terms)
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
         """All statistics are known: c E leaves the kernel as one number, and X is multiplied with it as it
         is."""
         plan, operand, first_dw, db = self.plan, self.operands[0], gradients.weights[0], gradients.bias
         assert first_dw is not None
-        targets = self._sorted_targets()
+        targets = self._sorted_targets(self.M)
         place_N = torch.arange(self.M, dtype=torch.int32, device=self.device)
         one_1C = torch.ones(
             1, plan.block_rows if db is not None else 0, dtype=plan.sum_dtype, device=self.device
@@ -146,9 +145,10 @@ class ExponentialStream(ExponentialRows):
             )
         for each, dw in zip(self.linear[1:], gradients.weights[1:]):
             if dw is not None:
-                each.finish_sum(FloatSum(dw.tensor), self.hit_N, targets)
+                each.finish_products(FloatSum(dw.tensor), self.hit_N, targets)
         if db is not None:
-            self._add_bias_terms(db.tensor, terms, targets)
+            self._add_bias_targets(db.tensor, targets)
+            self._subtract_bias_spread(db.tensor, terms)
 
     def _add_products(
         self,
@@ -272,14 +272,19 @@ class ExponentialStream(ExponentialRows):
         excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
         torch.div(mean_C - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
 
-    def _sorted_targets(self) -> tuple[Tensor, Tensor]:
-        """The targets in order, ignored rows last under a class of their own, and the rows they belong to."""
-        return self.target_N.masked_fill(self.ignored_N, self.V).sort(stable=True)
+    def _sorted_targets(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Of each chunk of so many rows, the targets in order, ignored rows last under a class of their own,
+        and the rows they belong to."""
+        class_N = self.target_N.masked_fill(self.ignored_N, self.V)
+        chunk_N = torch.arange(self.M, device=self.device).div_(max(rows, 1), rounding_mode="floor")
+        place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)
+        return place_N.remainder_(self.V + 1), order_N
 
-    def _add_bias_terms(self, sum_V: Tensor, terms: Terms, sorted_targets: tuple[Tensor, Tensor]) -> None:
+    def _add_bias_targets(self, sum_V: Tensor, targets: tuple[Tensor, Tensor]) -> None:
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        bias_sum = FloatSum(sum_V[:, None])
-        bias_sum.add_target_rows(one_N1, self.hit_N, *sorted_targets)
+        FloatSum(sum_V[:, None]).add_target_rows(one_N1, self.hit_N, *targets)
+
+    def _subtract_bias_spread(self, sum_V: Tensor, terms: Terms) -> None:
         if terms.spread_N is not None:
             spread = terms.spread_N.sum()
             sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)

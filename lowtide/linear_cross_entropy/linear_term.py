@@ -1,9 +1,9 @@
 """One linear term of the head, on the path without a pass over the logits: what its two gradients are made
 of, chunk by chunk (exponentials.py has the mathematics).
 
-What a chunk adds to dW is a product with its rows of X, scaled; what becomes its rows of dX, a product that
-is added to. The former comes first, and its scaled rows lie where the latter will be; in the last chunk dW is
-finished before, as it needs them once more.
+What a chunk adds to dW is a product with its rows of X, scaled, and the rows of its targets; what becomes its
+rows of dX, a product that is added to. The former comes first, and its scaled rows lie where the latter will
+be; in the last chunk dW is finished before, as it needs them once more.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -46,9 +46,10 @@ class LinearTerm:
         self.sum: Any = None
         if dw is not None:
             kind = plan.weight_gradient if place == 0 else "accumulate"
-            self.sum = {"split": SplitSum, "at_once": RoundedProduct}.get(kind, FloatSum)(
-                dw.tensor, dw.rounding
-            )
+            if kind == "split":
+                self.sum = SplitSum(dw.tensor, dw.rounding, bits=plan.sum_bits)
+            else:
+                self.sum = (RoundedProduct if kind == "at_once" else FloatSum)(dw.tensor, dw.rounding)
         # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
         self.total_weight_D: Tensor | None = None
         self.spread_x_D: Tensor | None = None
@@ -79,15 +80,30 @@ class LinearTerm:
             repaired_product(self.product_CD, e_CB, weight_BD, repair, add=add)
 
     def add_chunk(
-        self, e_CV: Tensor, x_CD: Tensor, row: Terms, scale_C: Tensor, rows: slice, *, first: bool, last: bool
+        self,
+        e_CV: Tensor,
+        x_CD: Tensor,
+        row: Terms,
+        scale_C: Tensor,
+        rows: slice,
+        hit_N: Tensor,
+        targets: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """All that the chunk adds to dW but for the target rows."""
+        """All that the chunk adds to dW; the last one finishes it. Its target rows go in with its product: in
+        the row of a frequent class of a trained model the two nearly cancel, and a sum of either alone would
+        round by more than what is left."""
         if self.spread_x_D is not None:
             self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
-        if self.sum is not None:
-            scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
-            row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
-            self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
+        if self.sum is None or targets is None:
+            return
+        last = rows.stop == hit_N.shape[0]
+        scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
+        row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
+        self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
+        self.sum.add_target_rows(self.operand.input, hit_N, *targets)
+        if last:
+            self._subtract_spread(self.sum)
+            self.sum.round_in_place()
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
         if self.scaled_CD is not None:
@@ -95,15 +111,12 @@ class LinearTerm:
         assert self.dx is not None
         return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
 
-    def finish(self, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
-        """The rest of dW."""
-        if self.sum is not None:
-            self.finish_sum(self.sum, hit_N, targets)
-            self.sum.round_in_place()
-
-    def finish_sum(self, sum: Any, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
-        """The rows that the targets add, in the order of their classes, and what smoothing does."""
+    def finish_products(self, sum: FloatSum, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+        """The rest of dW, where the products of all chunks are in the sum."""
         sum.add_target_rows(self.operand.input, hit_N, *targets)
+        self._subtract_spread(sum)
+
+    def _subtract_spread(self, sum: Any) -> None:
         if self.spread_x_D is not None:
             sum.subtract_spread(self.class_weight_V, self.spread_x_D)
 

@@ -56,9 +56,12 @@ class Plan:
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
     product_rows: int
-    """Tokens of a chunk whose products become dX at a time, on the path without a pass."""
+    """Tokens of a chunk whose products become dX at a time, on the path without a pass; all, where classes
+    come in blocks ("by_class")."""
     weight_gradient: WeightGradient
     """Of the first term; the others' are accumulated."""
+    sum_bits: int
+    """Of a sum that lies in part in the gradient's memory ("split"), on CUDA."""
     block_rows: int
     """Tokens per tile of a class block ("by_class")."""
     block_classes: int
@@ -97,6 +100,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         operand_classes=sizes.operand_classes,
         product_rows=sizes.product_rows,
         weight_gradient=sizes.weight_gradient,
+        sum_bits=sizes.sum_bits,
         block_rows=sizes.block_rows,
         block_classes=sizes.block_classes,
     )
@@ -193,11 +197,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             weight_sum = size
         else:  # small, and summed in any case
             fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
-    # What a sum in the gradient's memory takes beside it: half a byte for each weight where there are tensor
-    # maps (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
-    split_sum = at_once = 0
+    # What a sum in the gradient's memory takes beside it: a byte for each weight, or half of one, where there
+    # are tensor maps (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
+    split_sum = split_sum_20 = at_once = 0
     if (route.exponentials or route.distances) and head.weights[0].dtype == torch.bfloat16:
-        split_sum = min(weight_sum, V * (D // 2))
+        split_sum, split_sum_20 = min(weight_sum, V * D), min(weight_sum, V * D // 2)
         # Not with label smoothing, which adds to every row.
         if route.exponentials and options.few_tokens and not options.label_smoothing:
             at_once = TARGETS * (N * operand_size + D * sum_size)
@@ -235,6 +239,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         product_rows=PRODUCT_ROWS if fits else PRODUCT_ROWS // 2,
         weight_sum=weight_sum,
         split_sum=split_sum,
+        split_sum_20=split_sum_20,
         at_once=at_once,
         weight_copy=D * operand_size if copies_weight else 0,
         class_sum=D * sum_size,

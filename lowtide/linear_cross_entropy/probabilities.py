@@ -46,7 +46,7 @@ class ProbabilityStream(Stream):
         return g_CV
 
     def _split_sum(self, dw: Kept) -> Any:
-        return SplitSum(dw.tensor, dw.rounding)
+        return SplitSum(dw.tensor, dw.rounding, bits=self.plan.sum_bits)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
         stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes

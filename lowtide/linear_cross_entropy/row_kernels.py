@@ -146,9 +146,10 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum[v] += sum over rows n with target v of hit[n] x[n]; the sum in 20 bits where it has a low part. The
-    program at the first row of a class adds them all up. With sum_TD, what is added to is there, at the place
-    of that row, for the targets from first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
+    """sum[v] += sum over rows n with target v of hit[n] x[n]; a sum as in sum_kernels.py where it has a low
+    part. The program at the first row of a class adds them all up. With sum_TD, what is added to is there, at
+    the place of that row, for the targets from first_target on. Grid: (T, D / BLOCK), T = N without
+    sum_TD."""
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))

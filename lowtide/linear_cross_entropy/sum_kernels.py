@@ -1,8 +1,9 @@
-"""Triton kernels of a float32 sum in 20 bits: the upper 16 lie where the bfloat16 gradient will be, the next
-4 in half a byte beside. Each addition rounds it by at most 2^-12 of itself (bfloat16 alone: 2^-8); the
-gradient is rounded once, at the end.
+"""Triton kernels of a float32 sum in 24 bits, or 20: the upper 16 lie where the bfloat16 gradient will be,
+the next 8 or 4 beside. Each addition rounds it by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8);
+the gradient is rounded once, at the end.
 
-Two features that lie side by side are one number of 32 bits in the former's memory, and one byte.
+Two features that lie side by side are one number of 32 bits in the former's memory, and one of 16 or 8 in the
+latter, whose type says which it is.
 
 Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the pairs of
 half its features.
@@ -27,21 +28,29 @@ def load_pairs(pair_ptr, low_ptr, mask):
     """The sums of even features, and of odd ones."""
     pair = tl.load(pair_ptr, mask=mask, other=0)
     low = tl.load(low_ptr, mask=mask, other=0).to(tl.int32)
-    even, odd = (pair << 16) | ((low & 15) << 12), (pair & UPPER) | ((low & 0xF0) << 8)
+    if low_ptr.dtype.element_ty == tl.uint16:
+        even, odd = (pair << 16) | ((low & 0xFF) << 8), (pair & UPPER) | (low & 0xFF00)
+    else:
+        even, odd = (pair << 16) | ((low & 15) << 12), (pair & UPPER) | ((low & 0xF0) << 8)
     return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _nearest(value):
+def _nearest(value, HALF: tl.constexpr):
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(value == value, bits + 0x800, bits)  # a NaN of all ones would become 0
+    return tl.where(value == value, bits + HALF, bits)  # a NaN of all ones would become 0
 
 
 @triton.jit
 def store_pairs(pair_ptr, low_ptr, even, odd, mask):
-    even, odd = _nearest(even), _nearest(odd)
+    if low_ptr.dtype.element_ty == tl.uint16:
+        even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
+        low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
+    else:
+        even, odd = _nearest(even, 0x800), _nearest(odd, 0x800)
+        low = ((even >> 12) & 15) | ((odd >> 8) & 0xF0)
     tl.store(pair_ptr, ((even >> 16) & 0xFFFF) | (odd & UPPER), mask=mask)
-    tl.store(low_ptr, (((even >> 12) & 15) | ((odd >> 8) & 0xF0)).to(tl.uint8), mask=mask)
+    tl.store(low_ptr, low.to(low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

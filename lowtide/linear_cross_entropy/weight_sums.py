@@ -1,5 +1,5 @@
-"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 20 bits,
-where four bytes a weight leave too few rows for a chunk; or none, where one chunk has all tokens.
+"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 or 20
+bits, where four bytes a weight leave too few rows for a chunk; or none, where one chunk has all tokens.
 
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
 """
@@ -38,13 +38,13 @@ class FloatSum:
 
 
 class SplitSum:
-    """In the memory of the bfloat16 gradient, and half a byte beside (sum_kernels.py)."""
+    """In the memory of the bfloat16 gradient, and a byte beside or half of one (sum_kernels.py)."""
 
     factor = None
 
-    def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
+    def __init__(self, gradient_VD: Tensor, rounding: Tensor, *, bits: int) -> None:
         self.pair_VP = gradient_VD.view(torch.int32)
-        self.low_VP = torch.empty_like(self.pair_VP, dtype=torch.uint8)
+        self.low_VP = torch.empty_like(self.pair_VP, dtype={24: torch.uint16, 20: torch.uint8}[bits])
         self.rounding = rounding
         self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
         self.operands: tuple[Tensor, Tensor] | None = None
@@ -62,11 +62,12 @@ class SplitSum:
         self.spread = (class_weight_V, spread_x_D)  # on the way out: the sum is not read for it
 
     def round_in_place(self) -> None:
-        rounding = (self.rounding, *self.spread)
-        if self.operands is None:
+        rounding, operands = (self.rounding, *self.spread), self.operands
+        self.operands = None
+        if operands is None:
             sum_kernels.round_(self.pair_VP, self.low_VP, *rounding)
         else:
-            sum_kernels.add_product(self.pair_VP, self.low_VP, *self.operands, add=True, rounding=rounding)
+            sum_kernels.add_product(self.pair_VP, self.low_VP, *operands, add=True, rounding=rounding)
 
 
 class RoundedProduct:

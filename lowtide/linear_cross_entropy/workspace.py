@@ -2,8 +2,9 @@
 
     fixed       vectors of N and V elements
     sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; else what
-                it takes beside the gradient's own memory, where there is room for that: in 20 bits half
-                a byte for each weight (sum_kernels.py), on the CPU half of itself (shared_sum.py)
+                it takes beside the gradient's own memory, where there is room for that: in 24 bits a byte
+                for each weight, in 20 half of one (sum_kernels.py), on the CPU half of itself
+                (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     piece       of the product that becomes the input's gradient, on the path without a pass; what is summed
                 up of each tile of logits has the same room before
@@ -33,18 +34,23 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
-# is added to less often. On CUDA each time takes longer (8192 rows at a time in 20 bits still take 2 to 3 %
+# is added to less often. On CUDA each time takes longer (8192 rows at a time in 24 bits still take 2 to 3 %
 # of a step less than 4096 in float32); on the CPU not, but it is rounded before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
 
-# Chunks that a sum in 20 bits has at most: each rounds it, and the errors of 64 are a third of the one that
-# rounding to bfloat16 makes.
-MOST_CHUNKS_OF_SUM = 64
+# A sum in 20 bits leaves room for longer chunks than one in 24, and is rounded by 2^-12 of what a chunk adds
+# to it: in the row of a frequent class, where probabilities and targets cancel, that is more than what rounds
+# the gradient if the chunk is long. So 24 bits where these leave as many rows as this; and at most so many
+# chunks of fewer.
+ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
 TARGETS = 512
 
 WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
+
+# Sizes of a chunk that are compared, between half of what fits and all.
+CANDIDATES = 32
 
 # Tensor-core tiles are 128 rows high; the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
@@ -73,6 +79,8 @@ class Needs:
     """Of one token beside its logits in such a tile."""
     split_sum: int = 0
     """What the sum takes beside the gradient where it uses its memory; 0 where the path has no such sum."""
+    split_sum_20: int = 0
+    """In 20 bits, where that is in 24; 0 where there is one way."""
     at_once: int = 0
     """What one product for all tokens takes beside its operands; 0 where the path cannot round in it."""
     found: int = 0
@@ -103,6 +111,7 @@ class Sizes:
     operand_classes: int
     product_rows: int
     weight_gradient: WeightGradient
+    sum_bits: int
     block_rows: int
     block_classes: int
 
@@ -132,7 +141,12 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
     fewest_of_sum = FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest
     if room >= needs.weight_sum + needs.chunk(fewest_of_sum):
         return "accumulate"
-    return "split" if needs.split_sum and room >= needs.split_sum + needs.chunk(fewest) else "by_class"
+    split_sum = _split_sum(needs, 20)
+    return "split" if split_sum and room >= split_sum + needs.chunk(fewest) else "by_class"
+
+
+def _split_sum(needs: Needs, bits: int) -> int:
+    return (bits == 20 and needs.split_sum_20) or needs.split_sum
 
 
 def _least_copy(needs: Needs) -> int:
@@ -156,10 +170,11 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
 
     free = workspace - needs.fixed
     kind = weight_gradient(workspace, needs) if kind is None else kind
-    beside = _beside(needs)
-    if kind in ("at_once", "split") and not beside[kind]:
+    if (kind == "at_once" and not needs.at_once) or (kind == "split" and not needs.split_sum):
         kind = "by_class"
-    room = free - beside[kind]
+    enough = needs.most_rows(free - needs.split_sum) >= min(N, ENOUGH_ROWS)
+    bits = 24 if enough or not needs.split_sum_20 else 20
+    room = free - _beside(needs, kind, bits)
     operand_classes = V
     if needs.weight_copy:
         # An eighth of the room for the copy, the rest for rows: on the CPU quicker than a quarter (fewer
@@ -171,36 +186,38 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         rows = _rows(room // needs.class_blocks.of_chunk(1, V), N, tile)
         rows, chunk_classes = class_blocks.chunk(needs.class_blocks, room, rows)
         block_rows, block_classes = class_blocks.block(needs.class_blocks, free)
-        return Sizes(rows, chunk_classes, operand_classes, rows, kind, block_rows, block_classes)
+        return Sizes(rows, chunk_classes, operand_classes, rows, kind, bits, block_rows, block_classes)
     rows = max(N, 1) if kind == "at_once" else _rows(needs.most_rows(room), N, tile)
     if needs.device == "cuda" and rows < N:
-        rows = _quickest(needs, needs.most_rows(room), _bytes_of_sum(needs, kind))
-    if kind == "split" and needs.device == "cuda" and MOST_CHUNKS_OF_SUM * rows < N:
-        return spend(workspace, needs, "by_class")
+        fewest = -(-N // MOST_CHUNKS_OF_20_BITS) if kind == "split" and bits == 20 else 1
+        rows = _quickest(needs, needs.most_rows(room), fewest, _bytes_of_sum(needs, kind, bits))
+        if rows < fewest:
+            return spend(workspace, needs, "by_class")
 
     # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
     of_a_class = needs.class_sum + needs.weight_copy
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
     block_rows = _rows((free - block_classes * of_a_class) // of_a_row, N, tile)
-    return Sizes(rows, V, operand_classes, needs.product_rows, kind, block_rows, block_classes)
+    return Sizes(rows, V, operand_classes, needs.product_rows, kind, bits, block_rows, block_classes)
 
 
-def _beside(needs: Needs) -> dict[WeightGradient, int]:
+def _beside(needs: Needs, kind: WeightGradient, bits: int) -> int:
     """Bytes of the weight gradient's sum, or of what takes its place."""
-    return {
-        "at_once": needs.at_once,
-        "accumulate": needs.weight_sum,
-        "split": needs.split_sum,
-        "by_class": 0,
-    }
+    if kind == "at_once":
+        return needs.at_once
+    if kind == "accumulate":
+        return needs.weight_sum
+    return _split_sum(needs, bits) if kind == "split" else 0
 
 
 def spent(needs: Needs, sizes: Sizes) -> int:
     """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
     copies = sizes.operand_classes * needs.weight_copy
     kind = sizes.weight_gradient
-    chunk = needs.chunk(sizes.rows) + copies + (0 if kind == "accumulate" else _beside(needs)[kind])
+    chunk = needs.chunk(sizes.rows) + copies
+    if kind != "accumulate":
+        chunk += _beside(needs, kind, sizes.sum_bits)
     block = 0
     if kind == "by_class" and needs.class_blocks is not None:
         chunk = needs.class_blocks.of_chunk(sizes.rows, sizes.chunk_classes)
@@ -227,16 +244,16 @@ def _rows(most: int, N: int, tile: int) -> int:
     return even if most < tile else -(-even // tile) * tile
 
 
-def _bytes_of_sum(needs: Needs, kind: WeightGradient) -> int:
+def _bytes_of_sum(needs: Needs, kind: WeightGradient, bits: int) -> int:
     """That a chunk adds its share of the weight's gradient to; where none is wanted, long chunks do no
     harm."""
     if kind == "accumulate":
         return needs.V * needs.class_sum
-    return 2 * needs.V * needs.D + needs.split_sum if kind == "split" else 0
+    return 2 * needs.V * needs.D + _split_sum(needs, bits) if kind == "split" else 0
 
 
 @functools.lru_cache(maxsize=64)
-def _quickest(needs: Needs, most: int, bytes_of_sum: int) -> int:
+def _quickest(needs: Needs, most: int, fewest: int, bytes_of_sum: int) -> int:
     """Rows per chunk, of those that fit in whole tiles, by the time that all chunks should take. (Of products
     of the weight's gradient nothing depends on how tokens are cut but how often they are added up.)"""
 
@@ -250,4 +267,6 @@ def _quickest(needs: Needs, most: int, bytes_of_sum: int) -> int:
         return logits + product + predicted.addition(bytes_of_sum)
 
     tile, most_at_once = ROW_TILE["cuda"], needs.product_rows or predicted.PRODUCT_ROWS
-    return min(range(tile, most + 1, tile), key=seconds, default=_rows(most, needs.N, tile))
+    first = -(-max(fewest, most // 2) // tile) * tile
+    step = tile * max(1, (most - first) // (CANDIDATES * tile))
+    return min(range(first, most + 1, step), key=seconds, default=_rows(most, needs.N, tile))

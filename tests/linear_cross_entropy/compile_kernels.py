@@ -149,7 +149,7 @@ def _add_product(**changes: Any) -> Build:
         "exp_CV": "tensordesc<bf16[64, 128]>",
         "x_CD": "tensordesc<bf16[64, 256]>",
         "pair_VP_ptr": "*i32",
-        "low_VP_ptr": "*u8",
+        "low_VP_ptr": "*u16",
         **dict.fromkeys(ROUNDING, None),
         **dict.fromkeys(("C", "D", "V"), I32),
         "PROGRAMS": 132,
@@ -243,7 +243,7 @@ BUILDS = {
         sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
-    "target rows, 20 bits": _rows(
+    "target rows, few bits": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
@@ -282,10 +282,18 @@ BUILDS = {
             "logit", "max", "sum", "pull", "hit", "lse_pull", "tilt", "slope", "gap", "scale_out", "hit_out"
         )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
     ),
-    "20 bits, first product": _add_product(ADD=False),
-    "20 bits, another product": _add_product(ADD=True),
+    "24 bits, first product": _add_product(ADD=False),
+    "24 bits, another product": _add_product(ADD=True),
+    "24 bits, the last product": _add_product(ADD=True, **dict.fromkeys(ROUNDING, F32)),
+    "20 bits, first product": _add_product(ADD=False, low_VP_ptr="*u8"),
+    "20 bits, another product": _add_product(ADD=True, low_VP_ptr="*u8"),
     "20 bits, the last product": _add_product(
-        ADD=True, **dict.fromkeys(ROUNDING, F32)
+        ADD=True, low_VP_ptr="*u8", **dict.fromkeys(ROUNDING, F32)
+    ),
+    "24 bits, rounded": Build(
+        "sum_kernels", "_round_kernel",
+        {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u16", "factor_ptr": F32, "class_weight_V_ptr": F32,
+         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
     "20 bits, rounded": Build(
         "sum_kernels", "_round_kernel",
@@ -323,7 +331,10 @@ LEFT_OUT = {
         "distances, strided",
         "distances, two terms",
         "distances, gradient",
+        "20 bits, first product",
         "20 bits, another product",
+        "20 bits, rounded",
+        "24 bits, another product",
     ),
 }
 

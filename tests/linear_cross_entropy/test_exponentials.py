@@ -12,6 +12,7 @@ from tests.helpers import (
     HALVES,
     Inputs,
     check_log_probs,
+    dense,
     differentiate,
     differentiate_log_probs,
     fused,
@@ -24,7 +25,7 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import plan, route
+from lowtide.linear_cross_entropy import plan, route, workspace
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
 from tests.linear_cross_entropy.on_exponentials import (  # noqa: F401
     dtype_on,
@@ -65,39 +66,83 @@ def test_class_blocks(device):
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
-def test_a_sum_in_20_bits(device, options):
-    """Four bytes a weight do not fit, half of one does, in several chunks. The interpreter truncates, as
-    above."""
+@pytest.mark.parametrize("bits", [24, 20])
+def test_a_sum_in_few_bits(device, bits, options, monkeypatch):
+    """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter truncates,
+    as above."""
+    monkeypatch.setattr(workspace, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N = 1100 if device == "cuda" else 150
     inputs = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
     bytes = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **options)
-    assert planned(inputs, bytes, backend="triton", **options).rows <= N // 2
+    made = planned(inputs, bytes, backend="triton", **options)
+    assert (made.rows <= N // 2, made.sum_bits) == (True, bits)
     upstream = torch.randn(N, device=device) if options else -0.5
     factor = 2.0 if device == "cuda" else 4.0
     run(inputs, upstream=upstream, workspace=bytes, factor=factor, **options)
 
 
-def test_what_20_bits_hold(device):
-    """Each product that is added rounds the sum by at most 2^-12 of itself; what is not finite stays so."""
+@pytest.mark.parametrize("bits", [24, 20])
+def test_what_few_bits_hold(device, bits):
+    """Each product that is added rounds the sum by half a unit of its last bit; what is not finite stays
+    so."""
     chunks, C, V, D = 6, 40, 72, 48
     dtype = dtype_on(device)
     e_CV = torch.rand(chunks, C, V, device=device).to(dtype)
     x_CD = torch.randn(chunks, C, D, device=device).to(dtype)
     x_CD[2, :, 0], x_CD[3, :, 1] = torch.nan, torch.inf
-    total = SplitSum(torch.empty(V, D, device=device, dtype=torch.bfloat16), torch.ones((), device=device))
+    rounded_VD = torch.empty(V, D, device=device, dtype=torch.bfloat16)
+    total = SplitSum(rounded_VD, torch.ones((), device=device), bits=bits)
     exact_VD = torch.zeros(V, D, device=device, dtype=torch.float64)
     rounding_VD = torch.zeros_like(exact_VD)
     for chunk in range(chunks):
         total.add_product(e_CV[chunk], x_CD[chunk], first=chunk == 0, last=False)
         exact_VD += e_CV[chunk].double().t() @ x_CD[chunk].double()
         magnitude_VD = e_CV[chunk].double().t() @ x_CD[chunk].double().abs()
-        rounding_VD += 2.0**-12 * exact_VD.abs() + 2.0**-22 * magnitude_VD  # the products are float32's
+        rounding_VD += (
+            2.0 ** (8 - bits) * exact_VD.abs() + 2.0**-22 * magnitude_VD
+        )  # the products are float32's
     pair_VP, low_VP = total.pair_VP, total.low_VP.int()
-    even_VP, odd_VP = (pair_VP << 16) | ((low_VP & 15) << 12), (pair_VP & -65536) | (low_VP >> 4 << 12)
+    width = bits - 16
+    even_VP = (pair_VP << 16) | ((low_VP & (2**width - 1)) << (16 - width))
+    odd_VP = (pair_VP & -65536) | (low_VP >> width << (16 - width))
     found_VD = torch.stack([even_VP, odd_VP], 2).view(torch.float32).view(V, D).double()
     assert found_VD[:, 0].isnan().all()
     assert found_VD[:, 1].isposinf().all()
     assert ((found_VD - exact_VD).abs() <= rounding_VD)[:, 2:].all()
+
+
+@pytest.mark.parametrize(("bits", "factor"), [(24, 2.0), (20, 4.0)])
+def test_a_frequent_class_of_a_model_that_knows_it(device, bits, factor, monkeypatch):
+    """What the probabilities of a class add to its row of dW, and what its targets subtract, are fifty times
+    what is left. A sum of first the one and then the other, over 16 chunks, would err by five times as much
+    as eager in 24 bits, and fifty times in 20."""
+    monkeypatch.setattr(workspace, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
+    N, D, V = 16384 if device == "cuda" else 1024, 16, 40
+    generator = torch.Generator().manual_seed(3)
+    hidden = 1 + torch.randn(N, D, generator=generator) / 32
+    weight = torch.randn(V, D, generator=generator) / 8
+    weight[7] += 3 / D
+    leaves = [each.to(device, torch.bfloat16).requires_grad_() for each in (hidden, weight)]
+    p_NV = (leaves[0].double() @ leaves[1].double().t()).softmax(1).detach()
+    # As often as it is likely, one after the other, and not by chance.
+    due_N = p_NV[:, 7].cpu().cumsum(0).floor()
+    target = torch.randint(8, V, (N,), generator=generator)
+    target[due_N.diff(prepend=due_N.new_zeros(1)) > 0] = 7
+    inputs = Inputs(*leaves, target.to(device))
+    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient != "by_class", backend="triton")
+    plan = planned(inputs, bytes, backend="triton")
+    assert (plan.weight_gradient, plan.sum_bits) == ("split", bits)
+    assert plan.rows <= N // 16
+
+    def row_of(found):
+        return found["linear_weight"][7].double()
+
+    exact = row_of(differentiate(dense, inputs.to(torch.float64)))
+    eager = row_of(differentiate(dense, inputs))
+    found = row_of(differentiate(fused, inputs, workspace=bytes, backend="triton"))
+    part = p_NV[:, 7] @ leaves[0].double() / N
+    assert part.norm() > 50 * exact.norm()
+    assert (found - exact).norm() <= factor * (eager - exact).norm()
 
 
 def test_the_entropy_of_rows_whose_target_is_unlikely(device):

@@ -118,7 +118,9 @@ def test_rows_in_the_memory_of_float32_ones(device, start, monkeypatch):
     e_CV, scale_C = torch.rand(C, V, device=device).bfloat16(), torch.rand(C, device=device)
     x_CD = inputs.input.detach()[rows].bfloat16()
     row = Terms(inputs.target[rows], *[torch.zeros(C, device=device)] * 3)
-    term.add_chunk(e_CV, x_CD, row, scale_C, rows, first=True, last=True)
+    class_C, order_C = inputs.target[rows].sort()
+    hit_N = torch.zeros(N, device=device)
+    term.add_chunk(e_CV, x_CD, row, scale_C, rows, hit_N, (class_C, order_C + start))
     scaled_CD = scale_C.double()[:, None] * x_CD.double()
     exact_VD, magnitude_VD = (e_CV.double().t() @ each for each in (scaled_CD, scaled_CD.abs()))
     # Each number is rounded once (truncated, by the interpreter), its sum in float32.
@@ -192,3 +194,26 @@ def test_it_holds_what_is_foretold(
         beside += V * D * 4
         foretold -= made.operand_classes * D * 4
     assert foretold - unused <= peak.bytes - beside <= foretold
+
+
+@pytest.mark.parametrize("kind", ["accumulate"])
+def test_it_holds_what_is_foretold_without_gradients(device, silent, plans, kind):  # noqa: F811
+    """Of a chunk nothing is left when the next is made, copies of its rows either."""
+    if device == "cuda":
+        pytest.skip("test_exponentials_surroundings.py has the card's own sizes")
+    N, D, V = 1200, 512, 1504
+    inputs = make_inputs(N, D, V, dtype=torch.bfloat16)
+
+    def step():
+        with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+            fused(inputs, workspace=900_000, backend="triton")
+
+    step()
+    with peak_memory(device) as peak:
+        step()
+    arguments, made = plans[-1]
+    assert 3 * made.rows <= N
+    foretold = plan.held(*arguments)
+    assert foretold <= 900_000
+    beside = V * D * 4 - made.operand_classes * D * 4  # the weight as the interpreter takes it
+    assert peak.bytes - beside <= foretold
