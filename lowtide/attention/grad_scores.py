@@ -4,8 +4,9 @@ Gradients of scores, once computed, are of use up to four times: for those of qu
 them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some batches,
 some heads and some keys, as many as there is room for, and all queries: the gradients of its keys are done
 with a strip, and each number of a bias's gradient is one sum of one program (so a strip has all batches, or
-heads, of a bias that they share). Where a strip has not all keys, the gradient of its heads' queries is added
-up over strips, in float32.
+heads, of a bias that they share; but where float32's pieces of so many are too much, it is added up over
+strips, in float32). Where a strip has not all keys, the gradient of its heads' queries is added up over
+strips, in float32.
 
 Who computes the scores is the only difference: with more features than fit into registers (half precision
 above 256) a kernel that makes nothing else, so that weights are kept too and all gradients are products of
@@ -83,7 +84,7 @@ def strips(
 ) -> list[Strip]:
     """As even as can be: first by heads, then by batches, last by keys. score_bytes: of all that is kept of
     one score; pieces: of each operand, 0 of those that are not cut; shared: a bias that gets its gradient is
-    the same for all."""
+    the same for all, which are in each strip if there is room for their pieces."""
     B, H, G, M, N, K, E = size
     room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
     columns = cdiv(N, KEYS)
@@ -91,6 +92,9 @@ def strips(
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
     operands = 2 * pieces * (size.R * M + N) * (padded(K) + padded(E))
     most = room // (column * columns + operands)
+    fewest = (B if shared_batches else 1) * (G if shared_heads else 1)
+    if pieces and fewest * (column + operands) > room:
+        shared_batches = shared_heads = False
     groups = G if shared_heads else evenly(G, max(1, min(G, most // B)))
     batches = B if shared_batches else evenly(B, max(1, min(B, most // groups)))
     keys, heads = columns, batches * groups

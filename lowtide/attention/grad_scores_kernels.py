@@ -252,11 +252,11 @@ def key_value_of_scores_kernel(
 def bias_of_scores_kernel(
     first_ptr, end_ptr, grad_scores_ptr, grad_bias_ptr, grad_scores_strides, grad_bias_strides,
     B, R, M, N, own, loops, first_group, first_key, tile_counts,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ADD_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The sums over the batches, or heads, that share a bias: a program has a tile of it, and one order. own:
     batches and heads of the bias in the strip; loops: of those that share it; tile_counts: of queries and
-    keys."""
+    keys; ADD_BIAS: to what there is."""
     tile_n, tile_m = tl.program_id(0) % tile_counts[1], tl.program_id(0) // tile_counts[1] % tile_counts[0]
     place = tl.program_id(0) // (tile_counts[1] * tile_counts[0])
     own_b, own_h = place % own[0], place // own[0]
@@ -275,4 +275,6 @@ def bias_of_scores_kernel(
     seen = (j[:, None] >= first[None, :]) & (j[:, None] < end[None, :])
     total = tl.trans(tl.where(seen, total, 0.0))
     grad_bias_ptr = head(grad_bias_ptr, grad_bias_strides, own_b, first_group * R + own_h)
+    if ADD_BIAS:
+        total += load_tile((grad_bias_ptr, start_m, i - start_m, grad_bias_strides, M), j, N, True, True)
     store_tile(grad_bias_ptr, i, j, grad_bias_strides, M, N, total)

@@ -118,8 +118,17 @@ class BackwardKernels(Kernels):
         shared = (False, False) if grad_bias is None else tuple(each == 1 for each in grad_bias.shape[:2])
         found = strips(size, sum(keeps) * query.dtype.itemsize, count if count > 1 else 0, *shared)
         room = query.new_empty(sum(keeps), math.prod(found[0].shape(size)))
+        all_of = found[0].batches, found[0].groups
+        add = any(share and own < every for share, own, every in zip(shared, all_of, (size.B, size.G)))
+        total_bias = grad_bias
+        if grad_bias is not None and add:
+            own_sum = grad_bias.dtype == torch.float32
+            total_bias = grad_bias.zero_() if own_sum else torch.zeros_like(grad_bias, dtype=torch.float32)
+        given = {**given, "ADD_BIAS": add}
         for _, of_heads in itertools.groupby(found, key=lambda strip: (strip.first_batch, strip.first_group)):
-            self._strips_of_heads(given, list(of_heads), keeps, many, room, grad_query, grad_bias)
+            self._strips_of_heads(given, list(of_heads), keeps, many, room, grad_query, total_bias)
+        if grad_bias is not None and total_bias is not None and total_bias is not grad_bias:
+            grad_bias.copy_(total_bias)
 
     def _strips_of_heads(
         self,
@@ -234,11 +243,12 @@ class BackwardKernels(Kernels):
         assert size is not None
         all_of = strip.batches, strip.groups * self.size.R
         own = tuple(1 if shared == 1 else count for shared, count in zip(grad_bias.shape, all_of))
+        steps = (0 if n == 1 else step for n, step in zip(grad_bias.shape[:2], grad_bias.stride()))
         tiles = cdiv(self.size.M, size.M), cdiv(strip.keys, size.N)
         scores = given["grad_scores_ptr"] if given["grad_z_ptr"] is None else given["grad_z_ptr"]
         given = {
             **given, "grad_scores_ptr": scores, "grad_bias_ptr": grad_bias,
-            "grad_bias_strides": grad_bias.stride(), "own": own, "tile_counts": tiles,
+            "grad_bias_strides": (*steps, *grad_bias.stride()[2:]), "own": own, "tile_counts": tiles,
             "loops": (all_of[0] // own[0], all_of[1] // own[1]), "BLOCK_M": size.M, "BLOCK_N": size.N,
             "num_warps": size.warps, "num_stages": size.stages,
         }  # fmt: skip

@@ -107,6 +107,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "grad_bias_strides": STRIDES,
         "grad_scores_strides": ("i32", "i32", 1),
         "own": (1, "i32"),
+        "ADD_BIAS": True,
         "loops": ("i32", 1),
         "tile_counts": ("i32", "i32"),
         "SOFTCAP": 0.0,

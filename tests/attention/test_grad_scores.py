@@ -73,15 +73,21 @@ def any_share(monkeypatch):
 
 def room_of(room, case):
     """Bytes of a strip of one key head in all batches or in one, and of all keys; or the fewest."""
-    if room == "128 keys":
-        return 1
-    B, M, H, K = case.query.shape
+    return (
+        1
+        if room == "128 keys"
+        else of_head(case, case.key.shape[1]) * (len(case.query) if room == "one key head" else 1)
+    )
+
+
+def of_head(case, keys):
+    """Of one key head in one batch."""
+    _, M, H, K = case.query.shape
     N, G, E = case.value.shape[1:]
     of_bias = case.bias is not None and min(case.bias.shape[2:]) > 1
     kept = 2 if of_bias and case.options.get("softcap") else 1
     operands = 3 * 2 * (H // G * M + N) * (up(K, 16) + up(E, 16))
-    of_batch = kept * (H // G) * up(M, 16) * up(N, 128) * 4 + operands
-    return of_batch if room == "one batch and head" else B * of_batch
+    return kept * (H // G) * up(M, 16) * up(keys, 128) * 4 + operands
 
 
 SHARED_BATCHES = ("bias [1, H, M, N]", "bias [1, 1, M, N]", "bias, soft cap", "bias, everything")
@@ -114,6 +120,9 @@ def test_values(device, monkeypatch, name, room):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
     shared_heads = name in ("bias [1, 1, M, N]", "bias [B, 1, M, N]")
     shared_batches = name in SHARED_BATCHES
+    every = (len(case.query) if shared_batches else 1) * (case.key.shape[2] if shared_heads else 1)
+    if every * of_head(case, 128) > grad_scores.ROOM:  # too many pieces: the bias's gradient is added up
+        shared_heads = shared_batches = False
     cut = {"one key head": shared_heads, "one batch and head": shared_batches, "128 keys": True}[room]
     strips_of_keys = -(-case.key.shape[1] // 128) if cut else 1
     batches = 1 if room == "one key head" or shared_batches else len(case.query)
@@ -203,11 +212,13 @@ def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, share
         found = grad_scores.strips(size, score_bytes, pieces, shared_batches, shared_heads)
         places = [corner for strip in found for corner in strip_corners(strip)]
         assert len(places) == len(set(places)) == B * G * -(-N // 128)
+        of_all = Strip(0, B if shared_batches else 1, 0, G if shared_heads else 1, 0, min(N, 128))
+        together = not pieces or bytes_of(of_all, size, score_bytes, pieces) <= grad_scores.ROOM
+        fewest = of_all if together else Strip(0, 1, 0, 1, 0, min(N, 128))
         for strip in found:
-            assert not shared_heads or strip.groups == G
-            assert not shared_batches or strip.batches == B
+            assert not (shared_heads and together) or strip.groups == G
+            assert not (shared_batches and together) or strip.batches == B
             assert strip.first_key % 128 == 0
-            fewest = Strip(0, B if shared_batches else 1, 0, G if shared_heads else 1, 0, min(N, 128))
             room = max(grad_scores.ROOM, bytes_of(fewest, size, score_bytes, pieces))
             assert bytes_of(strip, size, score_bytes, pieces) <= room
 
@@ -217,12 +228,14 @@ def test_a_strip_is_a_tenth_of_the_leanest_dense_way(pieces, any_share, monkeypa
     """Which holds three matrices of scores. Or a strip has the fewest keys of one batch and key head."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
-    for B, H, G, M in ((1, 2, 2, 4096), (2, 8, 2, 1000), (1, 16, 16, 4096), (1, 1, 1, 300)):
-        size = Sizes(B, H, G, M, M, 64, 64)
+    shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
+    for B, H, G, M, K in (*shapes, (1, 16, 16, 4096, 512), (8, 4, 4, 4096, 256)):
+        size = Sizes(B, H, G, M, M, K, K)
         fewest = bytes_of(Strip(0, 1, 0, 1, 0, min(M, 128)), size, itemsize, pieces)
-        for strip in grad_scores.strips(size, itemsize, pieces):
-            held = bytes_of(strip, size, itemsize, pieces)
-            assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
+        for shared in (False, True):  # a bias, by batches and heads
+            for strip in grad_scores.strips(size, itemsize, pieces, shared and pieces > 0, shared):
+                held = bytes_of(strip, size, itemsize, pieces)
+                assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
 
 
 MIB = 1 << 20
@@ -263,3 +276,30 @@ def strip_corners(strip):
         range(strip.first_group, strip.first_group + strip.groups),
         range(strip.first_key, strip.first_key + strip.keys, 128),
     )
+
+
+def test_a_bias_of_fewer_digits_is_added_up_in_float32(device, monkeypatch):
+    """And rounded once, whether its heads are together in a strip or not."""
+    skip_unless_runnable("triton", device)
+    case = case_of("bias [1, 1, M, N]", device)
+    bias = case.bias.detach().bfloat16().requires_grad_()
+
+    def gradient():
+        tensors = [each.detach() for each in (case.query, case.key, case.value)]
+        out = lowtide.memory_efficient_attention(*tensors, bias, backend="triton")
+        return torch.autograd.grad(out.double().square().sum(), bias)[0]
+
+    together = gradient()
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    found = counted(monkeypatch)
+    apart = gradient()
+    assert {strip.groups for strip in found} == {1}
+    wide = bias.detach().double().requires_grad_()
+    exact_out = lowtide.memory_efficient_attention(
+        *(each.detach().double() for each in (case.query, case.key, case.value)), wide, backend="reference"
+    )
+    (exact,) = torch.autograd.grad(exact_out.square().sum(), wide)
+    for got in (together, apart):
+        assert got.dtype == torch.bfloat16
+        # The interpreter truncates: twice the rounding.
+        assert ((got.double() - exact).abs() <= 2**-7 * exact.abs() + 1e-6 * exact.norm()).all()
