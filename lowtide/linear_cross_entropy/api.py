@@ -74,9 +74,9 @@ def linear_cross_entropy(
         z_loss: :math:`\lambda`; 1e-4 in PaLM (arxiv.org/abs/2204.02311).
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
             the CPU; on CUDA 1 GiB, and the float32 sum of a half-precision weight's gradient on top (4 V D
-            bytes). A smaller one costs time, never exactness. On CUDA under autocast, a weight of another
-            dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its own workspace;
-            neither is counted.
+            bytes). A smaller one costs time, and exactness only as said of 20 bits under `Precision`. On CUDA
+            under autocast, a weight of another dtype is cast as a whole once, like autocast's own copy, and
+            cuBLAS has its own workspace; neither is counted.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed, else
             `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace.
 
