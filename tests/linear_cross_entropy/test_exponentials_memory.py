@@ -46,9 +46,17 @@ def plans(monkeypatch, kind):
     return found
 
 
-@pytest.mark.parametrize("frozen", [None, "input", "linear_weight"])
-@pytest.mark.parametrize("widths", [(24,), (16, 8)], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("reduction", "widths", "frozen"),
+    [
+        ("mean", (24,), None),
+        ("mean", (16, 8), None),
+        ("none", (16, 8), None),
+        ("mean", (16, 8), "input"),
+        ("mean", (16, 8), "linear_weight"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("kind", "options"), [(kind, {}) for kind in KINDS] + [(kind, SMOOTHING) for kind in KINDS[:2]], ids=str
 )
