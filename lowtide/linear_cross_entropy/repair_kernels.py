@@ -34,7 +34,7 @@ def _reduce_kernel(
     LARGEST: tl.constexpr, ADD: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (C / BLOCK_C,). Where no tile is marked, which is nearly always, it returns at once."""
+    """Grid: (C / BLOCK_C,). With marks, where none is set, which is nearly always, it returns at once."""
     first = tl.program_id(0) * BLOCK_C
     marked = 1
     if repair_ptr is not None:
