@@ -79,6 +79,7 @@ def compiled(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     constants: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
@@ -95,7 +96,8 @@ def compiled(
 
     signature = {name: place((at,), arguments[name]) for at, name in enumerate(kernel.arg_names)}
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature=signature, constexprs=constants, attrs=attributes)
     triton.knobs.runtime.add_stages_inspection_hook = _assemble_ourselves
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {"shared": built.metadata.shared, **built.metadata.assembled}, built.asm["ttgir"]
