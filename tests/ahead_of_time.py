@@ -85,6 +85,8 @@ def compiled(
     aligned: list[tuple[int, ...]] = []
 
     def place(path: tuple[int, ...], value: Any) -> Any:
+        if kernel.is_gluon() and isinstance(value, str) and value.startswith("tensordesc"):
+            return _with_layout(value)
         if isinstance(value, tuple):
             return tuple(place((*path, at), each) for at, each in enumerate(value))
         if not isinstance(value, str) or not re.match(r"[*if]|tensordesc", value):
@@ -101,6 +103,16 @@ def compiled(
     triton.knobs.runtime.add_stages_inspection_hook = _assemble_ourselves
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {"shared": built.metadata.shared, **built.metadata.assembled}, built.asm["ttgir"]
+
+
+def _with_layout(tile: str) -> str:
+    """Of a kernel in Gluon, the type of a tile says how it lies in shared memory."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.language import str_to_ty
+
+    dtype, rows, columns = re.fullmatch(r"tensordesc<(\w+)\[(\d+), (\d+)\]>", tile).groups()
+    layout = NVMMASharedLayout.get_default_for([int(rows), int(columns)], str_to_ty(dtype, None))
+    return f"{tile[:-1]},{layout!r}>"
 
 
 def _assemble_ourselves(*arguments: Any) -> tuple[str, str] | None:

@@ -1,10 +1,8 @@
 """The Triton kernel of the path without a pass over the logits: a product whose tiles leave as exponentials
-(exponentials.py has the mathematics). Its launcher is a class.
+(exponentials.py has the mathematics). exponential_tiles.py launches it, or another with the same ending.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
 = one tile, h a half of its classes."""
-
-from typing import Any
 
 import torch
 import triton
@@ -67,7 +65,78 @@ def _others(exp_ch, columns, target_c, B):
 
 
 @triton.jit
-def _exponentials_kernel(
+def leave(
+    u_ch, rows, columns, first, part, reference_c, target_c, scale, C, B,
+    bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
+    STORE: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, REPAIR: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """What half a tile leaves, from its product: its sums are stored, its exponentials returned. part: the
+    number of the half, among those of all tiles of a row."""
+    H: tl.constexpr = u_ch.shape[1]
+    exp_ch = u_ch
+    if GUARDED:
+        u_ch = tl.where(reference_c[:, None] < float("inf"), u_ch, 0.0)
+    place = part.to(tl.int64) * C + rows
+    beyond = first + H > B
+    if bias_B_ptr is not None:
+        u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
+    z_ch = u_ch
+    if scale is not None:
+        z_ch = u_ch * scale
+    if SOFTCAP > 0:
+        capped_ch = tanh(z_ch * (1.0 / SOFTCAP))
+        z_ch = capped_ch * SOFTCAP
+    if max_ptr is not None:
+        z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
+        max_c = tl.max(z_ch, 1)
+        tl.store(max_ptr + place, max_c, mask=rows < C)
+        if argmax_ptr is not None:
+            # The first column that holds the maximum. Comparing takes half the multiprocessor's
+            # lanes, arithmetic all: 0 x HUGE - column beats all that is below the maximum.
+            if REPAIR:
+                place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
+                argmax_c = tl.min(place_ch, 1)
+            else:
+                score_ch = tl.fma(z_ch - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
+                argmax_c = -tl.max(score_ch, 1).to(tl.int32)
+            tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
+        if mean_ptr is not None:
+            # Its own: far from the largest logit differences would lose their digits.
+            reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
+    if STORE or sum_ptr is not None:
+        shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
+        exp_ch = tl.exp2(shift_ch)
+        if mean_ptr is not None:  # beyond the last class z is -inf
+            exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
+        elif MASKED:
+            exp_ch = _others(exp_ch, columns, target_c, B)
+        else:
+            hit_c = (target_c >= first) & (target_c < first + H)
+            if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
+                exp_ch = _others(exp_ch, columns, target_c, B)
+        if sum_ptr is not None:
+            tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
+        if tilt_C_ptr is not None or mean_ptr is not None:
+            shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
+        if mean_ptr is not None:
+            tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
+        if tilt_C_ptr is not None:
+            pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
+            tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
+            exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
+        if SOFTCAP > 0:
+            exp_ch *= 1.0 - capped_ch * capped_ch
+        if moment_ptr is not None:
+            product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
+            tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
+        if factor_C_ptr is not None:
+            exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
+    return exp_ch
+
+
+@triton.jit
+def exponentials_kernel(
     x_CD,
     weight_BD,
     x_CR,
@@ -110,7 +179,7 @@ def _exponentials_kernel(
     Targets are left out of every half where MASKED, else out of those that have any.
     Grid: one program a multiprocessor, tiles in turn."""
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
-    scale = 1.0
+    scale = None
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     tiles = tiles_c * tiles_b
@@ -130,161 +199,15 @@ def _exponentials_kernel(
             reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
             halves_ch = halves(u_cb)
             for half in tl.static_range(2):
-                u_ch = halves_ch[half]
-                if GUARDED:
-                    u_ch = tl.where(reference_c[:, None] < float("inf"), u_ch, 0.0)
                 first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
-                columns = first + tl.arange(0, BLOCK_B // 2)
-                place = (2 * tile_b + half).to(tl.int64) * C + rows
-                beyond = first + BLOCK_B // 2 > B
-                if bias_B_ptr is not None:
-                    u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-                z_ch = u_ch
-                if scale_ptr is not None:
-                    z_ch = u_ch * scale
-                if SOFTCAP > 0:
-                    capped_ch = tanh(z_ch * (1.0 / SOFTCAP))
-                    z_ch = capped_ch * SOFTCAP
-                if max_ptr is not None:
-                    z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
-                    max_c = tl.max(z_ch, 1)
-                    tl.store(max_ptr + place, max_c, mask=rows < C)
-                    if argmax_ptr is not None:
-                        # The first column that holds the maximum. Comparing takes half the multiprocessor's
-                        # lanes, arithmetic all: 0 x HUGE - column beats all that is below the maximum.
-                        if REPAIR:
-                            place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
-                            argmax_c = tl.min(place_ch, 1)
-                        else:
-                            score_ch = tl.fma(z_ch - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
-                            argmax_c = -tl.max(score_ch, 1).to(tl.int32)
-                        tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
-                    if mean_ptr is not None:
-                        # Its own: far from the largest logit differences would lose their digits.
-                        reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
-                if STORE or sum_ptr is not None:
-                    shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
-                    exp_ch = tl.exp2(shift_ch)
-                    if mean_ptr is not None:  # beyond the last class z is -inf
-                        exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
-                    elif MASKED:
-                        exp_ch = _others(exp_ch, columns, target_c, B)
-                    else:
-                        hit_c = (target_c >= first) & (target_c < first + BLOCK_B // 2)
-                        if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
-                            exp_ch = _others(exp_ch, columns, target_c, B)
-                    if sum_ptr is not None:
-                        tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
-                    if tilt_C_ptr is not None or mean_ptr is not None:
-                        shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
-                    if mean_ptr is not None:
-                        tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
-                    if tilt_C_ptr is not None:
-                        pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
-                        tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
-                        exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
-                    if SOFTCAP > 0:
-                        exp_ch *= 1.0 - capped_ch * capped_ch
-                    if moment_ptr is not None:
-                        product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
-                        tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
-                    if factor_C_ptr is not None:
-                        exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
-                    if STORE:
-                        exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
-
-
-class Exponentials:
-    """The kernel on one chunk and one block of classes: its descriptors, made once and run once or
-    more."""
-
-    def __init__(
-        self,
-        first_term: tuple[Tensor, Tensor],
-        second_term: tuple[Tensor, Tensor] | None = None,
-        *,
-        reference_C: Tensor,
-        target_C: Tensor,
-        out_CB: Tensor | None,
-        bias_B: Tensor | None = None,
-        scale: Tensor | None = None,
-        softcap: float = 0.0,
-        pull_C: Tensor | None = None,
-        tilt_C: Tensor | None = None,
-        factor_C: Tensor | None = None,
-        first_class: int = 0,
-    ) -> None:
-        (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
-        self.x_CD, self.weight_BD = described(first_term)
-        second: Any = (None, None) if second_term is None else described(second_term)
-        self.x_CR, self.weight_BR = second
-        self.exp_CB: Any = out_CB
-        self.classes = slice(first_class, first_class + self.B)
-        self.out_CB = None if out_CB is None else describe(out_CB, BLOCK_C, BLOCK_B // 2)
-        self.reference_C, self.target_C, self.first_class = reference_C, target_C, first_class
-        self.bias_B, self.scale, self.softcap = bias_B, scale, softcap
-        self.pull_C, self.tilt_C, self.factor_C = pull_C, tilt_C, factor_C
-        self.device = reference_C.device
-        self.programs = multiprocessors(self.device)
-
-    def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[halves of tiles, C]: what the kernel finds in each."""
-        return torch.empty(2 * triton.cdiv(self.B, BLOCK_B), self.C, dtype=dtype, device=self.device)
-
-    def run(
-        self,
-        *,
-        sums: Tensor | None = None,
-        means: Tensor | None = None,
-        moments: Tensor | None = None,
-        maxima: Tensor | None = None,
-        places: Tensor | None = None,
-        repair: Tensor | None = None,
-        guarded: bool = True,
-    ) -> None:
-        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
-        stores E where there is a place for it and no maxima are asked for. Not `guarded`, an ignored row
-        whose logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit
-        some other place for its maximum."""
-        store = self.out_CB is not None and maxima is None
-        # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
-        crowded = self.softcap > 0 and moments is not None
-        _exponentials_kernel[(self.programs,)](
-            self.x_CD,
-            self.weight_BD,
-            self.x_CR,
-            self.weight_BR,
-            self.out_CB,
-            self.reference_C,
-            self.target_C,
-            self.bias_B,
-            self.scale,
-            self.pull_C,
-            self.tilt_C,
-            self.factor_C,
-            repair,
-            sums,
-            means,
-            moments,
-            maxima,
-            places,
-            self.C,
-            self.B,
-            self.D,
-            self.first_class,
-            STORE=store,
-            GUARDED=guarded,
-            MASKED=crowded,
-            REPAIR=repair is not None,
-            SOFTCAP=self.softcap,
-            PROGRAMS=self.programs,
-            GROUP=GROUP,
-            BLOCK_C=BLOCK_C,
-            BLOCK_B=BLOCK_B,
-            BLOCK_D=BLOCK_D,
-            num_stages=STAGES,
-            num_warps=WARPS,
-        )
+                exp_ch = leave(
+                    halves_ch[half], rows, first + tl.arange(0, BLOCK_B // 2), first, 2 * tile_b + half,
+                    reference_c, target_c, scale, C, B, bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr,
+                    sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
+                    STORE, GUARDED, MASKED, REPAIR, SOFTCAP,
+                )  # fmt: skip
+                if STORE:
+                    exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
 
 
 def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.coefficient_kernels import coefficients
 from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp, total
+from lowtide.linear_cross_entropy.exponential_tiles import Exponentials
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
 from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
@@ -179,9 +179,9 @@ class ExponentialStream(ExponentialRows):
         buffer: Tensor | None,
         classes: slice,
         factor_C: Tensor | None = None,
-    ) -> kernels.Exponentials:
+    ) -> Exponentials:
         C, B = row.target_N.shape[0], classes.stop - classes.start
-        return kernels.Exponentials(
+        return Exponentials(
             *((x_CD, operand.weight(classes)) for x_CD, operand in zip(chunks, self.operands)),
             reference_C=stat.max_N,
             target_C=row.target_N,
@@ -197,7 +197,7 @@ class ExponentialStream(ExponentialRows):
 
     def _run(
         self,
-        tiles: list[kernels.Exponentials],
+        tiles: list[Exponentials],
         row: Terms,
         stat: Statistics,
         logit_C: Tensor,
@@ -230,7 +230,7 @@ class ExponentialStream(ExponentialRows):
 
     def _run_blocks(
         self,
-        tiles: list[kernels.Exponentials],
+        tiles: list[Exponentials],
         sum_C: Tensor | None,
         moment_C: Tensor | None,
         *,
@@ -247,9 +247,7 @@ class ExponentialStream(ExponentialRows):
             for term in self.linear:
                 term.add_block(each.exp_CB, each.classes, repair)
 
-    def _run_log_probs(
-        self, tiles: kernels.Exponentials, row: Terms, stat: Statistics, logit_C: Tensor
-    ) -> None:
+    def _run_log_probs(self, tiles: Exponentials, row: Terms, stat: Statistics, logit_C: Tensor) -> None:
         """r is the largest logit: an entropy is made of differences from it. Each half of a tile has its sums
         relative to its own."""
         sums, means, maxima = tiles.partials(), tiles.partials(), tiles.partials()

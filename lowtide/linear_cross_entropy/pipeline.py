@@ -75,6 +75,12 @@ def view(buffer, dtype, shape, layout, _semantic=None):
     return reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
+@tl.core.builtin
+def given(*arguments, _semantic=None):
+    """Arguments of a kernel as a tuple for its warps, which may not hold None as such."""
+    return tl.tuple([tl.constexpr(None) if each is None else each for each in arguments])
+
+
 @gluon.jit
 def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
     """The stages' memory for tiles of these descriptors, and their barriers: full, and empty again. TURNED:

@@ -82,13 +82,43 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_D": 64,
     }
     spills, stages = changes.pop("spills", 0), 3
-    return Build("exponential_kernels", "_exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
+    return Build("exponential_kernels", "exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 _GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+
+
+_PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
+
+
+def _pipelined_exponentials(**changes: Any) -> Build:
+    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "mean", "moment", "max", "argmax")
+    arguments = {
+        "x_CD": "tensordesc<bf16[64, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR")),
+        "exp_CB": "tensordesc<bf16[64, 128]>",
+        "reference_C_ptr": F32,
+        "target_C_ptr": "*i64",
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        "sum_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
+        "STORE": True,
+        "GUARDED": False,
+        "MASKED": False,
+        "SOFTCAP": 0.0,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "STAGES": 4,
+        "REGISTERS": (232, 40),
+    }
+    spills = changes.pop("spills", 0)
+    return Build(
+        "exponential_pipeline", "exponentials_kernel", arguments | changes, 4, targets=(90,), spills=spills
+    )
 
 
 def _distances(**changes: Any) -> Build:
@@ -208,6 +238,16 @@ BUILDS = {
         **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
     ),
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
+    "pipeline, exponentials": _pipelined_exponentials(),
+    "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
+    "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
+    "pipeline, gradient": _pipelined_exponentials(**_GRADIENT),
+    "pipeline, bent": _pipelined_exponentials(**_BENT),
+    "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, moment_ptr=F32),
+    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
+    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
+    "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
+    "pipeline, two terms, bent": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT),
     "distances": _distances(),
     "distances, sums": _distances(distance_CB=None, STORE=False),
     "distances, strided": _distances(soft_stride=I32, WIDE=False, spills=256),
@@ -326,6 +366,14 @@ LEFT_OUT = {
         "exponentials, gradient of entropy",
         "exponentials, two terms, all",
         "exponentials, two terms, gradient of entropy",
+        "pipeline, exponentials",
+        "pipeline, sums",
+        "pipeline, known statistics",
+        "pipeline, gradient",
+        "pipeline, bent",
+        "pipeline, scale's gradient",
+        "pipeline, two terms",
+        "pipeline, gradient of entropy",
         "distances",
         "distances, sums",
         "distances, strided",

@@ -1,0 +1,131 @@
+"""Tiles of the logits of a chunk that leave as exponentials: which kernel makes them, and how it is launched.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lowtide.linear_cross_entropy import exponential_kernels as kernels
+from lowtide.linear_cross_entropy import exponential_pipeline, pipeline
+
+Term = tuple[Tensor, Tensor]
+
+
+class Exponentials:
+    """Of one chunk and one block of classes: run once or more."""
+
+    def __init__(
+        self,
+        first_term: Term,
+        second_term: Term | None = None,
+        *,
+        reference_C: Tensor,
+        target_C: Tensor,
+        out_CB: Tensor | None,
+        bias_B: Tensor | None = None,
+        scale: Tensor | None = None,
+        softcap: float = 0.0,
+        pull_C: Tensor | None = None,
+        tilt_C: Tensor | None = None,
+        factor_C: Tensor | None = None,
+        first_class: int = 0,
+    ) -> None:
+        (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
+        self.terms = (first_term, second_term)
+        self.exp_CB: Any = out_CB
+        self.classes = slice(first_class, first_class + self.B)
+        self.softcap = softcap
+        self.device = reference_C.device
+        self.of_call = {
+            "reference_C_ptr": reference_C,
+            "target_C_ptr": target_C,
+            "bias_B_ptr": bias_B,
+            "scale_ptr": scale,
+            "pull_C_ptr": pull_C,
+            "tilt_C_ptr": tilt_C,
+            "factor_C_ptr": factor_C,
+            **{"C": self.C, "B": self.B, "D": self.D, "first_class": first_class},
+        }
+
+    def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[halves of tiles, C]: what the kernel finds in each."""
+        return torch.empty(2 * triton.cdiv(self.B, kernels.BLOCK_B), self.C, dtype=dtype, device=self.device)
+
+    def run(
+        self,
+        *,
+        sums: Tensor | None = None,
+        means: Tensor | None = None,
+        moments: Tensor | None = None,
+        maxima: Tensor | None = None,
+        places: Tensor | None = None,
+        repair: Tensor | None = None,
+        guarded: bool = True,
+    ) -> None:
+        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
+        stores E where there is a place for it and no maxima are asked for. Not `guarded`, an ignored row
+        whose logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit
+        some other place for its maximum."""
+        programs = kernels.multiprocessors(self.device)
+        arguments: dict[str, Any] = {
+            **self.of_call,
+            "sum_ptr": sums,
+            "mean_ptr": means,
+            "moment_ptr": moments,
+            "max_ptr": maxima,
+            "argmax_ptr": places,
+            "STORE": self.exp_CB is not None and maxima is None,
+            "GUARDED": guarded,
+            "SOFTCAP": self.softcap,
+            "PROGRAMS": programs,
+            "GROUP": kernels.GROUP,
+        }
+        # Registers are few where a soft cap meets these: the pipeline would put some aside, and the branch
+        # that spares most halves a comparison (dearer than an exponential) takes some.
+        others = (moments, maxima, self.of_call["tilt_C_ptr"])
+        crowded = self.softcap > 0 and any(each is not None for each in others)
+        if repair is None and not crowded and pipeline.runs_on(self.device):
+            exponential_pipeline.exponentials_kernel[(programs,)](
+                **self._tiles_of_pipeline,
+                **arguments,
+                MASKED=False,
+                STAGES=pipeline.STAGES,
+                REGISTERS=pipeline.REGISTERS,
+                num_warps=pipeline.WARPS,
+            )
+            return
+        kernels.exponentials_kernel[(programs,)](
+            **self._tiles,
+            **arguments,
+            MASKED=crowded,
+            repair_ptr=repair,
+            REPAIR=repair is not None,
+            BLOCK_C=kernels.BLOCK_C,
+            BLOCK_B=kernels.BLOCK_B,
+            BLOCK_D=kernels.BLOCK_D,
+            num_stages=kernels.STAGES,
+            num_warps=kernels.WARPS,
+        )
+
+    @cached_property
+    def _tiles(self) -> dict[str, Any]:
+        return self._described(kernels.describe, kernels.BLOCK_C)
+
+    @cached_property
+    def _tiles_of_pipeline(self) -> dict[str, Any]:
+        return self._described(pipeline.describe, pipeline.BLOCK_A // 2)
+
+    def _described(self, describe: Any, rows: int) -> dict[str, Any]:
+        names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
+        heights, depth = (rows, kernels.BLOCK_B), kernels.BLOCK_D
+        tiles = {
+            name: None if term is None else describe(tensor, height, depth)
+            for of_term, term in zip(names, self.terms)
+            for name, tensor, height in zip(of_term, term or (None, None), heights)
+        }
+        out = None if self.exp_CB is None else describe(self.exp_CB, rows, kernels.BLOCK_B // 2)
+        return {**tiles, "exp_CB": out}

@@ -1,0 +1,76 @@
+"""On a Hopper card, the pipeline's kernels leave what Triton's leave, which the interpreter runs elsewhere."""
+
+import pytest
+import torch
+
+from tests.conftest import NEEDS_CUDA
+
+pytest.importorskip("triton")
+
+from lowtide.linear_cross_entropy import pipeline
+from lowtide.linear_cross_entropy.exponential_tiles import Exponentials
+
+pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
+
+SIZES = ((1, 8, 8), (130, 264, 72), (333, 1000, 200), (1024, 4104, 512))  # C, B, D
+OPTIONS = {
+    "plain": {},
+    "bias and scale": {"bias_B": 1, "scale": 1},
+    "soft cap": {"softcap": 3.0, "scale": 1},
+    "gradient": {"factor_C": 1},
+    "gradient of entropy": {"pull_C": 1, "tilt_C": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if not pipeline.runs_on(torch.device("cuda")):
+        pytest.skip("needs a Hopper card and a Triton that the pipeline knows")
+
+
+def made(C, B, D, options, *, second=False):
+    generator = torch.Generator("cuda").manual_seed(C + B + D)
+
+    def random(*size, dtype=torch.float32):
+        return torch.randn(*size, device="cuda", generator=generator).to(dtype)
+
+    terms = [(random(C, D, dtype=torch.bfloat16), random(B, D, dtype=torch.bfloat16).mul_(D**-0.5))]
+    if second:
+        terms.append((random(C, 16, dtype=torch.bfloat16), random(B, 16, dtype=torch.bfloat16)))
+    sizes = {"bias_B": (B,), "scale": (), "factor_C": (C,), "pull_C": (C,), "tilt_C": (C,)}
+    given = {name: random(*sizes[name]) if name in sizes else value for name, value in options.items()}
+    reference_C, target_C = random(C), torch.randint(B, (C,), device="cuda", generator=generator)
+    reference_C[::7] = torch.inf
+    out_CB = torch.full((C, -(-B // 8) * 8), torch.nan, device="cuda", dtype=torch.bfloat16)[:, :B]
+    return Exponentials(*terms, reference_C=reference_C, target_C=target_C, out_CB=out_CB, **given)
+
+
+def left(tiles, **partials):
+    found = {name: tiles.partials(dtype).fill_(-7) for name, dtype in partials.items()}
+    tiles.run(**found)
+    return [*found.values(), tiles.exp_CB.clone()]
+
+
+def check_both(monkeypatch, tiles, **partials):
+    mine, again = left(tiles, **partials), left(tiles, **partials)
+    monkeypatch.setattr(pipeline, "runs_on", lambda device: False)
+    for each, second, want in zip(mine, again, left(tiles, **partials)):
+        assert torch.equal(each.nan_to_num(), second.nan_to_num())
+        assert torch.equal(each.nan_to_num(), want.nan_to_num())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_exponentials(monkeypatch, size, name):
+    check_both(monkeypatch, made(*size, OPTIONS[name]), sums=torch.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_of_two_terms(monkeypatch, size):
+    check_both(monkeypatch, made(*size, {}, second=True), sums=torch.float32, moments=torch.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_statistics_of_log_probabilities(monkeypatch, size):
+    partials = dict.fromkeys(("sums", "means", "maxima"), torch.float32)
+    check_both(monkeypatch, made(*size, {}), **partials, places=torch.int32)
