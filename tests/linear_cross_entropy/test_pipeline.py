@@ -1,4 +1,4 @@
-"""On a Hopper card, the pipeline's kernels leave what Triton's leave, which the interpreter runs elsewhere."""
+"""On a Hopper card the pipeline leaves what Triton's kernels leave, which the interpreter runs elsewhere."""
 
 import pytest
 import torch
