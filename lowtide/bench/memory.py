@@ -111,7 +111,8 @@ def _cpu(peak: Peak) -> Iterator[None]:
 @contextlib.contextmanager
 def _cuda(peak: Peak) -> Iterator[None]:
     # Autograd's thread keeps the last of what a backward pass gave it until the next: such a one.
-    torch.zeros((), device="cuda", requires_grad=True).neg().backward()
+    with torch.enable_grad():
+        torch.zeros((), device="cuda", requires_grad=True).neg().backward()
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

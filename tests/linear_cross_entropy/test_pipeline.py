@@ -32,7 +32,7 @@ def made(C, B, D, options, *, second=False):
     generator = torch.Generator("cuda").manual_seed(C + B + D)
 
     def random(*size, dtype=torch.float32):
-        return torch.randn(*size, device="cuda", generator=generator).to(dtype)
+        return torch.randn(size, device="cuda", generator=generator).to(dtype)
 
     terms = [(random(C, D, dtype=torch.bfloat16), random(B, D, dtype=torch.bfloat16).mul_(D**-0.5))]
     if second:
