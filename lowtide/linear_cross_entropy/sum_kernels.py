@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.exponential_kernels import describe, multiprocessors
+from lowtide.linear_cross_entropy.exponential_kernels import describe, halves, multiprocessors, tile_at
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
 WARPS = 8
@@ -24,15 +24,19 @@ UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
 
 
 @triton.jit
-def load_pairs(pair_ptr, low_ptr, mask):
+def from_pairs(pair, low):
     """The sums of even features, and of odd ones."""
-    pair = tl.load(pair_ptr, mask=mask, other=0)
-    low = tl.load(low_ptr, mask=mask, other=0).to(tl.int32)
-    if low_ptr.dtype.element_ty == tl.uint16:
-        even, odd = (pair << 16) | ((low & 0xFF) << 8), (pair & UPPER) | (low & 0xFF00)
+    bits = low.to(tl.int32)
+    if low.dtype == tl.uint16:
+        even, odd = (pair << 16) | ((bits & 0xFF) << 8), (pair & UPPER) | (bits & 0xFF00)
     else:
-        even, odd = (pair << 16) | ((low & 15) << 12), (pair & UPPER) | ((low & 0xF0) << 8)
+        even, odd = (pair << 16) | ((bits & 15) << 12), (pair & UPPER) | ((bits & 0xF0) << 8)
     return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_pairs(pair_ptr, low_ptr, mask):
+    return from_pairs(tl.load(pair_ptr, mask=mask, other=0), tl.load(low_ptr, mask=mask, other=0))
 
 
 @triton.jit
@@ -42,22 +46,29 @@ def _nearest(value, HALF: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(pair_ptr, low_ptr, even, odd, mask):
-    if low_ptr.dtype.element_ty == tl.uint16:
+def to_pairs(even, odd, low_type: tl.constexpr):
+    """A pair, and its lower bits in this type."""
+    if low_type == tl.uint16:
         even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
         low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
     else:
         even, odd = _nearest(even, 0x800), _nearest(odd, 0x800)
         low = ((even >> 12) & 15) | ((odd >> 8) & 0xF0)
-    tl.store(pair_ptr, ((even >> 16) & 0xFFFF) | (odd & UPPER), mask=mask)
-    tl.store(low_ptr, low.to(low_ptr.dtype.element_ty), mask=mask)
+    return ((even >> 16) & 0xFFFF) | (odd & UPPER), low.to(low_type)
 
 
 @triton.jit
-def _store_rounded(pair_ptr, even, odd, factor, mask):
+def store_pairs(pair_ptr, low_ptr, even, odd, mask):
+    pair, low = to_pairs(even, odd, low_ptr.dtype.element_ty)
+    tl.store(pair_ptr, pair, mask=mask)
+    tl.store(low_ptr, low, mask=mask)
+
+
+@triton.jit
+def rounded_pairs(even, odd, factor):
     even = (even * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
     odd = (odd * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
-    tl.store(pair_ptr, (even & 0xFFFF) | (odd << 16), mask=mask)
+    return (even & 0xFFFF) | (odd << 16)
 
 
 @triton.jit
@@ -65,6 +76,17 @@ def _spread(spread_D_ptr, pair, mask):
     """What is subtracted from even features, and from odd ones."""
     even = tl.load(spread_D_ptr + 2 * pair, mask=mask, other=0.0)
     return even, tl.load(spread_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def less_spread(even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V):
+    """The sums, less the spread times what these classes weigh."""
+    even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
+    if class_weight_V_ptr is None:
+        return even_vh - even_h[None, :], odd_vh - odd_h[None, :]
+    else:
+        weight_v = tl.load(class_weight_V_ptr + classes, mask=classes < V, other=0.0)
+        return even_vh - weight_v[:, None] * even_h[None, :], odd_vh - weight_v[:, None] * odd_h[None, :]
 
 
 @triton.jit
@@ -89,12 +111,8 @@ def _add_product_kernel(
     """sum (+)= exp^T x; with a factor, the last time, it is rounded. Grid: one program a multiprocessor, each
     tile in turn."""
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
-    group_tiles = GROUP * tiles_d
     for tile in tl.range(tl.program_id(0), tiles_v * tiles_d, PROGRAMS, flatten=True):
-        first_v = tile // group_tiles * GROUP
-        height = min(tiles_v - first_v, GROUP)
-        tile_v = first_v + tile % group_tiles % height
-        tile_d = tile % group_tiles // height
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
         sum_vd = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
         for start in range(0, C, BLOCK_C):
             exp_cv = exp_CV.load([start, tile_v * BLOCK_V])
@@ -102,9 +120,9 @@ def _add_product_kernel(
             sum_vd = tl.dot(exp_cv.T, x_cd, sum_vd)
         classes = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         # One half after the other: what is added is in registers too.
-        halves = tl.split(tl.permute(tl.reshape(sum_vd, (BLOCK_V, 2, BLOCK_D // 2)), (0, 2, 1)))
+        halves_vh = halves(sum_vd)
         for half in tl.static_range(2):
-            even_vh, odd_vh = tl.split(tl.reshape(halves[half], (BLOCK_V, BLOCK_D // 4, 2)))
+            even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (BLOCK_V, BLOCK_D // 4, 2)))
             pairs = tile_d * (BLOCK_D // 2) + half * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
             place_vh = classes[:, None].to(tl.int64) * (D // 2) + pairs[None, :]
             mask_vh = (classes[:, None] < V) & (pairs[None, :] < D // 2)
@@ -116,13 +134,10 @@ def _add_product_kernel(
                 store_pairs(pair_ptr, low_ptr, even_vh, odd_vh, mask_vh)
             else:
                 if spread_D_ptr is not None:
-                    even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
-                    weight_v = tl.full((BLOCK_V,), 1.0, tl.float32)
-                    if class_weight_V_ptr is not None:
-                        weight_v = tl.load(class_weight_V_ptr + classes, mask=classes < V, other=0.0)
-                    even_vh -= weight_v[:, None] * even_h[None, :]
-                    odd_vh -= weight_v[:, None] * odd_h[None, :]
-                _store_rounded(pair_ptr, even_vh, odd_vh, tl.load(factor_ptr), mask_vh)
+                    even_vh, odd_vh = less_spread(
+                        even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                    )
+                tl.store(pair_ptr, rounded_pairs(even_vh, odd_vh, tl.load(factor_ptr)), mask=mask_vh)
 
 
 @triton.jit
@@ -142,7 +157,7 @@ def _round_kernel(
                 class_weight = tl.load(class_weight_V_ptr + row)
                 even_spread, odd_spread = even_spread * class_weight, odd_spread * class_weight
             even, odd = even - even_spread, odd - odd_spread
-        _store_rounded(pair_VP_ptr + place, even, odd, factor, mask)
+        tl.store(pair_VP_ptr + place, rounded_pairs(even, odd, factor), mask=mask)
 
 
 def add_product(
