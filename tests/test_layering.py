@@ -84,7 +84,7 @@ ALLOWED = {
         "rows",
         "weight_sums",
     },
-    "weight_sums": {"operands", "row_kernels", "sum_kernels", "workspace"},
+    "weight_sums": {"operands", "row_kernels", "sum_kernels", "sum_pipeline", "workspace"},
     "gradients": {"head", "plan", "scaling"},
     "operands": {"predicted"},
     "rows": set(),
@@ -96,10 +96,12 @@ ALLOWED = {
     "pipeline": set(),
     "distance_kernels": {"exponential_kernels", "rows"},
     "distance_pass": {"distance_kernels", "exponential_kernels", "rows"},
+    "sum_pipeline": {"exponential_kernels", "pipeline", "sum_kernels"},
     "sum_kernels": {"exponential_kernels"},
     "row_kernels": {"sum_kernels"},
     "repair_kernels": {"exponential_kernels"},
     "coefficient_kernels": {"rows"},
+    "pipeline": set(),
 }
 KERNELS = {
     "kernels",
@@ -113,6 +115,7 @@ KERNELS = {
     "repair_kernels",
     "row_kernels",
     "sum_kernels",
+    "sum_pipeline",
 }
 
 

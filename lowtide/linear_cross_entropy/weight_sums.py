@@ -4,10 +4,12 @@ bits, where four bytes a weight leave too few rows for a chunk; or none, where o
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import row_kernels, sum_kernels
+from lowtide.linear_cross_entropy import row_kernels, sum_kernels, sum_pipeline
 from lowtide.linear_cross_entropy.operands import product
 from lowtide.linear_cross_entropy.workspace import TARGETS
 
@@ -20,7 +22,10 @@ class FloatSum:
         self.sum_VD, self.factor = sum_VD, factor
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
+        if sum_pipeline.takes(self.sum_VD, None, exp_CV, x_CD):
+            sum_pipeline.add_product(self.sum_VD, None, exp_CV, x_CD, add=not first)
+        else:
+            product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
         hit_N = hit_N if self.factor is None else hit_N * self.factor
@@ -53,7 +58,7 @@ class SplitSum:
         if last and not first:
             self.operands = (exp_CV, x_CD)  # when all else is added, this product rounds
         else:
-            sum_kernels.add_product(self.pair_VP, self.low_VP, exp_CV, x_CD, add=not first)
+            self._add(exp_CV, x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
         row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, hit_N, class_N, order_N)
@@ -67,7 +72,12 @@ class SplitSum:
         if operands is None:
             sum_kernels.round_(self.pair_VP, self.low_VP, *rounding)
         else:
-            sum_kernels.add_product(self.pair_VP, self.low_VP, *operands, add=True, rounding=rounding)
+            self._add(*operands, add=True, rounding=rounding)
+
+    def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
+        sums = (self.pair_VP, self.low_VP)
+        kernels = sum_pipeline if sum_pipeline.takes(*sums, exp_CV, x_CD) else sum_kernels
+        kernels.add_product(*sums, exp_CV, x_CD, **options)
 
 
 class RoundedProduct:

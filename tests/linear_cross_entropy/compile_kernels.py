@@ -6,26 +6,21 @@ one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kern
 """
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.ahead_of_time import compiled, print_all
-
-TARGETS = (80, 90)
-
-F32, I32, I32_PTR = "*fp32", "i32", "*i32"
-
-
-class Build(NamedTuple):
-    module: str
-    kernel: str
-    arguments: dict[str, Any]
-    """By name: a Triton type, or the value of a constexpr (None: a pointer that is not there)."""
-    warps: int
-    stages: int = 3
-    targets: tuple[int, ...] = TARGETS
-    spills: int = 0
-    """Bytes a thread may put aside; only where many options meet."""
-    package: str = "lowtide.linear_cross_entropy"
+from tests.linear_cross_entropy.builds import (
+    BF16,
+    F32,
+    I32,
+    I32_PTR,
+    I64,
+    PIPELINED,
+    PIPELINED_LEFT_OUT,
+    ROUNDING,
+    Build,
+    with_layouts,
+)
 
 
 def _softmax(gradient: str | None, **changes: Any) -> Build:
@@ -171,9 +166,6 @@ def _rows(kernel: str, **arguments: Any) -> Build:
     return Build("row_kernels", kernel, arguments, warps=4)
 
 
-ROUNDING = ("factor_ptr", "class_weight_V_ptr", "spread_D_ptr")
-
-
 def _add_product(**changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 128]>",
@@ -191,7 +183,6 @@ def _add_product(**changes: Any) -> Build:
     return Build("sum_kernels", "_add_product_kernel", arguments | changes, 8, 4, (90,))
 
 
-BF16, I64 = "*bf16", "*i64"
 BUILDS = {
     "softmax": _softmax("*bf16"),
     "softmax, float32": _softmax("*fp32"),
@@ -340,6 +331,7 @@ BUILDS = {
         {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
          "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
+    **PIPELINED,
 }  # fmt: skip
 # Those that another covers (tests/ahead_of_time.py).
 _SOFTMAX = (
@@ -383,6 +375,7 @@ LEFT_OUT = {
         "20 bits, another product",
         "20 bits, rounded",
         "24 bits, another product",
+        *PIPELINED_LEFT_OUT,
     ),
 }
 
@@ -390,7 +383,8 @@ LEFT_OUT = {
 def resources(_: str, build: Build, capability: int) -> dict[str, int]:
     kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
     options = {"num_warps": build.warps, "num_stages": build.stages}
-    return compiled(kernel, build.arguments, capability, options)[0]
+    arguments = with_layouts(build.arguments) if kernel.is_gluon() else build.arguments
+    return compiled(kernel, arguments, capability, options)[0]
 
 
 if __name__ == "__main__":

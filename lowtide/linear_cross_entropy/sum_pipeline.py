@@ -1,0 +1,229 @@
+"""The product that adds to the weight gradient's sum, on a Hopper card (pipeline.py): sum (+)= exp^T x, in 24
+bits or 20 (sum_kernels.py), or in float32.
+
+Where a chunk has few rows, what was summed before takes as long to read and write as the tile's product takes
+to form. It goes around with the operands: after a tile's last one the next stages bring the sum, a part each,
+it is added up there, and leaves from there.
+
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; S columns of a sum, which are pairs or
+features; lower case = what a group has of one tile, h a part of its columns.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from lowtide.linear_cross_entropy import pipeline
+from lowtide.linear_cross_entropy.exponential_kernels import halves, multiprocessors, tile_at
+from lowtide.linear_cross_entropy.pipeline import (
+    DEPTH,
+    HALF,
+    WIDTH,
+    await_stage,
+    describe,
+    give_back,
+    load,
+    load_tiles,
+    multiply,
+    ring,
+    store,
+    take,
+    view,
+)
+from lowtide.linear_cross_entropy.sum_kernels import GROUP, from_pairs, less_spread, rounded_pairs, to_pairs
+
+COLUMNS = tl.constexpr(64)  # of a part: 32 bits for each of a tile's classes fill the room for x in a stage
+
+
+@gluon.jit
+def _sum_of(b_s, stage, turn: gl.constexpr, sum_VS):
+    """In a stage's memory, the part of the sum that belongs to a group."""
+    return view(b_s.index(stage), sum_VS.dtype, [2, HALF, COLUMNS], sum_VS.layout).index(turn)
+
+
+@gluon.jit
+def _low_of(a_s, stage, turn: gl.constexpr, low_VP):
+    """The lower bits: as many bytes as operands take there, or half as many."""
+    NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
+    return view(a_s.index(2 * stage + turn), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
+
+
+@gluon.jit
+def _load_all(
+    exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty, C, D, V,
+    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    BYTES: gl.constexpr = 4 if low_VP is None else 4 + low_VP.dtype.primitive_bitwidth // 8
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, TOGETHER)
+        for start in range(0, C, DEPTH):
+            step = load_tiles(
+                exp_CV, x_CD, tile_v * 2 * HALF, tile_d * WIDTH, start, a_s, b_s, full, empty, step,
+                STAGES, True,
+            )  # fmt: skip
+        for part in gl.static_range(PARTS):
+            stage = take(empty, step, STAGES)
+            if ADD:
+                mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
+                for turn in gl.static_range(2):
+                    place = [tile_v * 2 * HALF + turn * HALF, (tile_d * PARTS + part) * COLUMNS]
+                    load(sum_VS, place, full.index(stage), _sum_of(b_s, stage, turn, sum_VS))
+                    if low_VP is not None:
+                        load(low_VP, place, full.index(stage), _low_of(a_s, stage, turn, low_VP))
+            else:
+                mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
+            step += 1
+
+
+@gluon.jit
+def _parts(sum_vd, PARTS: gl.constexpr):
+    first_vh, second_vh = halves(sum_vd)
+    if PARTS == 2:
+        return first_vh, second_vh
+    else:
+        parts_vh = halves(first_vh)
+        others_vh = halves(second_vh)
+        return parts_vh[0], parts_vh[1], others_vh[0], others_vh[1]
+
+
+@gluon.jit
+def _add_all(
+    TURN: gl.constexpr, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, C, D, V,
+    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """What one of the two groups does."""
+    tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, TOGETHER)
+        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), TURN, STAGES, True)
+        parts_vh = _parts(sum_vd, PARTS)
+        first_class = tile_v * 2 * HALF + TURN * HALF
+        for part in gl.static_range(PARTS):
+            column = (tile_d * PARTS + part) * COLUMNS
+            stage = await_stage(full, step, STAGES)
+            sum_s = _sum_of(b_s, stage, TURN, sum_VS)
+            if low_VP is None:
+                part_vh = parts_vh[part]
+                if ADD:
+                    part_vh += sum_s.load(part_vh.type.layout)
+                sum_s.store(part_vh)
+            else:
+                low_s = _low_of(a_s, stage, TURN, low_VP)
+                even_vh, odd_vh = tl.split(tl.reshape(parts_vh[part], (HALF, COLUMNS, 2)))
+                if ADD:
+                    even_before_vh, odd_before_vh = from_pairs(
+                        sum_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
+                    )
+                    even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
+                if factor_ptr is None:
+                    pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
+                    low_s.store(low_vh)
+                else:
+                    if spread_D_ptr is not None:
+                        classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+                        pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+                        even_vh, odd_vh = less_spread(
+                            even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                        )
+                    pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
+                sum_s.store(pair_vh)
+            fence_async_shared()
+            tma.store_wait(0)  # of the part before
+            give_back(empty, step, part > 0, STAGES)  # and all of this one is in its place
+            store(sum_VS, [first_class, column], sum_s)
+            if low_VP is not None and factor_ptr is None:
+                store(low_VP, [first_class, column], low_s)
+            step += 1
+        tma.store_wait(0)
+        give_back(empty, step, True, STAGES)
+
+
+@gluon.jit
+def _add_product_pipelined_kernel(
+    exp_CV, x_CD, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """sum (+)= exp^T x, in PARTS parts of each tile: two of pairs with lower bits, or four in float32. With a
+    factor, the last time, it is rounded. Grid: one program a multiprocessor, each tile in turn."""
+    a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
+    gl.warp_specialize(
+        [
+            (_add_all, (
+                0, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, a_s, b_s, full, empty,
+                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+            )),
+            (_add_all, (
+                1, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, a_s, b_s, full, empty,
+                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+            )),
+            (_load_all, (
+                exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty,
+                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+            )),
+        ],
+        [gl.num_warps(), 1],
+        REGISTERS,
+    )  # fmt: skip
+
+
+def takes(sum_VS: Tensor, low_VP: Tensor | None, exp_CV: Tensor, x_CD: Tensor) -> bool:
+    """Whether this can add to such a sum: with tensor maps of all that it reads and writes."""
+    if not pipeline.runs_on(x_CD.device) or exp_CV.dtype != torch.bfloat16 or x_CD.dtype != torch.bfloat16:
+        return False
+    if low_VP is not None:
+        return _mapped(exp_CV, x_CD, sum_VS, low_VP)
+    few = x_CD.shape[1] < pipeline.BLOCK_B  # a tile would be mostly empty
+    return sum_VS.dtype == torch.float32 and not few and _mapped(exp_CV, x_CD, sum_VS)
+
+
+def _mapped(*tensors: Tensor) -> bool:
+    """A tensor map wants rows of numbers that lie side by side, each row's place a multiple of 16 bytes."""
+    return all(
+        each.numel() > 0
+        and each.stride(1) == 1
+        and each.stride(0) >= each.shape[1]
+        and each.stride(0) * each.element_size() % 16 == 0
+        and each.data_ptr() % 16 == 0
+        for each in tensors
+    )
+
+
+def add_product(
+    sum_VS: Tensor,
+    low_VP: Tensor | None,
+    exp_CV: Tensor,
+    x_CD: Tensor,
+    *,
+    add: bool,
+    rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> None:
+    """To pairs with lower bits, or to a sum in float32. `rounding`, the last time: as in sum_kernels.py."""
+    (C, D), V = x_CD.shape, sum_VS.shape[0]
+    programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
+    _add_product_pipelined_kernel[(programs,)](
+        describe(exp_CV, pipeline.BLOCK_K, pipeline.BLOCK_A // 2),
+        describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
+        describe(sum_VS, *part),
+        None if low_VP is None else describe(low_VP, *part),
+        *rounding,
+        C,
+        D,
+        V,
+        ADD=add,
+        PARTS=4 if low_VP is None else 2,
+        TOGETHER=GROUP,
+        PROGRAMS=programs,
+        STAGES=pipeline.STAGES,
+        REGISTERS=pipeline.REGISTERS,
+        num_warps=pipeline.WARPS,
+    )

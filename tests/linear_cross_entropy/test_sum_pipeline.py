@@ -1,0 +1,107 @@
+"""The product that adds to a sum, in Gluon, on a Hopper card: the same numbers as the kernel in Triton where
+there is one, bit by bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lowtide.linear_cross_entropy import pipeline, sum_kernels, sum_pipeline
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not pipeline.runs_on(torch.device("cuda")), reason="needs Hopper"
+    ),
+]
+
+LOWS = {24: torch.uint16, 20: torch.uint8}
+# Tokens, features, classes; less than a stage, a tile or all tiles of a multiprocessor, and not.
+SIZES = [
+    (8, 32, 8),
+    (64, 256, 128),
+    (200, 288, 1000),
+    (1000, 544, 2056),
+    (328, 2304, 32008),
+]
+
+
+def operands(C, D, V, chunks):
+    """As views of wider buffers, the rows after which are not to be read."""
+    exp_CV = torch.full((chunks, C, V + 8), torch.nan, device="cuda", dtype=torch.bfloat16)[..., :V]
+    x_CD = torch.full((chunks, C, D + 24), torch.nan, device="cuda", dtype=torch.bfloat16)[..., :D]
+    exp_CV.copy_(torch.rand(chunks, C, V, device="cuda"))
+    x_CD.copy_(torch.randn(chunks, C, D, device="cuda"))
+    return exp_CV, x_CD
+
+
+def guarded(rows, columns, dtype):
+    """A tensor between others, and all of them."""
+    whole = torch.full((rows + 256, columns), 77, device="cuda").to(dtype)
+    return whole[128 : 128 + rows], whole
+
+
+def untouched(whole):
+    return bool((whole[:128].int() == 77).all() and (whole[-128:].int() == 77).all())
+
+
+@pytest.mark.parametrize(("C", "D", "V"), SIZES)
+@pytest.mark.parametrize("bits", [24, 20])
+@pytest.mark.parametrize("last", [None, "factor", "spread", "class weights"])
+def test_few_bits(bits, last, C, D, V):
+    chunks = 3
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
+    weight_V = torch.rand(V, device="cuda")
+    rounding = {
+        None: (None, None, None),
+        "factor": (factor, None, None),
+        "spread": (factor, None, spread_D),
+        "class weights": (factor, weight_V, spread_D),
+    }[last]
+    found = []
+    for kernels in (sum_kernels, sum_pipeline, sum_pipeline):
+        (pair_VP, pairs), (low_VP, lows) = guarded(V, D // 2, torch.int32), guarded(V, D // 2, LOWS[bits])
+        for chunk in range(chunks):
+            each = (pair_VP, low_VP, exp_CV[chunk], x_CD[chunk])
+            assert sum_pipeline.takes(*each)
+            options = {"rounding": rounding} if chunk == chunks - 1 else {}
+            kernels.add_product(*each, add=chunk > 0, **options)
+        assert untouched(pairs)
+        assert untouched(lows)
+        found.append((pair_VP, low_VP.int()))
+    for pair_VP, low_VP in found[1:]:
+        assert pair_VP.equal(found[0][0])
+        assert low_VP.equal(found[0][1])
+
+
+@pytest.mark.parametrize(("C", "D", "V"), [(C, max(D, 256), V) for C, D, V in SIZES])
+def test_float32(C, D, V):
+    chunks = 3
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    found = []
+    for _ in range(2):
+        sum_VD, sums = guarded(V, D, torch.float32)
+        for chunk in range(chunks):
+            each = (sum_VD, None, exp_CV[chunk], x_CD[chunk])
+            assert sum_pipeline.takes(*each)
+            sum_pipeline.add_product(*each, add=chunk > 0)
+        assert untouched(sums)
+        found.append(sum_VD)
+    assert found[0].equal(found[1])
+    exact_VD = exp_CV.double().transpose(1, 2).matmul(x_CD.double()).sum(0)
+    magnitude_VD = exp_CV.double().transpose(1, 2).matmul(x_CD.double().abs()).sum(0)
+    assert ((found[0] - exact_VD).abs() <= 2**-20 * magnitude_VD).all()
+
+
+def test_what_is_not_taken():
+    exp_CV, x_CD = (each[0] for each in operands(16, 288, 24, 1))
+    sum_VD = torch.empty(24, 288, device="cuda")
+    assert sum_pipeline.takes(sum_VD, None, exp_CV, x_CD)
+    assert not sum_pipeline.takes(sum_VD, None, exp_CV[:0], x_CD[:0])
+    assert not sum_pipeline.takes(sum_VD, None, exp_CV.float(), x_CD)
+    assert not sum_pipeline.takes(sum_VD, None, exp_CV[:, 1:], x_CD)
+    assert not sum_pipeline.takes(sum_VD[:, :64], None, exp_CV, x_CD[:, :64])
+    assert not sum_pipeline.takes(sum_VD.bfloat16(), None, exp_CV, x_CD)
+    pair_VP = torch.empty(24, 8, device="cuda", dtype=torch.int32)
+    assert sum_pipeline.takes(pair_VP, pair_VP.to(torch.uint16), exp_CV, x_CD[:, :16])
+    assert not sum_pipeline.takes(pair_VP, pair_VP.to(torch.uint8), exp_CV, x_CD[:, :16])
