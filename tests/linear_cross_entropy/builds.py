@@ -1,9 +1,6 @@
 """How compile_kernels.py says what it builds, and what it builds of the kernels in Gluon."""
 
-import re
 from typing import Any, NamedTuple
-
-import torch
 
 TARGETS = (80, 90)
 
@@ -24,27 +21,37 @@ class Build(NamedTuple):
     package: str = "lowtide.linear_cross_entropy"
 
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "i32": torch.int32,
-    "u16": torch.uint16,
-    "u8": torch.uint8,
-}
+_BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
+_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
+_PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 
 
-def with_layouts(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Descriptors in Gluon say how their tiles lie in shared memory."""
-    from lowtide.linear_cross_entropy import pipeline  # needs Triton
-
-    def described(value: Any) -> Any:
-        tile = re.fullmatch(r"tensordesc<(\w+)\[(\d+), (\d+)\]>", value) if isinstance(value, str) else None
-        if tile is None:
-            return value
-        layout = pipeline.layout(int(tile[2]), int(tile[3]), pipeline.DTYPES[DTYPES[tile[1]]])
-        return f"{value[:-1]},{layout!r}>"
-
-    return {name: described(value) for name, value in arguments.items()}
+def _pipelined_exponentials(**changes: Any) -> Build:
+    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "mean", "moment", "max", "argmax")
+    arguments = {
+        "x_CD": "tensordesc<bf16[64, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR")),
+        "exp_CB": "tensordesc<bf16[64, 128]>",
+        "reference_C_ptr": F32,
+        "target_C_ptr": I64,
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        "sum_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
+        "STORE": True,
+        "GUARDED": False,
+        "MASKED": False,
+        "SOFTCAP": 0.0,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "STAGES": 4,
+        "REGISTERS": (232, 40),
+    }
+    spills = changes.pop("spills", 0)
+    return Build(
+        "exponential_pipeline", "exponentials_kernel", arguments | changes, 4, targets=(90,), spills=spills
+    )
 
 
 def _add_product(low: str | None, **changes: Any) -> Build:
@@ -68,6 +75,16 @@ def _add_product(low: str | None, **changes: Any) -> Build:
 
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
 PIPELINED = {
+    "pipeline, exponentials": _pipelined_exponentials(),
+    "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
+    "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
+    "pipeline, gradient": _pipelined_exponentials(**{"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}),
+    "pipeline, bent": _pipelined_exponentials(**_BENT),
+    "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, moment_ptr=F32),
+    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
+    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
+    "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
+    "pipeline, two terms, bent": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT),
     "pipelined, float32, first product": _add_product(None, ADD=False),
     "pipelined, float32, another product": _add_product(None, ADD=True),
     "pipelined, 24 bits, first product": _add_product("u16", ADD=False),
@@ -78,6 +95,14 @@ PIPELINED = {
     "pipelined, 20 bits, the last product": _add_product("u8", **_LAST),
 }
 PIPELINED_LEFT_OUT = (
+    "pipeline, exponentials",
+    "pipeline, sums",
+    "pipeline, known statistics",
+    "pipeline, gradient",
+    "pipeline, bent",
+    "pipeline, scale's gradient",
+    "pipeline, two terms",
+    "pipeline, gradient of entropy",
     "pipelined, float32, first product",
     "pipelined, 24 bits, first product",
     "pipelined, 24 bits, another product",

@@ -19,7 +19,6 @@ from tests.linear_cross_entropy.builds import (
     PIPELINED_LEFT_OUT,
     ROUNDING,
     Build,
-    with_layouts,
 )
 
 
@@ -84,36 +83,6 @@ _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 _GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
-
-
-_PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
-
-
-def _pipelined_exponentials(**changes: Any) -> Build:
-    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "mean", "moment", "max", "argmax")
-    arguments = {
-        "x_CD": "tensordesc<bf16[64, 64]>",
-        "weight_BD": "tensordesc<bf16[256, 64]>",
-        **dict.fromkeys(("x_CR", "weight_BR")),
-        "exp_CB": "tensordesc<bf16[64, 128]>",
-        "reference_C_ptr": F32,
-        "target_C_ptr": "*i64",
-        **dict.fromkeys(f"{name}_ptr" for name in absent),
-        "sum_ptr": F32,
-        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
-        "STORE": True,
-        "GUARDED": False,
-        "MASKED": False,
-        "SOFTCAP": 0.0,
-        "PROGRAMS": 132,
-        "GROUP": 8,
-        "STAGES": 4,
-        "REGISTERS": (232, 40),
-    }
-    spills = changes.pop("spills", 0)
-    return Build(
-        "exponential_pipeline", "exponentials_kernel", arguments | changes, 4, targets=(90,), spills=spills
-    )
 
 
 def _distances(**changes: Any) -> Build:
@@ -229,16 +198,6 @@ BUILDS = {
         **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
     ),
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
-    "pipeline, exponentials": _pipelined_exponentials(),
-    "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
-    "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
-    "pipeline, gradient": _pipelined_exponentials(**_GRADIENT),
-    "pipeline, bent": _pipelined_exponentials(**_BENT),
-    "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, moment_ptr=F32),
-    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
-    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
-    "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
-    "pipeline, two terms, bent": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT),
     "distances": _distances(),
     "distances, sums": _distances(distance_CB=None, STORE=False),
     "distances, strided": _distances(soft_stride=I32, WIDE=False, spills=256),
@@ -358,14 +317,6 @@ LEFT_OUT = {
         "exponentials, gradient of entropy",
         "exponentials, two terms, all",
         "exponentials, two terms, gradient of entropy",
-        "pipeline, exponentials",
-        "pipeline, sums",
-        "pipeline, known statistics",
-        "pipeline, gradient",
-        "pipeline, bent",
-        "pipeline, scale's gradient",
-        "pipeline, two terms",
-        "pipeline, gradient of entropy",
         "distances",
         "distances, sums",
         "distances, strided",
@@ -383,8 +334,7 @@ LEFT_OUT = {
 def resources(_: str, build: Build, capability: int) -> dict[str, int]:
     kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
     options = {"num_warps": build.warps, "num_stages": build.stages}
-    arguments = with_layouts(build.arguments) if kernel.is_gluon() else build.arguments
-    return compiled(kernel, arguments, capability, options)[0]
+    return compiled(kernel, build.arguments, capability, options)[0]
 
 
 if __name__ == "__main__":
