@@ -101,7 +101,6 @@ ALLOWED = {
     "row_kernels": {"sum_kernels"},
     "repair_kernels": {"exponential_kernels"},
     "coefficient_kernels": {"rows"},
-    "pipeline": set(),
 }
 KERNELS = {
     "kernels",
