@@ -1,5 +1,7 @@
 """The product of class probabilities (probabilities.py has the mathematics), whose tiles leave as distances
-below the largest logit of a row: a Triton kernel and its launcher. distance_pass.py makes the gradient.
+below the largest logit of a row: a Triton kernel and its launcher. distance_pipeline.py has one in Gluon,
+with the same arithmetic, for Hopper cards and probabilities whose rows lie as a tensor map wants them.
+distance_pass.py makes the gradient.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
 of the product's tiles, with 4 numbers each: the largest z, and the sums of y, exp(-d) and y d; lower case =
@@ -29,7 +31,7 @@ NOTHING = tl.constexpr(200.0)
 @triton.jit
 def inside(columns, B, CUT: tl.constexpr):
     """Which columns there are. All of them, if that is known, is a constant: masks of it cost nothing."""
-    return columns < B if CUT else tl.full(columns.shape, True, tl.int1)
+    return columns < B if CUT else columns == columns
 
 
 @triton.jit
@@ -50,25 +52,8 @@ def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.co
 
 
 @triton.jit
-def _read_wide(ptrs):
-    """bfloat16 numbers, 8 that lie side by side at each pointer. By hand: what tl.load reads has a layout of
-    its own, and of two that meet Triton 3.6 takes that of the last load or product in the text. So float32
-    distances would go through shared memory to come to y's, where y, of half the bytes, may come to theirs.
-    """
-    C: tl.constexpr = ptrs.shape[0]
-    H: tl.constexpr = ptrs.shape[1] * 8
-    a, b, c, d = tl.inline_asm_elementwise(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [ptrs.to(tl.int64)],
-        (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    pairs = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (C, H // 2))
-    bits_ch = tl.reshape(tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)), (C, H))
-    return bits_ch.to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _read_each(ptrs, z_ch, PTX: tl.constexpr):
-    """Numbers that lie apart. In the layout of z_ch, which is named for no other reason: Triton would turn
+def _read(ptrs, z_ch, PTX: tl.constexpr):
+    """Numbers that lie anywhere. In the layout of z_ch, which is named for no other reason: Triton would turn
     whole float32 tiles around, in as much shared memory as a stage takes."""
     if PTX:
         bits_ch = tl.inline_asm_elementwise(
@@ -80,24 +65,7 @@ def _read_each(ptrs, z_ch, PTX: tl.constexpr):
 
 
 @triton.jit
-def _soft_of_half(
-    soft_CB_ptr, z_ch, rows, first, C, B, row_stride, stride,
-    CUT: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """The class probabilities; beyond the last row or class those of others."""
-    H: tl.constexpr = z_ch.shape[1]
-    ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * row_stride)[:, None]
-    if WIDE:
-        columns = (first + 8 * tl.arange(0, H // 8))[None, :]
-        return _read_wide(ptrs + (tl.minimum(columns, B - 8) if CUT else columns))
-    else:
-        columns = (first + tl.arange(0, H))[None, :]
-        columns = tl.minimum(columns, B - 1) if CUT else columns
-        return _read_each(ptrs + columns.to(tl.int64) * stride, z_ch, PTX)
-
-
-@triton.jit
-def _in_16_bits(distance_ch, PTX: tl.constexpr):
+def in_16_bits(distance_ch, PTX: tl.constexpr):
     """Cut off on the pipe of products, which has twice the lanes of that of minima. A NaN becomes some
     number: it is in its row's sums, and so in the whole row."""
     if PTX:
@@ -128,19 +96,8 @@ def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
 
 
 @triton.jit
-def _leave(
-    z_ch, distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr, found_ptrs, rows, first_row, first,
-    C, B, soft_row_stride, soft_stride, keep, floor,
-    SMOOTHED: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """What half a tile leaves."""
-    H: tl.constexpr = z_ch.shape[1]
-    columns = (first + tl.arange(0, H))[None, :]
-    mask = inside(columns, B, CUT)
-    soft_ch = _soft_of_half(
-        soft_CB_ptr, z_ch, rows, first, C, B, soft_row_stride, soft_stride, CUT, WIDE, PTX
-    )
-    soft_ch = tl.where(mask, soft_ch, 0.0)
+def distances_below(z_ch, bias_B_ptr, scale, columns, mask):
+    """The largest logit of each row of half a tile, and how far the others are below it."""
     if bias_B_ptr is not None:
         z_ch += tl.load(bias_B_ptr + columns, mask=mask, other=0.0)
     if scale is not None:
@@ -148,12 +105,14 @@ def _leave(
     z_ch = tl.where(mask, z_ch, -float("inf"))
     max_c = tl.max(z_ch, 1)
     distance_ch = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_ch
-    distance_ch = tl.where(mask, distance_ch, NOTHING)
-    if STORE:
-        if distance_CB.dtype == tl.int16:
-            distance_CB.store([first_row, first], _in_16_bits(distance_ch, PTX))
-        else:
-            distance_CB.store([first_row, first], distance_ch)
+    return max_c, tl.where(mask, distance_ch, NOTHING)
+
+
+@triton.jit
+def leave_sums(
+    max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+    SMOOTHED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
     mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
     sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)  # last: y's registers are free by then
@@ -161,10 +120,35 @@ def _leave(
 
 
 @triton.jit
+def _leave(
+    z_ch, distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr, found_ptrs, rows, first_row, first,
+    C, B, soft_row_stride, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """What half a tile leaves."""
+    columns = (first + tl.arange(0, z_ch.shape[1]))[None, :]
+    mask = inside(columns, B, CUT)
+    # Beyond the last row or class those of others.
+    ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * soft_row_stride)[:, None]
+    there = tl.minimum(columns, B - 1) if CUT else columns
+    soft_ch = tl.where(mask, _read(ptrs + there.to(tl.int64) * soft_stride, z_ch, PTX), 0.0)
+    max_c, distance_ch = distances_below(z_ch, bias_B_ptr, scale, columns, mask)
+    if STORE:
+        if distance_CB.dtype == tl.int16:
+            distance_CB.store([first_row, first], in_16_bits(distance_ch, PTX))
+        else:
+            distance_CB.store([first_row, first], distance_ch)
+    leave_sums(
+        max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+        SMOOTHED, PTX,
+    )  # fmt: skip
+
+
+@triton.jit
 def _distances_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB_ptr, class_weight_B_ptr,
     found_CT4_ptr, C, B, D, T, soft_row_stride, soft_stride, keep, floor,
-    SMOOTHED: tl.constexpr, STORE: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+    SMOOTHED: tl.constexpr, STORE: tl.constexpr, PTX: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -204,14 +188,14 @@ def _distances_kernel(
                     _leave(
                         halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
                         found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
-                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, True, WIDE, PTX,
+                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, True, PTX,
                     )  # fmt: skip
             else:
                 for half in tl.static_range(2):
                     _leave(
                         halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
                         found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
-                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, False, WIDE, PTX,
+                        soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, False, PTX,
                     )  # fmt: skip
             u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
 
@@ -231,12 +215,10 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
         else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     )
     row_stride, stride = soft.stride()
-    ptx = soft.is_cuda
-    wide = ptx and stride == 1 and row_stride % 8 == 0 and soft.data_ptr() % 16 == 0
     _distances_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,
         columns.class_weight_B, found_CT4, C, V, D, T, row_stride, stride, *columns.smoothing,
-        SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, WIDE=wide, PTX=ptx,
+        SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PTX=soft.is_cuda,
         PROGRAMS=programs, GROUP=tiles.GROUP,
         BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
         num_stages=tiles.STAGES, num_warps=tiles.WARPS,

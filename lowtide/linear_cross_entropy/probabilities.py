@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import distance_kernels, distance_pass
+from lowtide.linear_cross_entropy import distance_pass, distance_pipeline
 from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
@@ -41,7 +41,7 @@ class ProbabilityStream(Stream):
         columns = self._columns(rows)
         operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
         g_CV = z_CV if gradient else None
-        found_CT4 = distance_kernels.distances(operands, columns, g_CV)
+        found_CT4 = distance_pipeline.distances(operands, columns, g_CV)
         distance_pass.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
         return g_CV
 
