@@ -54,6 +54,28 @@ def _pipelined_exponentials(**changes: Any) -> Build:
     )
 
 
+def _distance_pipeline(**changes: Any) -> Build:
+    arguments = {
+        "x_CD": "tensordesc<bf16[64, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
+        "distance_CB": "tensordesc<i16[64, 128]>",
+        "soft_CB": "tensordesc<bf16[64, 128]>",
+        "found_CT4_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "T"), I32),
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SMOOTHED": False,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "STAGES": 4,
+        "REGISTERS": (232, 40),
+    }
+    spills = changes.pop("spills", 0)
+    return Build(
+        "distance_pipeline", "_distance_pipeline_kernel", arguments | changes, 4, targets=(90,), spills=spills
+    )
+
+
 def _add_product(low: str | None, **changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 64]>",
@@ -85,6 +107,12 @@ PIPELINED = {
     "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
     "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
     "pipeline, two terms, bent": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT),
+    "pipeline, distances": _distance_pipeline(),
+    "pipeline, distances, sums": _distance_pipeline(distance_CB=None),
+    "pipeline, distances, two terms": _distance_pipeline(**_PIPELINE_TERMS),
+    "pipeline, distances, all": _distance_pipeline(
+        **_PIPELINE_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=352
+    ),
     "pipelined, float32, first product": _add_product(None, ADD=False),
     "pipelined, float32, another product": _add_product(None, ADD=True),
     "pipelined, 24 bits, first product": _add_product("u16", ADD=False),
@@ -95,6 +123,9 @@ PIPELINED = {
     "pipelined, 20 bits, the last product": _add_product("u8", **_LAST),
 }
 PIPELINED_LEFT_OUT = (
+    "pipeline, distances",
+    "pipeline, distances, sums",
+    "pipeline, distances, two terms",
     "pipeline, exponentials",
     "pipeline, sums",
     "pipeline, known statistics",

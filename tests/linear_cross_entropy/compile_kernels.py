@@ -109,28 +109,6 @@ def _distances(**changes: Any) -> Build:
     return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
 
 
-def _distance_pipeline(**changes: Any) -> Build:
-    arguments = {
-        "x_CD": "tensordesc<bf16[64, 64]>",
-        "weight_BD": "tensordesc<bf16[256, 64]>",
-        **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
-        "distance_CB": "tensordesc<i16[64, 128]>",
-        "soft_CB": "tensordesc<bf16[64, 128]>",
-        "found_CT4_ptr": F32,
-        **dict.fromkeys(("C", "B", "D", "T"), I32),
-        **dict.fromkeys(("keep", "floor"), "fp32"),
-        "SMOOTHED": False,
-        "PROGRAMS": 132,
-        "GROUP": 8,
-        "STAGES": 4,
-        "REGISTERS": (232, 40),
-    }
-    spills = changes.pop("spills", 0)
-    return Build(
-        "distance_pipeline", "_distance_pipeline_kernel", arguments | changes, 4, targets=(90,), spills=spills
-    )
-
-
 def _distance_gradient(**changes: Any) -> Build:
     arguments = {
         "found_CT4_ptr": F32,
@@ -225,12 +203,6 @@ BUILDS = {
     "distances, two terms": _distances(**_TWO_TERMS),
     "distances, all": _distances(
         **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=96
-    ),
-    "pipeline, distances": _distance_pipeline(),
-    "pipeline, distances, sums": _distance_pipeline(distance_CB=None),
-    "pipeline, distances, two terms": _distance_pipeline(**_PIPELINE_TERMS),
-    "pipeline, distances, all": _distance_pipeline(
-        **_PIPELINE_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=352
     ),
     "distances, rows": Build(
         "distance_pass", "_rows_kernel",
@@ -348,9 +320,6 @@ LEFT_OUT = {
         "distances, sums",
         "distances, strided",
         "distances, two terms",
-        "pipeline, distances",
-        "pipeline, distances, sums",
-        "pipeline, distances, two terms",
         "distances, gradient",
         "20 bits, first product",
         "20 bits, another product",
