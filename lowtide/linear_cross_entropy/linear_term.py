@@ -19,7 +19,7 @@ from lowtide.linear_cross_entropy.operands import Operand, blocks, product, prod
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.repair_kernels import repaired_product
 from lowtide.linear_cross_entropy.rows import Terms
-from lowtide.linear_cross_entropy.weight_sums import FloatSum, RoundedProduct, SplitSum
+from lowtide.linear_cross_entropy.weight_sums import FloatSum, RoundedProduct, SplitSum, float_sum
 
 
 class LinearTerm:
@@ -48,8 +48,10 @@ class LinearTerm:
             kind = plan.weight_gradient if place == 0 else "accumulate"
             if kind == "split":
                 self.sum = SplitSum(dw.tensor, dw.rounding, bits=plan.sum_bits)
+            elif kind == "at_once":
+                self.sum = RoundedProduct(dw.tensor, dw.rounding)
             else:
-                self.sum = (RoundedProduct if kind == "at_once" else FloatSum)(dw.tensor, dw.rounding)
+                self.sum = float_sum(dw.tensor, dw.rounding, plan.compute_dtype)
         # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
         self.total_weight_D: Tensor | None = None
         self.spread_x_D: Tensor | None = None

@@ -143,13 +143,14 @@ def _add_target_rows_kernel(
     D,
     first_target,
     V,
+    WITHIN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sum[v] += sum over rows n with target v of hit[n] x[n]; a sum as in sum_kernels.py where it has a low
-    part. The program at the first row of a class adds them all up. With sum_TD, what is added to is there, at
-    the place of that row, for the targets from first_target on. Grid: (T, D / BLOCK), T = N without
-    sum_TD."""
+    part, or WITHIN a float32 gradient, as in sum_pipeline.py. The program at the first row of a class adds
+    them all up. With sum_TD, what is added to is there, at the place of that row, for the targets from
+    first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
@@ -165,7 +166,11 @@ def _add_target_rows_kernel(
         else:
             pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
             place_p = target.to(tl.int64) * (D // 2) + pairs
-            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + place_p
+            low_place_p = place_p
+            if WITHIN:  # where 128 pairs have the room of 256 numbers of 32 bits, or 512 of 16
+                low_place_p = place_p // 128 * 512 + 256 + place_p % 128
+                place_p = place_p // 128 * 256 + place_p % 128
+            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + low_place_p
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
@@ -297,6 +302,7 @@ def add_target_rows(
         D,
         first_target,
         sum_VD.shape[0],
+        WITHIN=low_VP is not None and sum_VD.shape[1] == D,
         BLOCK_N=16,
         BLOCK=block,
     )

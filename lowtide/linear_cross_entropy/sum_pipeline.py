@@ -5,6 +5,10 @@ Where a chunk has few rows, what was summed before takes as long to read and wri
 to form. It goes around with the operands: after a tile's last one the next stages bring the sum, a part each,
 it is added up there, and leaves from there.
 
+A sum in 24 bits that becomes a float32 gradient lies in that gradient's memory, so that each tile lies where
+its own part of the gradient will be: of 256 features, which take 1024 bytes of a row, the pairs are in the
+first 512 and the lower bits in the next 256. It is half as much again to read and write as float32 is.
+
 Shapes: C tokens of a chunk, D features, P pairs of them, V classes; S columns of a sum, which are pairs or
 features; lower case = what a group has of one tile, h a part of its columns.
 """
@@ -52,10 +56,19 @@ def _low_of(a_s, stage, turn: gl.constexpr, low_VP):
 
 
 @gluon.jit
+def _columns(tile_d, part: gl.constexpr, PARTS: gl.constexpr, WITHIN: gl.constexpr):
+    """Where a part of a tile begins, among the columns of the sum, and those of the lower bits."""
+    if WITHIN:
+        return tile_d * WIDTH + part * COLUMNS, tile_d * 2 * WIDTH + WIDTH + part * COLUMNS
+    else:
+        return (tile_d * PARTS + part) * COLUMNS, (tile_d * PARTS + part) * COLUMNS
+
+
+@gluon.jit
 def _load_all(
     exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     BYTES: gl.constexpr = 4 if low_VP is None else 4 + low_VP.dtype.primitive_bitwidth // 8
@@ -72,9 +85,11 @@ def _load_all(
             if ADD:
                 mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
                 for turn in gl.static_range(2):
-                    place = [tile_v * 2 * HALF + turn * HALF, (tile_d * PARTS + part) * COLUMNS]
-                    load(sum_VS, place, full.index(stage), _sum_of(b_s, stage, turn, sum_VS))
+                    first_class = tile_v * 2 * HALF + turn * HALF
+                    column, low_column = _columns(tile_d, part, PARTS, WITHIN)
+                    load(sum_VS, [first_class, column], full.index(stage), _sum_of(b_s, stage, turn, sum_VS))
                     if low_VP is not None:
+                        place = [first_class, low_column]
                         load(low_VP, place, full.index(stage), _low_of(a_s, stage, turn, low_VP))
             else:
                 mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
@@ -93,11 +108,107 @@ def _parts(sum_vd, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _add_parts(
+    sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, step, D, V, TURN: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """To what was summed before, a part after the other."""
+    parts_vh = _parts(sum_vd, PARTS)
+    for part in gl.static_range(PARTS):
+        column, low_column = _columns(tile_d, part, PARTS, WITHIN)
+        stage = await_stage(full, step, STAGES)
+        sum_s = _sum_of(b_s, stage, TURN, sum_VS)
+        if low_VP is None:
+            part_vh = parts_vh[part]
+            if ADD:
+                part_vh += sum_s.load(part_vh.type.layout)
+            sum_s.store(part_vh)
+        else:
+            low_s = _low_of(a_s, stage, TURN, low_VP)
+            even_vh, odd_vh = tl.split(tl.reshape(parts_vh[part], (HALF, COLUMNS, 2)))
+            if ADD:
+                even_before_vh, odd_before_vh = from_pairs(
+                    sum_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
+                )
+                even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
+            if factor_ptr is None:
+                pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
+                low_s.store(low_vh)
+            else:
+                if spread_D_ptr is not None:
+                    classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+                    pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+                    even_vh, odd_vh = less_spread(
+                        even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                    )
+                pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
+            sum_s.store(pair_vh)
+        fence_async_shared()
+        tma.store_wait(0)  # of the part before
+        give_back(empty, step, part > 0, STAGES)  # and all of this one is in its place
+        store(sum_VS, [first_class, column], sum_s)
+        if low_VP is not None and factor_ptr is None:
+            store(low_VP, [first_class, low_column], low_s)
+        step += 1
+    tma.store_wait(0)
+    give_back(empty, step, True, STAGES)
+    return step
+
+
+@gluon.jit
+def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, TURN: gl.constexpr):
+    """The product of half a tile, and what was summed before."""
+    even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
+    even_before_vh, odd_before_vh = from_pairs(
+        _sum_of(b_s, stage, TURN, sum_VS).load(even_vh.type.layout),
+        _low_of(a_s, stage, TURN, low_VP).load(even_vh.type.layout),
+    )
+    return even_vh + even_before_vh, odd_vh + odd_before_vh
+
+
+@gluon.jit
+def _finish(
+    sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, step, D, V, TURN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient, over the sum that it is made of: when all of that has come."""
+    halves_vh = halves(sum_vd)
+    first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
+    sums_vh = (
+        _with_before(halves_vh[0], a_s, b_s, first, sum_VS, low_VP, TURN),
+        _with_before(halves_vh[1], a_s, b_s, second, sum_VS, low_VP, TURN),
+    )
+    for half in gl.static_range(2):
+        even_vh, odd_vh = sums_vh[half]
+        if spread_D_ptr is not None:
+            first_pair = (tile_d * 2 + half) * COLUMNS
+            classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+            pairs = first_pair + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+            even_vh, odd_vh = less_spread(
+                even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+            )
+        quarters_vh = halves(tl.reshape(tl.join(even_vh, odd_vh), (HALF, 2 * COLUMNS)))
+        for quarter in gl.static_range(2):
+            out_s = _sum_of(b_s, second if quarter else first, TURN, out_VD)
+            tma.store_wait(quarter if half == 0 else 1)  # what was there has left
+            tl.debug_barrier()
+            out_s.store(quarters_vh[quarter])
+            fence_async_shared()
+            tl.debug_barrier()
+            store(out_VD, [first_class, tile_d * WIDTH + (2 * half + quarter) * COLUMNS], out_s)
+    tma.store_wait(0)
+    give_back(empty, step + 1, True, STAGES)
+    give_back(empty, step + 2, True, STAGES)
+    return step + 2
+
+
+@gluon.jit
 def _add_all(
-    TURN: gl.constexpr, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    TURN: gl.constexpr, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What one of the two groups does."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
@@ -105,70 +216,42 @@ def _add_all(
     for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, TOGETHER)
         sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), TURN, STAGES, True)
-        parts_vh = _parts(sum_vd, PARTS)
         first_class = tile_v * 2 * HALF + TURN * HALF
-        for part in gl.static_range(PARTS):
-            column = (tile_d * PARTS + part) * COLUMNS
-            stage = await_stage(full, step, STAGES)
-            sum_s = _sum_of(b_s, stage, TURN, sum_VS)
-            if low_VP is None:
-                part_vh = parts_vh[part]
-                if ADD:
-                    part_vh += sum_s.load(part_vh.type.layout)
-                sum_s.store(part_vh)
-            else:
-                low_s = _low_of(a_s, stage, TURN, low_VP)
-                even_vh, odd_vh = tl.split(tl.reshape(parts_vh[part], (HALF, COLUMNS, 2)))
-                if ADD:
-                    even_before_vh, odd_before_vh = from_pairs(
-                        sum_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
-                    )
-                    even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
-                if factor_ptr is None:
-                    pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
-                    low_s.store(low_vh)
-                else:
-                    if spread_D_ptr is not None:
-                        classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
-                        pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
-                        even_vh, odd_vh = less_spread(
-                            even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
-                        )
-                    pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
-                sum_s.store(pair_vh)
-            fence_async_shared()
-            tma.store_wait(0)  # of the part before
-            give_back(empty, step, part > 0, STAGES)  # and all of this one is in its place
-            store(sum_VS, [first_class, column], sum_s)
-            if low_VP is not None and factor_ptr is None:
-                store(low_VP, [first_class, column], low_s)
-            step += 1
-        tma.store_wait(0)
-        give_back(empty, step, True, STAGES)
+        if out_VD is not None:
+            step = _finish(
+                sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, step, D, V, TURN, STAGES,
+            )  # fmt: skip
+        else:
+            step = _add_parts(
+                sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, step, D, V, TURN, ADD, WITHIN, PARTS, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
 def _add_product_pipelined_kernel(
-    exp_CV, x_CD, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
-    ADD: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, PROGRAMS: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    exp_CV, x_CD, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """sum (+)= exp^T x, in PARTS parts of each tile: two of pairs with lower bits, or four in float32. With a
-    factor, the last time, it is rounded. Grid: one program a multiprocessor, each tile in turn."""
+    factor, the last time, it is rounded; with a place for it, the last time, it becomes the float32 gradient
+    WITHIN which it lies. Grid: one program a multiprocessor, each tile in turn."""
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     gl.warp_specialize(
         [
             (_add_all, (
-                0, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, a_s, b_s, full, empty,
-                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+                0, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
             )),
             (_add_all, (
-                1, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, a_s, b_s, full, empty,
-                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+                1, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
             )),
             (_load_all, (
                 exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty,
-                C, D, V, ADD, PARTS, TOGETHER, PROGRAMS, STAGES,
+                C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
             )),
         ],
         [gl.num_warps(), 1],
@@ -198,6 +281,17 @@ def _mapped(*tensors: Tensor) -> bool:
     )
 
 
+def fits_within(gradient_VD: Tensor) -> bool:
+    """Whether a sum in 24 bits can lie there until it becomes the gradient."""
+    whole = gradient_VD.shape[1] % pipeline.BLOCK_B == 0 and gradient_VD.is_contiguous()
+    return whole and gradient_VD.dtype == torch.float32 and pipeline.runs_on(gradient_VD.device)
+
+
+def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory of a float32 gradient as pairs and lower bits of a sum in 24 bits; whole tiles of it."""
+    return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
+
+
 def add_product(
     sum_VS: Tensor,
     low_VP: Tensor | None,
@@ -206,8 +300,10 @@ def add_product(
     *,
     add: bool,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    out_VD: Tensor | None = None,
 ) -> None:
-    """To pairs with lower bits, or to a sum in float32. `rounding`, the last time: as in sum_kernels.py."""
+    """To pairs with lower bits, or to a sum in float32. `rounding`, the last time: as in sum_kernels.py.
+    out_VD: where pairs and lower bits lie `within` a float32 gradient, that, the last time."""
     (C, D), V = x_CD.shape, sum_VS.shape[0]
     programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
     _add_product_pipelined_kernel[(programs,)](
@@ -215,11 +311,13 @@ def add_product(
         describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
         describe(sum_VS, *part),
         None if low_VP is None else describe(low_VP, *part),
+        None if out_VD is None else describe(out_VD, *part),
         *rounding,
         C,
         D,
         V,
         ADD=add,
+        WITHIN=low_VP is not None and sum_VS.shape[1] == D,
         PARTS=4 if low_VP is None else 2,
         TOGETHER=GROUP,
         PROGRAMS=programs,

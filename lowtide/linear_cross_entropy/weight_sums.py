@@ -42,6 +42,47 @@ class FloatSum:
         """Later, by the factor that backward brings."""
 
 
+class SumWithin(FloatSum):
+    """Of a float32 gradient, on the pipeline: where there are several chunks, in 24 bits until the last
+    product, which is less to read and write, and then in float32."""
+
+    def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
+        super().__init__(sum_VD, factor)
+        self.pair_VD, self.low = sum_pipeline.within(sum_VD)
+        self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.operands: tuple[Tensor, Tensor] | None = None
+        self.in_float32 = False
+
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        self.in_float32 = first and last
+        if self.in_float32:
+            super().add_product(exp_CV, x_CD, first=first, last=last)
+        elif last:
+            self.operands = (exp_CV, x_CD)  # when all else is added
+        else:
+            sum_pipeline.add_product(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
+
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        if self.in_float32:
+            super().add_target_rows(x, hit_N, class_N, order_N)
+        else:
+            hit_N = hit_N if self.factor is None else hit_N * self.factor
+            row_kernels.add_target_rows(self.pair_VD, self.low, x, hit_N, class_N, order_N)
+
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        if self.in_float32:
+            super().subtract_spread(class_weight_V, spread_x_D)
+        else:
+            self.spread = (class_weight_V, spread_x_D if self.factor is None else spread_x_D * self.factor)
+
+    def round_in_place(self) -> None:
+        if self.operands is not None:
+            operands, rounding = self.operands, (None, *self.spread)
+            self.operands = None
+            sums = (self.pair_VD, self.low)
+            sum_pipeline.add_product(*sums, *operands, add=True, rounding=rounding, out_VD=self.sum_VD)
+
+
 class SplitSum:
     """In the memory of the bfloat16 gradient, and a byte beside or half of one (sum_kernels.py)."""
 
@@ -78,6 +119,12 @@ class SplitSum:
         sums = (self.pair_VP, self.low_VP)
         kernels = sum_pipeline if sum_pipeline.takes(*sums, exp_CV, x_CD) else sum_kernels
         kernels.add_product(*sums, exp_CV, x_CD, **options)
+
+
+def float_sum(sum_VD: Tensor, factor: Tensor | None, dtype: torch.dtype) -> FloatSum:
+    """What becomes a float32 gradient, of operands of that dtype."""
+    within = dtype == torch.bfloat16 and sum_pipeline.fits_within(sum_VD)
+    return (SumWithin if within else FloatSum)(sum_VD, factor)
 
 
 class RoundedProduct:

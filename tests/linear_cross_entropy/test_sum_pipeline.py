@@ -5,7 +5,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from lowtide.linear_cross_entropy import pipeline, sum_kernels, sum_pipeline
+from lowtide import linear_cross_entropy
+from lowtide.linear_cross_entropy import pipeline, sum_kernels, sum_pipeline, weight_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,6 +92,75 @@ def test_float32(C, D, V):
     exact_VD = exp_CV.double().transpose(1, 2).matmul(x_CD.double()).sum(0)
     magnitude_VD = exp_CV.double().transpose(1, 2).matmul(x_CD.double().abs()).sum(0)
     assert ((found[0] - exact_VD).abs() <= 2**-20 * magnitude_VD).all()
+
+
+@pytest.mark.parametrize("spread", [None, "spread", "class weights"])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize(("C", "D", "V"), [(8, 256, 8), (200, 512, 1000), (328, 2304, 3208)])
+def test_within_a_float32_gradient(C, D, V, chunks, spread):
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
+    weight_V = torch.rand(V, device="cuda") if spread == "class weights" else None
+    x_ND = x_CD.reshape(chunks * C, D)
+    hit_N, order_N = torch.randn(len(x_ND), device="cuda"), torch.randperm(len(x_ND), device="cuda")
+    # In order of class, in each chunk; one row of each belongs to none.
+    class_N = torch.randint(V, (chunks, C), device="cuda").sort(1)[0]
+    class_N[:, -1] = V
+    order_N = torch.arange(len(x_ND), device="cuda").view(chunks, C).flip(1)
+    found = []
+    for _ in range(2):
+        sum_VD, sums = guarded(V, D, torch.float32)
+        assert sum_pipeline.fits_within(sum_VD)
+        total = weight_sums.float_sum(sum_VD, factor, torch.bfloat16)
+        assert isinstance(total, weight_sums.SumWithin)
+        for chunk in range(chunks):
+            total.add_product(exp_CV[chunk], x_CD[chunk], first=chunk == 0, last=chunk == chunks - 1)
+            total.add_target_rows(x_ND, hit_N, class_N[chunk], order_N[chunk])
+        if spread:
+            total.subtract_spread(weight_V, spread_D)
+        total.round_in_place()
+        assert untouched(sums)
+        found.append(sum_VD)
+    assert found[0].equal(found[1])
+    exp, x, hit = exp_CV.double(), x_CD.double(), hit_N.double() * factor.double()
+    exact_VD = exp.transpose(1, 2).matmul(x).sum(0)
+    magnitude_VD = exp.transpose(1, 2).matmul(x.abs()).sum(0)
+    rows_ND = hit[order_N.flatten(), None] * x_ND.double()[order_N.flatten()]
+    keep_N = class_N.flatten() < V
+    exact_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N])
+    magnitude_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N].abs())
+    if spread:
+        of_class_V = torch.ones(V, device="cuda") if weight_V is None else weight_V
+        outer_VD = of_class_V[:, None].double() * spread_D.double() * factor.double()
+        exact_VD -= outer_VD
+        magnitude_VD += outer_VD.abs()
+    # Each addition but the last, of a product or of rows, rounds to 16 digits.
+    bound = 2**-20 + (2 * (chunks - 1) + 1) * 2**-16 * (chunks > 1)
+    assert ((found[0] - exact_VD).abs() <= bound * magnitude_VD).all()
+    assert relative(found[0], exact_VD) <= (1e-5 if chunks > 1 else 1e-6)
+
+
+def relative(found, exact):
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def test_a_float32_weight_under_autocast():
+    N, D, V = 1500, 512, 3000
+    x = torch.randn(N, D, device="cuda").bfloat16()
+    weight = (torch.randn(V, D, device="cuda") * D**-0.5).requires_grad_()
+    target = torch.randint(V, (N,), device="cuda")
+    target[::9] = -100
+    found = []
+    for workspace in (3 << 20, 64 << 20):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, target, label_smoothing=0.1, workspace=workspace)
+        found.append(torch.autograd.grad(loss, weight)[0].double())
+    rounded = weight.detach().bfloat16().double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(x.double() @ rounded.t(), target, label_smoothing=0.1)
+    (exact,) = torch.autograd.grad(exact, rounded)
+    several, one = (relative(each, exact) for each in found)
+    assert one < 4e-4
+    assert several < 1.1 * one
 
 
 def test_what_is_not_taken():
