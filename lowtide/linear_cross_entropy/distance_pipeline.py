@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lowtide.linear_cross_entropy import distance_kernels, pipeline
 from lowtide.linear_cross_entropy import exponential_kernels as tiles
+from lowtide.linear_cross_entropy import pipeline
 from lowtide.linear_cross_entropy.distance_kernels import (
     distances_below,
     in_16_bits,
@@ -167,8 +167,6 @@ def _distance_pipeline_kernel(
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
     """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
     there is a place for them."""
-    if not _fits(columns.soft_CB, out_CV):
-        return distance_kernels.distances(terms, columns, out_CV)
     operands: Any = [_described(term) for term in terms]
     (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]
     soft: Any = columns.soft_CB
@@ -183,20 +181,6 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
         STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,
     )  # fmt: skip
     return found_CT4
-
-
-def _fits(soft_CV: Any, out_CV: Tensor | None) -> bool:
-    """Whether there is such a card, and tensor maps of both: of whole rows, which do not overlap."""
-    row_stride, stride = soft_CV.stride()
-    return (
-        pipeline.runs_on(soft_CV.device)
-        and soft_CV.dtype == torch.bfloat16
-        and stride == 1
-        and row_stride % 8 == 0
-        and row_stride >= soft_CV.shape[1]
-        and soft_CV.data_ptr() % 16 == 0
-        and (out_CV is None or out_CV.dtype.itemsize == 2)
-    )
 
 
 def _described(term: tuple[Tensor, Tensor]) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import exponential_kernels as kernels
-from lowtide.linear_cross_entropy import exponential_pipeline, pipeline
+from lowtide.linear_cross_entropy import hopper
 
 Term = tuple[Tensor, Tensor]
 
@@ -88,9 +87,11 @@ class Exponentials:
         # that spares most halves a comparison (dearer than an exponential) takes some.
         others = (moments, maxima, self.of_call["tilt_C_ptr"])
         crowded = self.softcap > 0 and any(each is not None for each in others)
-        if repair is None and not crowded and pipeline.runs_on(self.device):
+        if repair is None and not crowded and hopper.pipelines_on(self.device):
+            from lowtide.linear_cross_entropy import exponential_pipeline, pipeline
+
             exponential_pipeline.exponentials_kernel[(programs,)](
-                **self._tiles_of_pipeline,
+                **self._tiles_of(pipeline.describe, pipeline.BLOCK_A // 2),
                 **arguments,
                 MASKED=False,
                 STAGES=pipeline.STAGES,
@@ -99,7 +100,7 @@ class Exponentials:
             )
             return
         kernels.exponentials_kernel[(programs,)](
-            **self._tiles,
+            **self._tiles_of(kernels.describe, kernels.BLOCK_C),
             **arguments,
             MASKED=crowded,
             repair_ptr=repair,
@@ -111,15 +112,7 @@ class Exponentials:
             num_warps=kernels.WARPS,
         )
 
-    @cached_property
-    def _tiles(self) -> dict[str, Any]:
-        return self._described(kernels.describe, kernels.BLOCK_C)
-
-    @cached_property
-    def _tiles_of_pipeline(self) -> dict[str, Any]:
-        return self._described(pipeline.describe, pipeline.BLOCK_A // 2)
-
-    def _described(self, describe: Any, rows: int) -> dict[str, Any]:
+    def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
         heights, depth = (rows, kernels.BLOCK_B), kernels.BLOCK_D
         tiles = {

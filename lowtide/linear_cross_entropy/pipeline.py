@@ -7,12 +7,11 @@ Tiles go around in a ring of stages. A stage holds BLOCK_A rows of one operand, 
 the other, for BLOCK_K of the numbers that are summed up; or whatever else a kernel loads into that room.
 `step` counts stages that went by, on either side.
 
-Gluon is Triton's, and has its releases: those below are known to have what is used here. Triton's
-interpreter does not know it: what a kernel does with its tiles is a function for both.
+hopper.py says where this runs. Triton's interpreter does not know Gluon: what a kernel does with its tiles is
+a function for both languages.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,20 +29,11 @@ STAGES = 4
 WARPS = 4  # of a group that multiplies; the other group and the loader are beside them
 REGISTERS = (232, 40)  # of a thread of the second group, and of the loader
 
-KNOWN = ((3, 6), (3, 9))  # the first and the last release
-
-# Two names changed between them.
+# Two names that are others since Triton 3.7.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 HALF, WIDTH, DEPTH = tl.constexpr(BLOCK_A // 2), tl.constexpr(BLOCK_B), tl.constexpr(BLOCK_K)
-
-
-def runs_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return KNOWN[0] <= release <= KNOWN[1]
 
 
 def layout(rows: int, columns: int, dtype: gl.dtype = gl.bfloat16) -> gl.NVMMASharedLayout:

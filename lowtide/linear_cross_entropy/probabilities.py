@@ -15,14 +15,15 @@ G takes the place of d, which is as wide.
 Shapes: V classes; C tokens of a chunk.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import distance_pass, distance_pipeline
+from lowtide.linear_cross_entropy import distance_kernels, distance_pass, hopper
 from lowtide.linear_cross_entropy.gradients import Kept
-from lowtide.linear_cross_entropy.rows import Statistics, Terms
+from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 from lowtide.linear_cross_entropy.streamed import Stream
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
 
@@ -41,7 +42,7 @@ class ProbabilityStream(Stream):
         columns = self._columns(rows)
         operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
         g_CV = z_CV if gradient else None
-        found_CT4 = distance_pipeline.distances(operands, columns, g_CV)
+        found_CT4 = distances(operands, columns, g_CV)
         distance_pass.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
         return g_CV
 
@@ -52,3 +53,19 @@ class ProbabilityStream(Stream):
         stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes
         size = (rows if gradient else 0), stride
         return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
+
+
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
+    there is a place for them."""
+    if not fits_pipeline(columns.soft_CB, out_CV):
+        return distance_kernels.distances(terms, columns, out_CV)
+    from lowtide.linear_cross_entropy import distance_pipeline
+
+    return distance_pipeline.distances(terms, columns, out_CV)
+
+
+def fits_pipeline(soft_CV: Any, out_CV: Tensor | None) -> bool:
+    """Whether there are tensor maps of class probabilities, and of 16-bit distances."""
+    half = soft_CV.dtype == torch.bfloat16 and (out_CV is None or out_CV.dtype.itemsize == 2)
+    return half and hopper.pipelines_on(soft_CV.device) and hopper.mapped(soft_CV)

@@ -13,7 +13,6 @@ Shapes: C tokens of a chunk, D features, P pairs of them, V classes; S columns o
 features; lower case = what a group has of one tile, h a part of its columns.
 """
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -257,39 +256,6 @@ def _add_product_pipelined_kernel(
         [gl.num_warps(), 1],
         REGISTERS,
     )  # fmt: skip
-
-
-def takes(sum_VS: Tensor, low_VP: Tensor | None, exp_CV: Tensor, x_CD: Tensor) -> bool:
-    """Whether this can add to such a sum: with tensor maps of all that it reads and writes."""
-    if not pipeline.runs_on(x_CD.device) or exp_CV.dtype != torch.bfloat16 or x_CD.dtype != torch.bfloat16:
-        return False
-    if low_VP is not None:
-        return _mapped(exp_CV, x_CD, sum_VS, low_VP)
-    few = x_CD.shape[1] < pipeline.BLOCK_B  # a tile would be mostly empty
-    return sum_VS.dtype == torch.float32 and not few and _mapped(exp_CV, x_CD, sum_VS)
-
-
-def _mapped(*tensors: Tensor) -> bool:
-    """A tensor map wants rows of numbers that lie side by side, each row's place a multiple of 16 bytes."""
-    return all(
-        each.numel() > 0
-        and each.stride(1) == 1
-        and each.stride(0) >= each.shape[1]
-        and each.stride(0) * each.element_size() % 16 == 0
-        and each.data_ptr() % 16 == 0
-        for each in tensors
-    )
-
-
-def fits_within(gradient_VD: Tensor) -> bool:
-    """Whether a sum in 24 bits can lie there until it becomes the gradient."""
-    whole = gradient_VD.shape[1] % pipeline.BLOCK_B == 0 and gradient_VD.is_contiguous()
-    return whole and gradient_VD.dtype == torch.float32 and pipeline.runs_on(gradient_VD.device)
-
-
-def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory of a float32 gradient as pairs and lower bits of a sum in 24 bits; whole tiles of it."""
-    return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
 
 
 def add_product(

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import row_kernels, sum_kernels, sum_pipeline
+from lowtide.linear_cross_entropy import hopper, row_kernels, sum_kernels
 from lowtide.linear_cross_entropy.operands import product
 from lowtide.linear_cross_entropy.workspace import TARGETS
+
+TILE_FEATURES = 256  # of sum_pipeline.py
 
 
 class FloatSum:
@@ -22,8 +24,8 @@ class FloatSum:
         self.sum_VD, self.factor = sum_VD, factor
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        if sum_pipeline.takes(self.sum_VD, None, exp_CV, x_CD):
-            sum_pipeline.add_product(self.sum_VD, None, exp_CV, x_CD, add=not first)
+        if pipelined(self.sum_VD, None, exp_CV, x_CD):
+            add_in_pipeline(self.sum_VD, None, exp_CV, x_CD, add=not first)
         else:
             product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
 
@@ -48,7 +50,7 @@ class SumWithin(FloatSum):
 
     def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
         super().__init__(sum_VD, factor)
-        self.pair_VD, self.low = sum_pipeline.within(sum_VD)
+        self.pair_VD, self.low = within(sum_VD)
         self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
         self.operands: tuple[Tensor, Tensor] | None = None
         self.in_float32 = False
@@ -60,7 +62,7 @@ class SumWithin(FloatSum):
         elif last:
             self.operands = (exp_CV, x_CD)  # when all else is added
         else:
-            sum_pipeline.add_product(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
+            add_in_pipeline(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
         if self.in_float32:
@@ -80,7 +82,7 @@ class SumWithin(FloatSum):
             operands, rounding = self.operands, (None, *self.spread)
             self.operands = None
             sums = (self.pair_VD, self.low)
-            sum_pipeline.add_product(*sums, *operands, add=True, rounding=rounding, out_VD=self.sum_VD)
+            add_in_pipeline(*sums, *operands, add=True, rounding=rounding, out_VD=self.sum_VD)
 
 
 class SplitSum:
@@ -117,14 +119,14 @@ class SplitSum:
 
     def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
         sums = (self.pair_VP, self.low_VP)
-        kernels = sum_pipeline if sum_pipeline.takes(*sums, exp_CV, x_CD) else sum_kernels
-        kernels.add_product(*sums, exp_CV, x_CD, **options)
+        add = add_in_pipeline if pipelined(*sums, exp_CV, x_CD) else sum_kernels.add_product
+        add(*sums, exp_CV, x_CD, **options)
 
 
 def float_sum(sum_VD: Tensor, factor: Tensor | None, dtype: torch.dtype) -> FloatSum:
     """What becomes a float32 gradient, of operands of that dtype."""
-    within = dtype == torch.bfloat16 and sum_pipeline.fits_within(sum_VD)
-    return (SumWithin if within else FloatSum)(sum_VD, factor)
+    inside = dtype == torch.bfloat16 and fits_within(sum_VD)
+    return (SumWithin if inside else FloatSum)(sum_VD, factor)
 
 
 class RoundedProduct:
@@ -166,3 +168,34 @@ class RoundedProduct:
 
     def round_in_place(self) -> None:
         """It is rounded."""
+
+
+# Sums on the pipeline.
+
+
+def pipelined(sum_VS: Tensor, low_VP: Tensor | None, exp_CV: Tensor, x_CD: Tensor) -> bool:
+    """Whether it can add to such a sum: with tensor maps of all that it reads and writes."""
+    half = exp_CV.dtype == x_CD.dtype == torch.bfloat16
+    if not half or not hopper.pipelines_on(x_CD.device):
+        return False
+    if low_VP is not None:
+        return hopper.mapped(exp_CV, x_CD, sum_VS, low_VP)
+    few = x_CD.shape[1] < TILE_FEATURES  # a tile would be mostly empty
+    return sum_VS.dtype == torch.float32 and not few and hopper.mapped(exp_CV, x_CD, sum_VS)
+
+
+def fits_within(gradient_VD: Tensor) -> bool:
+    """Whether a sum in 24 bits can lie there until it becomes the gradient."""
+    whole = gradient_VD.shape[1] % TILE_FEATURES == 0 and gradient_VD.is_contiguous()
+    return whole and gradient_VD.dtype == torch.float32 and hopper.pipelines_on(gradient_VD.device)
+
+
+def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory of a float32 gradient as pairs and lower bits; whole tiles of it (sum_pipeline.py)."""
+    return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
+
+
+def add_in_pipeline(*sums_and_operands: Any, **options: Any) -> None:
+    from lowtide.linear_cross_entropy import sum_pipeline
+
+    sum_pipeline.add_product(*sums_and_operands, **options)

@@ -122,7 +122,7 @@ def _distance_gradient(**changes: Any) -> Build:
         **dict.fromkeys(("keep", "floor"), "fp32"),
         "SMOOTHED": False,
         "WIDTH": 128,
-        "BLOCK": 4096,
+        "BLOCK": 2048,
     }
     return Build("distance_pass", "_gradient_kernel", arguments | changes, warps=8, targets=(90,))
 

@@ -11,7 +11,7 @@ from tests.conftest import NEEDS_CUDA
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import distance_kernels, distance_pipeline, pipeline
+from lowtide.linear_cross_entropy import distance_kernels, hopper, probabilities
 from lowtide.linear_cross_entropy.rows import Columns
 
 OPTIONS = {
@@ -60,28 +60,28 @@ def whole(place_CV):
     ("C", "D", "V"), [(1, 8, 16), (37, 24, 208), (128, 64, 256), (300, 200, 1040), (700, 136, 50304)]
 )
 def test_as_in_triton(options, C, D, V):
-    if not pipeline.runs_on(torch.device("cuda")):
+    if not hopper.pipelines_on(torch.device("cuda")):
         pytest.skip("needs a Hopper card, and a release of Triton that is known")
     R, changes = OPTIONS[options]
     terms, columns, place_CV = made(C, D, V, R, **changes)
     expected_CV, again_CV = place_CV.clone(), place_CV.clone()
-    assert distance_pipeline._fits(columns.soft_CB, place_CV[:, :V])
-    found = distance_pipeline.distances(terms, columns, place_CV[:, :V])
+    assert probabilities.fits_pipeline(columns.soft_CB, place_CV[:, :V])
+    found = probabilities.distances(terms, columns, place_CV[:, :V])
     expected = distance_kernels.distances(terms, columns, expected_CV[:, :V])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert (whole(place_CV) - whole(expected_CV)).abs().max() <= 1
     assert (place_CV[:, V:] == 7).all()
     for _ in range(3):
-        assert torch.equal(distance_pipeline.distances(terms, columns, again_CV[:, :V]), found)
+        assert torch.equal(probabilities.distances(terms, columns, again_CV[:, :V]), found)
         assert torch.equal(whole(again_CV), whole(place_CV))
-        assert torch.equal(distance_pipeline.distances(terms, columns, None), found)
+        assert torch.equal(probabilities.distances(terms, columns, None), found)
 
 
 def test_what_fits(monkeypatch):
     """Whole rows that do not overlap, and begin at 16 bytes; and a place for 16 bits, or none."""
-    monkeypatch.setattr(pipeline, "runs_on", lambda device: True)
+    monkeypatch.setattr(hopper, "pipelines_on", lambda device: True)
     y_CV = torch.zeros(16, 64, dtype=torch.bfloat16)
-    fits = distance_pipeline._fits
+    fits = probabilities.fits_pipeline
     assert fits(y_CV, None)
     assert fits(y_CV[3:, :40], y_CV.half())
     for other in (y_CV.t()[:16], y_CV[:1].expand(16, 64), y_CV[:, 4:], y_CV.view(-1)[: 16 * 63].view(16, 63)):

@@ -23,7 +23,7 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import distance_pass, distance_pipeline, probabilities
+from lowtide.linear_cross_entropy import distance_pass, probabilities
 from lowtide.linear_cross_entropy.entry import cross_entropy
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, several_blocks  # noqa: F401
@@ -226,7 +226,7 @@ def test_what_16_bits_hold(device, size, near):
     terms = Terms(nothing_C, nothing_C, nothing_C, nothing_C, soft_N=torch.ones_like(nothing_C))
     statistics = Statistics(*(torch.empty(C, device=device) for _ in range(2)))
     statistics = replace(statistics, mass_N=nothing_C, cross_N=nothing_C.clone())
-    found = distance_pipeline.distances([(x_CD, weight_VD)], columns, place_CV)
+    found = probabilities.distances([(x_CD, weight_VD)], columns, place_CV)
     distance_pass.gradient(found, place_CV, terms, statistics, columns, take_statistics=True)
     z_CV = x_CD.double() @ weight_VD.double().T
     y_CV = soft_CV.double()

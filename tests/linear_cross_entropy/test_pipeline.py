@@ -7,7 +7,7 @@ from tests.conftest import NEEDS_CUDA
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import pipeline
+from lowtide.linear_cross_entropy import hopper
 from lowtide.linear_cross_entropy.exponential_tiles import Exponentials
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
@@ -23,8 +23,8 @@ OPTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def hopper():
-    if not pipeline.runs_on(torch.device("cuda")):
+def on_hopper():
+    if not hopper.pipelines_on(torch.device("cuda")):
         pytest.skip("needs a Hopper card and a Triton that the pipeline knows")
 
 
@@ -53,7 +53,7 @@ def left(tiles, **partials):
 
 def check_both(monkeypatch, tiles, **partials):
     mine, again = left(tiles, **partials), left(tiles, **partials)
-    monkeypatch.setattr(pipeline, "runs_on", lambda device: False)
+    monkeypatch.setattr(hopper, "pipelines_on", lambda device: False)
     for each, second, want in zip(mine, again, left(tiles, **partials)):
         assert torch.equal(each.nan_to_num(), second.nan_to_num())
         assert torch.equal(each.nan_to_num(), want.nan_to_num())

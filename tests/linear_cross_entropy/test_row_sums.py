@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.linear_cross_entropy import coefficient_kernels, repair_kernels, row_kernels, sum_pipeline
+from lowtide.linear_cross_entropy import coefficient_kernels, repair_kernels, row_kernels, weight_sums
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -43,7 +43,7 @@ def test_target_rows_within_a_float32_gradient(device):
     x_ND, hit_N = torch.randint(-9, 9, (N, D), device=device).float(), torch.ones(N, device=device)
     class_N = torch.tensor([0, 0, 0, 2, 2, 2, 2, 3, 5, 5, 5, 5], device=device)  # of 5 there are none
     sum_VD = torch.full((V, D), 7.0, device=device)
-    pair_VD, low = sum_pipeline.within(sum_VD)
+    pair_VD, low = weight_sums.within(sum_VD)
     bits = before_VD.view(torch.int32).view(V, 3, 128, 2)
     pair_VD.view(V, 3, 256)[..., :128] = ((bits[..., 0] >> 16) & 0xFFFF) | (bits[..., 1] & -65536)
     low.view(torch.int16).view(V, 3, 512)[..., 256:384] = 0  # such numbers end in 16 zeros

@@ -1,0 +1,27 @@
+"""Which calls the kernels in Gluon take (pipeline.py). Gluon is Triton's, is called experimental, and has
+renamed things: only where this says so is it imported."""
+
+import torch
+import triton
+from torch import Tensor
+
+KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has what is used
+
+
+def pipelines_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return KNOWN[0] <= release <= KNOWN[1]
+
+
+def mapped(*tensors: Tensor) -> bool:
+    """A tensor map wants rows of numbers that lie side by side, each row's place a multiple of 16 bytes."""
+    return all(
+        each.numel() > 0
+        and each.stride(1) == 1
+        and each.stride(0) >= each.shape[1]
+        and each.stride(0) * each.element_size() % 16 == 0
+        and each.data_ptr() % 16 == 0
+        for each in tensors
+    )
