@@ -1,5 +1,5 @@
 """The product of class probabilities on a Hopper card, as a pipeline (pipeline.py) in Gluon: what
-distance_kernels.py's kernel makes, whose arithmetic it shares, and the launcher of both.
+distance_kernels.py's kernel makes, whose arithmetic it shares.
 
 After the operands of a tile its class probabilities take the next two stages of the ring, half the classes
 each: they come while the tile is still multiplied. Distances leave while the next are made.
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lowtide.linear_cross_entropy import exponential_kernels as tiles
 from lowtide.linear_cross_entropy import pipeline
@@ -46,14 +46,9 @@ def _load(
     for tile in range(gl.program_id(0), tiles_c * tiles_b, PROGRAMS):
         tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
         row, first = tile_c * 2 * HALF, tile_b * WIDTH
-        for k in range(0, D, DEPTH):
-            step = pipeline.load_tiles(
-                x_CD, weight_BD, row, first, k, a_s, b_s, full, empty, step, STAGES, False
-            )
-        if x_CR is not None:
-            step = pipeline.load_tiles(
-                x_CR, weight_BR, row, first, 0, a_s, b_s, full, empty, step, STAGES, False
-            )
+        step = pipeline.load_product(
+            x_CD, weight_BD, x_CR, weight_BR, row, first, D, a_s, b_s, full, empty, step, STAGES
+        )  # fmt: skip
         for half in gl.static_range(2):
             stage = pipeline.take(empty, step, STAGES)
             mbarrier.expect(full.index(stage), HALF * WIDTH * 2)
@@ -121,12 +116,10 @@ def _multiply(
                     columns, C, B, keep, floor, SMOOTHED, False,
                 )  # fmt: skip
             if distance_CB is not None:
-                tma.store_wait(0)  # here: those of the half before were on their way for long
-                tl.debug_barrier()
-                distance_s.index(WHICH).store(bits_ch)
-                fence_async_shared()
-                tl.debug_barrier()
-                pipeline.store(distance_CB, [first_row, first], distance_s.index(WHICH))
+                # Here: what is in the place was on its way for long.
+                pipeline.leave_tile(
+                    bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first], 0
+                )  # fmt: skip
     if distance_CB is not None:
         tma.store_wait(0)
 

@@ -93,7 +93,6 @@ class Exponentials:
             exponential_pipeline.exponentials_kernel[(programs,)](
                 **self._tiles_of(pipeline.describe, pipeline.BLOCK_A // 2),
                 **arguments,
-                MASKED=False,
                 STAGES=pipeline.STAGES,
                 REGISTERS=pipeline.REGISTERS,
                 num_warps=pipeline.WARPS,

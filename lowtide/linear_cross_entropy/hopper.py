@@ -9,7 +9,7 @@ KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has wh
 
 
 def pipelines_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return KNOWN[0] <= release <= KNOWN[1]

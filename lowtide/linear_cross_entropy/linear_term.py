@@ -19,7 +19,13 @@ from lowtide.linear_cross_entropy.operands import Operand, blocks, product, prod
 from lowtide.linear_cross_entropy.plan import Plan
 from lowtide.linear_cross_entropy.repair_kernels import repaired_product
 from lowtide.linear_cross_entropy.rows import Terms
-from lowtide.linear_cross_entropy.weight_sums import FloatSum, RoundedProduct, SplitSum, float_sum
+from lowtide.linear_cross_entropy.weight_sums import (
+    FloatSum,
+    RoundedProduct,
+    SplitSum,
+    SumWithin,
+    fits_within,
+)
 
 
 class LinearTerm:
@@ -51,7 +57,9 @@ class LinearTerm:
             elif kind == "at_once":
                 self.sum = RoundedProduct(dw.tensor, dw.rounding)
             else:
-                self.sum = float_sum(dw.tensor, dw.rounding, plan.compute_dtype)
+                own = operand.weight_dtype == dw.tensor.dtype  # the gradient itself, not a sum to be rounded
+                within = own and fits_within(dw.tensor)
+                self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.rounding)
         # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
         self.total_weight_D: Tensor | None = None
         self.spread_x_D: Tensor | None = None

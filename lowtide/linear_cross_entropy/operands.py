@@ -38,7 +38,7 @@ class Operand:
     ) -> None:
         self.input, self.leading = _flat_view(input), input.shape[:-1]
         self.dtype, self.copies_rows, self.counted = dtype, copies_rows, counted
-        self.D = input.shape[-1]
+        self.D, self.weight_dtype = input.shape[-1], weight_VD.dtype
         # On CUDA a weight of another dtype is cast as a whole and once, which is what autocast does with it.
         cast = weight_VD.is_cuda and weight_VD.dtype != dtype
         self.weight_VD = weight_VD.to(dtype) if cast else weight_VD

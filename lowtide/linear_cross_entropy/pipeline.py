@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -36,11 +37,6 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 HALF, WIDTH, DEPTH = tl.constexpr(BLOCK_A // 2), tl.constexpr(BLOCK_B), tl.constexpr(BLOCK_K)
 
 
-def layout(rows: int, columns: int, dtype: gl.dtype = gl.bfloat16) -> gl.NVMMASharedLayout:
-    """Of a tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-
-
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
@@ -53,9 +49,8 @@ DTYPES = {
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(
-        tensor, shape, strides, [rows, columns], layout(rows, columns, DTYPES[tensor.dtype])
-    )
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
 
 @tl.core.builtin
@@ -75,6 +70,11 @@ def given(*arguments, _semantic=None):
 def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
     """The stages' memory for tiles of these descriptors, and their barriers: full, and empty again. TURNED:
     what is summed up goes along the rows of both operands."""
+    # Of other boxes other bytes would come than are waited for.
+    gl.static_assert(a.block_shape[1 if TURNED else 0] == HALF and a.block_shape[0 if TURNED else 1] == DEPTH)
+    gl.static_assert(
+        b.block_shape[1 if TURNED else 0] == WIDTH and b.block_shape[0 if TURNED else 1] == DEPTH
+    )
     A_SHAPE: gl.constexpr = [2 * STAGES, DEPTH, HALF] if TURNED else [2 * STAGES, HALF, DEPTH]
     B_SHAPE: gl.constexpr = [STAGES, DEPTH, WIDTH] if TURNED else [STAGES, WIDTH, DEPTH]
     a_s = gl.allocate_shared_memory(gl.bfloat16, A_SHAPE, a.layout)
@@ -115,6 +115,29 @@ def load_tiles(
 
 
 @gluon.jit
+def load_product(
+    x, weight, other_x, other_weight, row, first, D, a_s, b_s, full, empty, step, STAGES: gl.constexpr
+):  # fmt: skip
+    """All operands of a tile, features along their columns; the other term's in one stage."""
+    for k in range(0, D, DEPTH):
+        step = load_tiles(x, weight, row, first, k, a_s, b_s, full, empty, step, STAGES, False)
+    if other_x is not None:
+        step = load_tiles(other_x, other_weight, row, first, 0, a_s, b_s, full, empty, step, STAGES, False)
+    return step
+
+
+@gluon.jit
+def leave_tile(tile, tile_s, out, place, PENDING: gl.constexpr):
+    """To where it belongs, through shared memory that at most PENDING later stores may still read."""
+    tma.store_wait(PENDING)
+    tl.debug_barrier()
+    tile_s.store(tile)
+    fence_async_shared()
+    tl.debug_barrier()
+    store(out, place, tile_s)
+
+
+@gluon.jit
 def await_stage(full, step, STAGES: gl.constexpr):
     """For a group: waits until the next stage is there."""
     stage = step % STAGES
@@ -132,17 +155,17 @@ def give_back(empty, step, condition, STAGES: gl.constexpr):
 @gluon.jit
 def multiply(
     a_s, b_s, full, empty, step, steps,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr,
+    WHICH: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
-    """The sum of so many stages' products, [HALF, WIDTH] in float32, of the rows of one group. One product
-    runs while the next is started, and its stage is given back a step later."""
+    """The sum of so many stages' products, [HALF, WIDTH] in float32, of the rows of one group. One runs while
+    the next is started, and its stage is given back a step later."""
     sum_ab = gl.zeros(
         (HALF, WIDTH), gl.float32,
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]),
     )  # fmt: skip
     for at in range(steps):
         stage = await_stage(full, step, STAGES)
-        a = a_s.index(2 * stage + GROUP)
+        a = a_s.index(2 * stage + WHICH)
         b = b_s.index(stage)
         if TURNED:
             sum_ab = warpgroup_mma(a.permute((1, 0)), b, sum_ab, use_acc=at > 0, is_async=True)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.sum_kernels import load_pairs, store_pairs
+from lowtide.linear_cross_entropy.sum_kernels import load_pairs, places, store_pairs
 
 
 @triton.jit
@@ -165,11 +165,7 @@ def _add_target_rows_kernel(
             sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
         else:
             pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-            place_p = target.to(tl.int64) * (D // 2) + pairs
-            low_place_p = place_p
-            if WITHIN:  # where 128 pairs have the room of 256 numbers of 32 bits, or 512 of 16
-                low_place_p = place_p // 128 * 512 + 256 + place_p % 128
-                place_p = place_p // 128 * 256 + place_p % 128
+            place_p, low_place_p = places(target.to(tl.int64) * (D // 2) + pairs, WITHIN)
             pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + low_place_p
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)

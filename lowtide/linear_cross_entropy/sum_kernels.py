@@ -35,6 +35,16 @@ def from_pairs(pair, low):
 
 
 @triton.jit
+def places(pair, WITHIN: tl.constexpr):
+    """Of a pair by its number, and of its lower bits. WITHIN a float32 gradient (sum_pipeline.py) 128 pairs
+    have the room of 256 numbers of 32 bits, or 512 of 16."""
+    if WITHIN:
+        return pair // 128 * 256 + pair % 128, pair // 128 * 512 + 256 + pair % 128
+    else:
+        return pair, pair
+
+
+@triton.jit
 def load_pairs(pair_ptr, low_ptr, mask):
     return from_pairs(tl.load(pair_ptr, mask=mask, other=0), tl.load(low_ptr, mask=mask, other=0))
 

@@ -28,6 +28,7 @@ from lowtide.linear_cross_entropy.pipeline import (
     await_stage,
     describe,
     give_back,
+    leave_tile,
     load,
     load_tiles,
     multiply,
@@ -42,16 +43,16 @@ COLUMNS = tl.constexpr(64)  # of a part: 32 bits for each of a tile's classes fi
 
 
 @gluon.jit
-def _sum_of(b_s, stage, turn: gl.constexpr, sum_VS):
+def _sum_of(b_s, stage, WHICH: gl.constexpr, sum_VS):
     """In a stage's memory, the part of the sum that belongs to a group."""
-    return view(b_s.index(stage), sum_VS.dtype, [2, HALF, COLUMNS], sum_VS.layout).index(turn)
+    return view(b_s.index(stage), sum_VS.dtype, [2, HALF, COLUMNS], sum_VS.layout).index(WHICH)
 
 
 @gluon.jit
-def _low_of(a_s, stage, turn: gl.constexpr, low_VP):
+def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
     """The lower bits: as many bytes as operands take there, or half as many."""
     NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
-    return view(a_s.index(2 * stage + turn), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
+    return view(a_s.index(2 * stage + WHICH), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
 
 
 @gluon.jit
@@ -66,14 +67,14 @@ def _columns(tile_d, part: gl.constexpr, PARTS: gl.constexpr, WITHIN: gl.constex
 @gluon.jit
 def _load_all(
     exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     BYTES: gl.constexpr = 4 if low_VP is None else 4 + low_VP.dtype.primitive_bitwidth // 8
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
-        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, TOGETHER)
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
         for start in range(0, C, DEPTH):
             step = load_tiles(
                 exp_CV, x_CD, tile_v * 2 * HALF, tile_d * WIDTH, start, a_s, b_s, full, empty, step,
@@ -83,13 +84,13 @@ def _load_all(
             stage = take(empty, step, STAGES)
             if ADD:
                 mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
-                for turn in gl.static_range(2):
-                    first_class = tile_v * 2 * HALF + turn * HALF
+                for which in gl.static_range(2):
+                    first_class = tile_v * 2 * HALF + which * HALF
                     column, low_column = _columns(tile_d, part, PARTS, WITHIN)
-                    load(sum_VS, [first_class, column], full.index(stage), _sum_of(b_s, stage, turn, sum_VS))
+                    load(sum_VS, [first_class, column], full.index(stage), _sum_of(b_s, stage, which, sum_VS))
                     if low_VP is not None:
                         place = [first_class, low_column]
-                        load(low_VP, place, full.index(stage), _low_of(a_s, stage, turn, low_VP))
+                        load(low_VP, place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
                 mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
             step += 1
@@ -109,7 +110,7 @@ def _parts(sum_vd, PARTS: gl.constexpr):
 @gluon.jit
 def _add_parts(
     sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-    a_s, b_s, full, empty, step, D, V, TURN: gl.constexpr,
+    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """To what was summed before, a part after the other."""
@@ -117,14 +118,14 @@ def _add_parts(
     for part in gl.static_range(PARTS):
         column, low_column = _columns(tile_d, part, PARTS, WITHIN)
         stage = await_stage(full, step, STAGES)
-        sum_s = _sum_of(b_s, stage, TURN, sum_VS)
+        sum_s = _sum_of(b_s, stage, WHICH, sum_VS)
         if low_VP is None:
             part_vh = parts_vh[part]
             if ADD:
                 part_vh += sum_s.load(part_vh.type.layout)
             sum_s.store(part_vh)
         else:
-            low_s = _low_of(a_s, stage, TURN, low_VP)
+            low_s = _low_of(a_s, stage, WHICH, low_VP)
             even_vh, odd_vh = tl.split(tl.reshape(parts_vh[part], (HALF, COLUMNS, 2)))
             if ADD:
                 even_before_vh, odd_before_vh = from_pairs(
@@ -156,12 +157,12 @@ def _add_parts(
 
 
 @gluon.jit
-def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, TURN: gl.constexpr):
+def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, WHICH: gl.constexpr):
     """The product of half a tile, and what was summed before."""
     even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
     even_before_vh, odd_before_vh = from_pairs(
-        _sum_of(b_s, stage, TURN, sum_VS).load(even_vh.type.layout),
-        _low_of(a_s, stage, TURN, low_VP).load(even_vh.type.layout),
+        _sum_of(b_s, stage, WHICH, sum_VS).load(even_vh.type.layout),
+        _low_of(a_s, stage, WHICH, low_VP).load(even_vh.type.layout),
     )
     return even_vh + even_before_vh, odd_vh + odd_before_vh
 
@@ -169,14 +170,14 @@ def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, TURN: gl.constexpr):
 @gluon.jit
 def _finish(
     sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
-    a_s, b_s, full, empty, step, D, V, TURN: gl.constexpr, STAGES: gl.constexpr,
+    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient, over the sum that it is made of: when all of that has come."""
     halves_vh = halves(sum_vd)
     first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
     sums_vh = (
-        _with_before(halves_vh[0], a_s, b_s, first, sum_VS, low_VP, TURN),
-        _with_before(halves_vh[1], a_s, b_s, second, sum_VS, low_VP, TURN),
+        _with_before(halves_vh[0], a_s, b_s, first, sum_VS, low_VP, WHICH),
+        _with_before(halves_vh[1], a_s, b_s, second, sum_VS, low_VP, WHICH),
     )
     for half in gl.static_range(2):
         even_vh, odd_vh = sums_vh[half]
@@ -189,13 +190,9 @@ def _finish(
             )
         quarters_vh = halves(tl.reshape(tl.join(even_vh, odd_vh), (HALF, 2 * COLUMNS)))
         for quarter in gl.static_range(2):
-            out_s = _sum_of(b_s, second if quarter else first, TURN, out_VD)
-            tma.store_wait(quarter if half == 0 else 1)  # what was there has left
-            tl.debug_barrier()
-            out_s.store(quarters_vh[quarter])
-            fence_async_shared()
-            tl.debug_barrier()
-            store(out_VD, [first_class, tile_d * WIDTH + (2 * half + quarter) * COLUMNS], out_s)
+            out_s = _sum_of(b_s, second if quarter else first, WHICH, out_VD)
+            place = [first_class, tile_d * WIDTH + (2 * half + quarter) * COLUMNS]
+            leave_tile(quarters_vh[quarter], out_s, out_VD, place, quarter if half == 0 else 1)
     tma.store_wait(0)
     give_back(empty, step + 1, True, STAGES)
     give_back(empty, step + 2, True, STAGES)
@@ -204,34 +201,34 @@ def _finish(
 
 @gluon.jit
 def _add_all(
-    TURN: gl.constexpr, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    WHICH: gl.constexpr, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What one of the two groups does."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
-        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, TOGETHER)
-        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), TURN, STAGES, True)
-        first_class = tile_v * 2 * HALF + TURN * HALF
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
+        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), WHICH, STAGES, True)
+        first_class = tile_v * 2 * HALF + WHICH * HALF
         if out_VD is not None:
             step = _finish(
                 sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, step, D, V, TURN, STAGES,
+                a_s, b_s, full, empty, step, D, V, WHICH, STAGES,
             )  # fmt: skip
         else:
             step = _add_parts(
                 sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, step, D, V, TURN, ADD, WITHIN, PARTS, STAGES,
+                a_s, b_s, full, empty, step, D, V, WHICH, ADD, WITHIN, PARTS, STAGES,
             )  # fmt: skip
 
 
 @gluon.jit
 def _add_product_pipelined_kernel(
     exp_CV, x_CD, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """sum (+)= exp^T x, in PARTS parts of each tile: two of pairs with lower bits, or four in float32. With a
@@ -242,18 +239,18 @@ def _add_product_pipelined_kernel(
         [
             (_add_all, (
                 0, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
                 1, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (
                 exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty,
-                C, D, V, ADD, WITHIN, PARTS, TOGETHER, PROGRAMS, STAGES,
+                C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
             )),
         ],
-        [gl.num_warps(), 1],
+        [4, 1],
         REGISTERS,
     )  # fmt: skip
 
@@ -285,7 +282,7 @@ def add_product(
         ADD=add,
         WITHIN=low_VP is not None and sum_VS.shape[1] == D,
         PARTS=4 if low_VP is None else 2,
-        TOGETHER=GROUP,
+        GROUP=GROUP,
         PROGRAMS=programs,
         STAGES=pipeline.STAGES,
         REGISTERS=pipeline.REGISTERS,

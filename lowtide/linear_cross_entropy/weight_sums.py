@@ -1,5 +1,6 @@
 """The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 or 20
-bits, where four bytes a weight leave too few rows for a chunk; or none, where one chunk has all tokens.
+bits, where four bytes a weight leave too few rows for a chunk, or where it is a float32 gradient on its way;
+or none, where one chunk has all tokens.
 
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
 """
@@ -121,12 +122,6 @@ class SplitSum:
         sums = (self.pair_VP, self.low_VP)
         add = add_in_pipeline if pipelined(*sums, exp_CV, x_CD) else sum_kernels.add_product
         add(*sums, exp_CV, x_CD, **options)
-
-
-def float_sum(sum_VD: Tensor, factor: Tensor | None, dtype: torch.dtype) -> FloatSum:
-    """What becomes a float32 gradient, of operands of that dtype."""
-    inside = dtype == torch.bfloat16 and fits_within(sum_VD)
-    return (SumWithin if inside else FloatSum)(sum_VD, factor)
 
 
 class RoundedProduct:

@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 from lowtide import linear_cross_entropy
 from lowtide.linear_cross_entropy import hopper, sum_kernels, weight_sums
+from tests.cuda_graphs import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,8 +113,7 @@ def test_within_a_float32_gradient(C, D, V, chunks, spread):
     for _ in range(2):
         sum_VD, sums = guarded(V, D, torch.float32)
         assert weight_sums.fits_within(sum_VD)
-        total = weight_sums.float_sum(sum_VD, factor, torch.bfloat16)
-        assert isinstance(total, weight_sums.SumWithin)
+        total = weight_sums.SumWithin(sum_VD, factor)
         for chunk in range(chunks):
             total.add_product(exp_CV[chunk], x_CD[chunk], first=chunk == 0, last=chunk == chunks - 1)
             total.add_target_rows(x_ND, hit_N, class_N[chunk], order_N[chunk])
@@ -145,23 +145,84 @@ def relative(found, exact):
     return ((found - exact).norm() / exact.norm()).item()
 
 
-def test_a_float32_weight_under_autocast():
+@pytest.fixture
+def products(monkeypatch):
+    """The options of each product that goes through the pipeline: whether it adds, and becomes float32."""
+    seen, add = [], weight_sums.add_in_pipeline
+
+    def add_and_see(*each, **options):
+        seen.append((options["add"], options.get("out_VD") is not None))
+        add(*each, **options)
+
+    monkeypatch.setattr(weight_sums, "add_in_pipeline", add_and_see)
+    return seen
+
+
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing and class weights": {"label_smoothing": 0.1, "weight": True},
+    "scale and z-loss": {"logit_scale": 0.7, "z_loss": 1e-3},
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_float32_weight_under_autocast(products, name, reduction):
+    """In several chunks and in one, with a sum in float32: the error that rounding exponentials makes."""
     N, D, V = 1500, 512, 3000
     x = torch.randn(N, D, device="cuda").bfloat16()
     weight = (torch.randn(V, D, device="cuda") * D**-0.5).requires_grad_()
     target = torch.randint(V, (N,), device="cuda")
     target[::9] = -100
+    options = dict(OPTIONS[name], reduction=reduction)
+    if options.get("weight"):
+        options["weight"] = torch.rand(V, device="cuda")
+    upstream = torch.randn(N, device="cuda") if reduction == "none" else torch.tensor(0.37, device="cuda")
+
+    def gradient(x, weight, **others):
+        loss = linear_cross_entropy(x, weight, target, **options, **others)
+        return torch.autograd.grad(loss, weight, upstream.to(loss.dtype))[0]
+
     found = []
-    for workspace in (3 << 20, 64 << 20):
+    for workspace in (4 << 20, 4 << 20, 64 << 20):
         with torch.autocast("cuda", torch.bfloat16):
-            loss = linear_cross_entropy(x, weight, target, label_smoothing=0.1, workspace=workspace)
-        found.append(torch.autograd.grad(loss, weight)[0].double())
-    rounded = weight.detach().bfloat16().double().requires_grad_()
-    exact = torch.nn.functional.cross_entropy(x.double() @ rounded.t(), target, label_smoothing=0.1)
-    (exact,) = torch.autograd.grad(exact, rounded)
-    several, one = (relative(each, exact) for each in found)
-    assert one < 4e-4
+            found.append(gradient(x, weight, workspace=workspace))
+        if workspace == 4 << 20:
+            assert products[0] == (False, False)
+            assert products[-1] == (True, True)
+            assert len(products) >= 3
+        else:
+            assert products == [(False, False)]
+        products.clear()
+    assert torch.equal(found[0], found[1])
+    exact = gradient(x.double(), weight.detach().bfloat16().double().requires_grad_(), backend="reference")
+    several, _, one = (relative(each, exact) for each in found)
+    assert one < 2e-3
     assert several < 1.1 * one
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_a_cuda_graph(products, float32):
+    """Of chunks in 24 bits, within a float32 gradient or beside a rounded one."""
+    N, D, V = 2600, 256, 3000
+    x = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(V, D, device="cuda") * D**-0.5).to(torch.float32 if float32 else torch.bfloat16)
+    weight.requires_grad_()
+    target = torch.randint(V, (N,), device="cuda")
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, target, workspace=5 << 20)
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    graph, found = captured(step)
+    assert len(products) >= 3
+    with torch.no_grad():
+        for tensor in (target, x, weight):
+            tensor.copy_(tensor.flip(0))
+    graph.replay()
+    assert all(map(torch.equal, found, step()))
 
 
 def test_what_is_not_taken():
