@@ -86,10 +86,10 @@ def linear_cross_entropy(
         of the weight (on Hopper, where four bytes a weight leave too little for the rows of a chunk, in 24
         bits, where one byte does in 20: each chunk rounds by at most 2^-16 or 2^-12 of what it adds up to.
         There a float32 weight's gradient of bfloat16 products, which autocast's own rounds to bfloat16, may
-        be in 24 bits between chunks, too); float64 stays float64. Each gradient is rounded once, for mean and sum twice if the upstream gradient
-        is no power of two. The loss is float32 for half-precision input: a bfloat16 loss has three digits.
-        Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient is known to 5e-4 of itself
-        before that is rounded to bfloat16.
+        be in 24 bits between chunks, too); float64 stays float64. Each gradient is rounded once, for mean and
+        sum twice if the upstream gradient is no power of two. The loss is float32 for half-precision input: a
+        bfloat16 loss has three digits. Beside bfloat16 probabilities, on Hopper, the softmax in a logit's
+        gradient is known to 5e-4 of itself before that is rounded to bfloat16.
         Beside probabilities it is float64 where they, or the class weights, are.
 
     Memory:

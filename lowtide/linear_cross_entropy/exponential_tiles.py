@@ -2,6 +2,7 @@
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -79,15 +80,12 @@ class Exponentials:
             "argmax_ptr": places,
             "STORE": self.exp_CB is not None and maxima is None,
             "GUARDED": guarded,
-            "SOFTCAP": self.softcap,
             "PROGRAMS": programs,
             "GROUP": kernels.GROUP,
         }
-        # Registers are few where a soft cap meets these: the pipeline would put some aside, and the branch
-        # that spares most halves a comparison (dearer than an exponential) takes some.
-        others = (moments, maxima, self.of_call["tilt_C_ptr"])
-        crowded = self.softcap > 0 and any(each is not None for each in others)
-        if repair is None and not crowded and hopper.pipelines_on(self.device):
+        # With a soft cap a step took a tenth longer on the pipeline.
+        large = hopper.worth(self.C, self.B, self.D) and self.softcap == 0
+        if repair is None and large and hopper.pipelines_on(self.device):
             from lowtide.linear_cross_entropy import exponential_pipeline, pipeline
 
             exponential_pipeline.exponentials_kernel[(programs,)](
@@ -99,9 +97,11 @@ class Exponentials:
             )
             return
         kernels.exponentials_kernel[(programs,)](
-            **self._tiles_of(kernels.describe, kernels.BLOCK_C),
+            **self._tiles,
             **arguments,
-            MASKED=crowded,
+            SOFTCAP=self.softcap,
+            # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
+            MASKED=self.softcap > 0 and moments is not None,
             repair_ptr=repair,
             REPAIR=repair is not None,
             BLOCK_C=kernels.BLOCK_C,
@@ -110,6 +110,10 @@ class Exponentials:
             num_stages=kernels.STAGES,
             num_warps=kernels.WARPS,
         )
+
+    @cached_property
+    def _tiles(self) -> dict[str, Any]:
+        return self._tiles_of(kernels.describe, kernels.BLOCK_C)
 
     def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))

@@ -39,7 +39,7 @@ from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsu
 from lowtide.linear_cross_entropy.exponential_tiles import Exponentials
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
-from lowtide.linear_cross_entropy.operands import blocks, sum_of_products
+from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
 from lowtide.linear_cross_entropy.repair_kernels import reduce, tiles_of
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.weight_sums import FloatSum
@@ -165,9 +165,7 @@ class ExponentialStream(ExponentialRows):
         tiles.run()
         for sum_BD, x_CD in zip(sums, chunks):
             if sum_BD is not None:
-                FloatSum(sum_BD).add_product(
-                    tiles.exp_CB, x_CD, first=rows.start == 0, last=rows.stop == self.M
-                )
+                product(sum_BD, tiles.exp_CB.t(), x_CD, add=rows.start > 0)
         return tiles.exp_CB
 
     # Statistics.

@@ -58,7 +58,7 @@ class LinearTerm:
                 self.sum = RoundedProduct(dw.tensor, dw.rounding)
             else:
                 own = operand.weight_dtype == dw.tensor.dtype  # the gradient itself, not a sum to be rounded
-                within = own and fits_within(dw.tensor)
+                within = own and fits_within(dw.tensor, plan.rows)
                 self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.rounding)
         # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
         self.total_weight_D: Tensor | None = None

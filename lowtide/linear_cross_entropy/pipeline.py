@@ -11,6 +11,8 @@ hopper.py says where this runs. Triton's interpreter does not know Gluon: what a
 a function for both languages.
 """
 
+import functools
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -47,9 +49,14 @@ DTYPES = {
 }
 
 
+@functools.cache  # Triton takes 10 microseconds to think of it
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
+
+
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, strides = list(tensor.shape), list(tensor.stride())
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[tensor.dtype])
+    layout = _layout(rows, columns, tensor.dtype)
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
 

@@ -1,16 +1,16 @@
 """The product that adds to the weight gradient's sum, on a Hopper card (pipeline.py): sum (+)= exp^T x, in 24
-bits or 20 (sum_kernels.py), or in float32.
+bits or 20 (sum_kernels.py).
 
 Where a chunk has few rows, what was summed before takes as long to read and write as the tile's product takes
-to form. It goes around with the operands: after a tile's last one the next stages bring the sum, a part each,
-it is added up there, and leaves from there.
+to form. It goes around with the operands: after a tile's last one the next two stages bring the sum, half of
+it each, it is added up there, and leaves from there.
 
 A sum in 24 bits that becomes a float32 gradient lies in that gradient's memory, so that each tile lies where
 its own part of the gradient will be: of 256 features, which take 1024 bytes of a row, the pairs are in the
-first 512 and the lower bits in the next 256. It is half as much again to read and write as float32 is.
+first 512 and the lower bits in the next 256: three quarters of what float32 would be to read and write.
 
-Shapes: C tokens of a chunk, D features, P pairs of them, V classes; S columns of a sum, which are pairs or
-features; lower case = what a group has of one tile, h a part of its columns.
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = what a group has of one
+tile, h half its columns.
 """
 
 import triton.language as tl
@@ -43,9 +43,9 @@ COLUMNS = tl.constexpr(64)  # of a part: 32 bits for each of a tile's classes fi
 
 
 @gluon.jit
-def _sum_of(b_s, stage, WHICH: gl.constexpr, sum_VS):
-    """In a stage's memory, the part of the sum that belongs to a group."""
-    return view(b_s.index(stage), sum_VS.dtype, [2, HALF, COLUMNS], sum_VS.layout).index(WHICH)
+def _sum_of(b_s, stage, WHICH: gl.constexpr, out):
+    """In a stage's memory, what a group has of half a tile of pairs, or of a quarter of the gradient."""
+    return view(b_s.index(stage), out.dtype, [2, HALF, COLUMNS], out.layout).index(WHICH)
 
 
 @gluon.jit
@@ -56,22 +56,22 @@ def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
 
 
 @gluon.jit
-def _columns(tile_d, part: gl.constexpr, PARTS: gl.constexpr, WITHIN: gl.constexpr):
-    """Where a part of a tile begins, among the columns of the sum, and those of the lower bits."""
+def _columns(tile_d, half: gl.constexpr, WITHIN: gl.constexpr):
+    """Where half a tile begins, among the pairs, and among the lower bits."""
     if WITHIN:
-        return tile_d * WIDTH + part * COLUMNS, tile_d * 2 * WIDTH + WIDTH + part * COLUMNS
+        return tile_d * WIDTH + half * COLUMNS, tile_d * 2 * WIDTH + WIDTH + half * COLUMNS
     else:
-        return (tile_d * PARTS + part) * COLUMNS, (tile_d * PARTS + part) * COLUMNS
+        return (tile_d * 2 + half) * COLUMNS, (tile_d * 2 + half) * COLUMNS
 
 
 @gluon.jit
 def _load_all(
-    exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
-    BYTES: gl.constexpr = 4 if low_VP is None else 4 + low_VP.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = 4 + low_VP.dtype.primitive_bitwidth // 8
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
@@ -80,75 +80,57 @@ def _load_all(
                 exp_CV, x_CD, tile_v * 2 * HALF, tile_d * WIDTH, start, a_s, b_s, full, empty, step,
                 STAGES, True,
             )  # fmt: skip
-        for part in gl.static_range(PARTS):
+        for half in gl.static_range(2):
             stage = take(empty, step, STAGES)
             if ADD:
                 mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
                 for which in gl.static_range(2):
                     first_class = tile_v * 2 * HALF + which * HALF
-                    column, low_column = _columns(tile_d, part, PARTS, WITHIN)
-                    load(sum_VS, [first_class, column], full.index(stage), _sum_of(b_s, stage, which, sum_VS))
-                    if low_VP is not None:
-                        place = [first_class, low_column]
-                        load(low_VP, place, full.index(stage), _low_of(a_s, stage, which, low_VP))
+                    column, low_column = _columns(tile_d, half, WITHIN)
+                    place, low_place = [first_class, column], [first_class, low_column]
+                    load(pair_VP, place, full.index(stage), _sum_of(b_s, stage, which, pair_VP))
+                    load(low_VP, low_place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
                 mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
             step += 1
 
 
 @gluon.jit
-def _parts(sum_vd, PARTS: gl.constexpr):
-    first_vh, second_vh = halves(sum_vd)
-    if PARTS == 2:
-        return first_vh, second_vh
-    else:
-        parts_vh = halves(first_vh)
-        others_vh = halves(second_vh)
-        return parts_vh[0], parts_vh[1], others_vh[0], others_vh[1]
-
-
-@gluon.jit
-def _add_parts(
-    sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+def _add_halves(
+    sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """To what was summed before, a part after the other."""
-    parts_vh = _parts(sum_vd, PARTS)
-    for part in gl.static_range(PARTS):
-        column, low_column = _columns(tile_d, part, PARTS, WITHIN)
+    """To what was summed before, one after the other."""
+    halves_vh = halves(sum_vd)
+    for half in gl.static_range(2):
+        column, low_column = _columns(tile_d, half, WITHIN)
         stage = await_stage(full, step, STAGES)
-        sum_s = _sum_of(b_s, stage, WHICH, sum_VS)
-        if low_VP is None:
-            part_vh = parts_vh[part]
-            if ADD:
-                part_vh += sum_s.load(part_vh.type.layout)
-            sum_s.store(part_vh)
+        pair_s = _sum_of(b_s, stage, WHICH, pair_VP)
+        low_s = _low_of(a_s, stage, WHICH, low_VP)
+        even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (HALF, COLUMNS, 2)))
+        if ADD:
+            even_before_vh, odd_before_vh = from_pairs(
+                pair_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
+            )
+            even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
+        if factor_ptr is None:
+            pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
+            low_s.store(low_vh)
         else:
-            low_s = _low_of(a_s, stage, WHICH, low_VP)
-            even_vh, odd_vh = tl.split(tl.reshape(parts_vh[part], (HALF, COLUMNS, 2)))
-            if ADD:
-                even_before_vh, odd_before_vh = from_pairs(
-                    sum_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
+            if spread_D_ptr is not None:
+                classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+                pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+                even_vh, odd_vh = less_spread(
+                    even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
                 )
-                even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
-            if factor_ptr is None:
-                pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
-                low_s.store(low_vh)
-            else:
-                if spread_D_ptr is not None:
-                    classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
-                    pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
-                    even_vh, odd_vh = less_spread(
-                        even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
-                    )
-                pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
-            sum_s.store(pair_vh)
+            pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
+        pair_s.store(pair_vh)
         fence_async_shared()
-        tma.store_wait(0)  # of the part before
-        give_back(empty, step, part > 0, STAGES)  # and all of this one is in its place
-        store(sum_VS, [first_class, column], sum_s)
-        if low_VP is not None and factor_ptr is None:
+        tma.store_wait(0)  # of the half before
+        give_back(empty, step, half > 0, STAGES)  # and all of this one is in its place
+        store(pair_VP, [first_class, column], pair_s)
+        if factor_ptr is None:
             store(low_VP, [first_class, low_column], low_s)
         step += 1
     tma.store_wait(0)
@@ -157,11 +139,11 @@ def _add_parts(
 
 
 @gluon.jit
-def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, WHICH: gl.constexpr):
+def _with_before(half_vh, a_s, b_s, stage, pair_VP, low_VP, WHICH: gl.constexpr):
     """The product of half a tile, and what was summed before."""
     even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
     even_before_vh, odd_before_vh = from_pairs(
-        _sum_of(b_s, stage, WHICH, sum_VS).load(even_vh.type.layout),
+        _sum_of(b_s, stage, WHICH, pair_VP).load(even_vh.type.layout),
         _low_of(a_s, stage, WHICH, low_VP).load(even_vh.type.layout),
     )
     return even_vh + even_before_vh, odd_vh + odd_before_vh
@@ -169,15 +151,15 @@ def _with_before(half_vh, a_s, b_s, stage, sum_VS, low_VP, WHICH: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+    sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient, over the sum that it is made of: when all of that has come."""
     halves_vh = halves(sum_vd)
     first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
     sums_vh = (
-        _with_before(halves_vh[0], a_s, b_s, first, sum_VS, low_VP, WHICH),
-        _with_before(halves_vh[1], a_s, b_s, second, sum_VS, low_VP, WHICH),
+        _with_before(halves_vh[0], a_s, b_s, first, pair_VP, low_VP, WHICH),
+        _with_before(halves_vh[1], a_s, b_s, second, pair_VP, low_VP, WHICH),
     )
     for half in gl.static_range(2):
         even_vh, odd_vh = sums_vh[half]
@@ -201,9 +183,9 @@ def _finish(
 
 @gluon.jit
 def _add_all(
-    WHICH: gl.constexpr, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    WHICH: gl.constexpr, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """What one of the two groups does."""
@@ -215,39 +197,38 @@ def _add_all(
         first_class = tile_v * 2 * HALF + WHICH * HALF
         if out_VD is not None:
             step = _finish(
-                sum_vd, first_class, tile_d, sum_VS, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+                sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
                 a_s, b_s, full, empty, step, D, V, WHICH, STAGES,
             )  # fmt: skip
         else:
-            step = _add_parts(
-                sum_vd, first_class, tile_d, sum_VS, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, step, D, V, WHICH, ADD, WITHIN, PARTS, STAGES,
+            step = _add_halves(
+                sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, step, D, V, WHICH, ADD, WITHIN, STAGES,
             )  # fmt: skip
 
 
 @gluon.jit
 def _add_product_pipelined_kernel(
-    exp_CV, x_CD, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    exp_CV, x_CD, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """sum (+)= exp^T x, in PARTS parts of each tile: two of pairs with lower bits, or four in float32. With a
-    factor, the last time, it is rounded; with a place for it, the last time, it becomes the float32 gradient
-    WITHIN which it lies. Grid: one program a multiprocessor, each tile in turn."""
+    """sum (+)= exp^T x. With a factor, the last time, it is rounded; with a place for it, the last time, it
+    becomes the float32 gradient WITHIN which it lies. Grid: one program a multiprocessor, tiles in turn."""
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     gl.warp_specialize(
         [
             (_add_all, (
-                0, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
+                0, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
-                1, sum_VS, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
+                1, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (
-                exp_CV, x_CD, sum_VS, low_VP, a_s, b_s, full, empty,
-                C, D, V, ADD, WITHIN, PARTS, GROUP, PROGRAMS, STAGES,
+                exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty,
+                C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
             )),
         ],
         [4, 1],
@@ -256,8 +237,8 @@ def _add_product_pipelined_kernel(
 
 
 def add_product(
-    sum_VS: Tensor,
-    low_VP: Tensor | None,
+    pair_VP: Tensor,
+    low_VP: Tensor,
     exp_CV: Tensor,
     x_CD: Tensor,
     *,
@@ -265,23 +246,22 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     out_VD: Tensor | None = None,
 ) -> None:
-    """To pairs with lower bits, or to a sum in float32. `rounding`, the last time: as in sum_kernels.py.
-    out_VD: where pairs and lower bits lie `within` a float32 gradient, that, the last time."""
-    (C, D), V = x_CD.shape, sum_VS.shape[0]
+    """`rounding`, the last time: as in sum_kernels.py. out_VD: where the sum lies within a float32 gradient,
+    that, the last time."""
+    (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
     _add_product_pipelined_kernel[(programs,)](
         describe(exp_CV, pipeline.BLOCK_K, pipeline.BLOCK_A // 2),
         describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
-        describe(sum_VS, *part),
-        None if low_VP is None else describe(low_VP, *part),
+        describe(pair_VP, *part),
+        describe(low_VP, *part),
         None if out_VD is None else describe(out_VD, *part),
         *rounding,
         C,
         D,
         V,
         ADD=add,
-        WITHIN=low_VP is not None and sum_VS.shape[1] == D,
-        PARTS=4 if low_VP is None else 2,
+        WITHIN=pair_VP.shape[1] == D,
         GROUP=GROUP,
         PROGRAMS=programs,
         STAGES=pipeline.STAGES,

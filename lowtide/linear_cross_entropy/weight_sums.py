@@ -25,10 +25,7 @@ class FloatSum:
         self.sum_VD, self.factor = sum_VD, factor
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        if pipelined(self.sum_VD, None, exp_CV, x_CD):
-            add_in_pipeline(self.sum_VD, None, exp_CV, x_CD, add=not first)
-        else:
-            product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
+        product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
         hit_N = hit_N if self.factor is None else hit_N * self.factor
@@ -168,21 +165,21 @@ class RoundedProduct:
 # Sums on the pipeline.
 
 
-def pipelined(sum_VS: Tensor, low_VP: Tensor | None, exp_CV: Tensor, x_CD: Tensor) -> bool:
-    """Whether it can add to such a sum: with tensor maps of all that it reads and writes."""
+def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> bool:
+    """Whether it is to add to such a sum: a product that is worth it, with tensor maps of all that it reads
+    and writes."""
     half = exp_CV.dtype == x_CD.dtype == torch.bfloat16
-    if not half or not hopper.pipelines_on(x_CD.device):
-        return False
-    if low_VP is not None:
-        return hopper.mapped(exp_CV, x_CD, sum_VS, low_VP)
-    few = x_CD.shape[1] < TILE_FEATURES  # a tile would be mostly empty
-    return sum_VS.dtype == torch.float32 and not few and hopper.mapped(exp_CV, x_CD, sum_VS)
+    large = hopper.worth(exp_CV.numel(), x_CD.shape[1])
+    return (
+        half and large and hopper.pipelines_on(x_CD.device) and hopper.mapped(exp_CV, x_CD, pair_VP, low_VP)
+    )
 
 
-def fits_within(gradient_VD: Tensor) -> bool:
-    """Whether a sum in 24 bits can lie there until it becomes the gradient."""
+def fits_within(gradient_VD: Tensor, rows: int) -> bool:
+    """Whether a sum in 24 bits is to lie there until it becomes the gradient; with chunks of so many rows."""
     whole = gradient_VD.shape[1] % TILE_FEATURES == 0 and gradient_VD.is_contiguous()
-    return whole and gradient_VD.dtype == torch.float32 and hopper.pipelines_on(gradient_VD.device)
+    large = hopper.worth(gradient_VD.numel(), rows)
+    return whole and large and gradient_VD.dtype == torch.float32 and hopper.pipelines_on(gradient_VD.device)
 
 
 def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,9 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
-# is added to less often. On CUDA with kernels in Triton each time takes longer (8192 rows at a time in 24 bits
-# still take 2 to 3 % of a step less than 4096 in float32), on the pipeline no longer; on the CPU not, but it is rounded before backward's factor is known.
+# is added to less often. On CUDA in Triton each time takes longer (8192 rows at a time in 24 bits still take
+# 2 to 3 % of a step less than 4096 in float32), on the pipeline no longer; on the CPU not, but it is rounded
+# before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
 
 # A sum in 20 bits leaves room for longer chunks than one in 24, and is rounded by 2^-12 of what a chunk adds

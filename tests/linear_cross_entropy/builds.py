@@ -21,7 +21,7 @@ class Build(NamedTuple):
     package: str = "lowtide.linear_cross_entropy"
 
 
-_BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
+_BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 _PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
@@ -41,7 +41,6 @@ def _pipelined_exponentials(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
-        "SOFTCAP": 0.0,
         "PROGRAMS": 132,
         "GROUP": 8,
         "STAGES": 4,
@@ -75,17 +74,16 @@ def _distance_pipeline(**changes: Any) -> Build:
     )
 
 
-def _add_product(low: str | None, **changes: Any) -> Build:
+def _add_product(low: str, **changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 64]>",
         "x_CD": "tensordesc<bf16[64, 256]>",
-        "sum_VS": f"tensordesc<{'i32' if low else 'fp32'}[64, 64]>",
-        "low_VP": low and f"tensordesc<{low}[64, 64]>",
+        "pair_VP": "tensordesc<i32[64, 64]>",
+        "low_VP": f"tensordesc<{low}[64, 64]>",
         "out_VD": None,
         **dict.fromkeys(ROUNDING),
         **dict.fromkeys(("C", "D", "V"), I32),
         "WITHIN": False,
-        "PARTS": 2 if low else 4,
         "GROUP": 8,
         "PROGRAMS": 132,
         "STAGES": 4,
@@ -114,8 +112,6 @@ PIPELINED = {
     "pipeline, distances, all": _distance_pipeline(
         **_PIPELINE_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=352
     ),
-    "pipeline, float32, first product": _add_product(None, ADD=False),
-    "pipeline, float32, another product": _add_product(None, ADD=True),
     "pipeline, 24 bits, first product": _add_product("u16", ADD=False),
     "pipeline, 24 bits, another product": _add_product("u16", ADD=True),
     "pipeline, 24 bits, the last product": _add_product("u16", **_LAST),
@@ -144,7 +140,6 @@ PIPELINED_LEFT_OUT = (
     "pipeline, scale's gradient",
     "pipeline, two terms",
     "pipeline, gradient of entropy",
-    "pipeline, float32, first product",
     "pipeline, 24 bits, first product",
     "pipeline, 24 bits, another product",
     "pipeline, 24 bits, the last product",

@@ -32,6 +32,12 @@ def test_cards_and_releases(monkeypatch, release, capability, expected):
     assert not hopper.pipelines_on(torch.device("cpu"))
 
 
+def test_what_is_worth_a_launch():
+    assert hopper.worth(1024, 131072, 4096)
+    assert not hopper.worth(1024, 128256, 4096)
+    assert not hopper.worth(4096, 26240, 2048)
+
+
 def test_tensor_maps():
     whole = torch.zeros(8, 24, dtype=torch.bfloat16)
     assert hopper.mapped(whole, whole[1:, :16], whole[:, 8:])
