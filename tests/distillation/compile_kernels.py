@@ -8,7 +8,8 @@ one JSON object a line. TRITON_INTERPRET must not be set.
 from typing import Any
 
 from tests.ahead_of_time import print_all
-from tests.linear_cross_entropy.compile_kernels import F32, I32, TARGETS, Build, resources
+from tests.linear_cross_entropy.builds import F32, I32, TARGETS, Build
+from tests.linear_cross_entropy.compile_kernels import resources
 
 PACKAGE = "lowtide.distillation"
 
