@@ -38,7 +38,6 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 HALF, WIDTH, DEPTH = tl.constexpr(BLOCK_A // 2), tl.constexpr(BLOCK_B), tl.constexpr(BLOCK_K)
 
-
 DTYPES = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
@@ -78,10 +77,9 @@ def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
     """The stages' memory for tiles of these descriptors, and their barriers: full, and empty again. TURNED:
     what is summed up goes along the rows of both operands."""
     # Of other boxes other bytes would come than are waited for.
-    gl.static_assert(a.block_shape[1 if TURNED else 0] == HALF and a.block_shape[0 if TURNED else 1] == DEPTH)
-    gl.static_assert(
-        b.block_shape[1 if TURNED else 0] == WIDTH and b.block_shape[0 if TURNED else 1] == DEPTH
-    )
+    K: gl.constexpr = 0 if TURNED else 1
+    gl.static_assert(a.block_shape[K] == DEPTH and a.block_shape[1 - K] == HALF)
+    gl.static_assert(b.block_shape[K] == DEPTH and b.block_shape[1 - K] == WIDTH)
     A_SHAPE: gl.constexpr = [2 * STAGES, DEPTH, HALF] if TURNED else [2 * STAGES, HALF, DEPTH]
     B_SHAPE: gl.constexpr = [STAGES, DEPTH, WIDTH] if TURNED else [STAGES, WIDTH, DEPTH]
     a_s = gl.allocate_shared_memory(gl.bfloat16, A_SHAPE, a.layout)

@@ -24,14 +24,15 @@ class Build(NamedTuple):
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
 _TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
+_LAUNCH = {"PROGRAMS": 132, "GROUP": 8, "STAGES": 4, "REGISTERS": (232, 40)}
+_OPERANDS = {"x_CD": "tensordesc<bf16[64, 64]>", "weight_BD": "tensordesc<bf16[256, 64]>"}
 _PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 
 
 def _pipelined_exponentials(**changes: Any) -> Build:
     absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "mean", "moment", "max", "argmax")
     arguments = {
-        "x_CD": "tensordesc<bf16[64, 64]>",
-        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **_OPERANDS,
         **dict.fromkeys(("x_CR", "weight_BR")),
         "exp_CB": "tensordesc<bf16[64, 128]>",
         "reference_C_ptr": F32,
@@ -41,10 +42,7 @@ def _pipelined_exponentials(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
-        "PROGRAMS": 132,
-        "GROUP": 8,
-        "STAGES": 4,
-        "REGISTERS": (232, 40),
+        **_LAUNCH,
     }
     spills = changes.pop("spills", 0)
     return Build(
@@ -54,8 +52,7 @@ def _pipelined_exponentials(**changes: Any) -> Build:
 
 def _distance_pipeline(**changes: Any) -> Build:
     arguments = {
-        "x_CD": "tensordesc<bf16[64, 64]>",
-        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **_OPERANDS,
         **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
         "distance_CB": "tensordesc<i16[64, 128]>",
         "soft_CB": "tensordesc<bf16[64, 128]>",
@@ -63,10 +60,7 @@ def _distance_pipeline(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "T"), I32),
         **dict.fromkeys(("keep", "floor"), "fp32"),
         "SMOOTHED": False,
-        "PROGRAMS": 132,
-        "GROUP": 8,
-        "STAGES": 4,
-        "REGISTERS": (232, 40),
+        **_LAUNCH,
     }
     spills = changes.pop("spills", 0)
     return Build(
@@ -84,10 +78,7 @@ def _add_product(low: str, **changes: Any) -> Build:
         **dict.fromkeys(ROUNDING),
         **dict.fromkeys(("C", "D", "V"), I32),
         "WITHIN": False,
-        "GROUP": 8,
-        "PROGRAMS": 132,
-        "STAGES": 4,
-        "REGISTERS": (232, 40),
+        **_LAUNCH,
     }
     spills = changes.pop("spills", 0)
     kernel = "_add_product_pipelined_kernel"
