@@ -29,6 +29,8 @@ class ClassBlocks:
     """What a row has of half a tile, in float32."""
     statistics: int
     """What a row has of all halves of all its tiles, where statistics are all that is wanted."""
+    largest: int
+    """What a row's largest logits of all halves take, where exponentials were."""
     row: int
     """Of a token beside those in the first sweep."""
     gradient_row: int
@@ -38,7 +40,8 @@ class ClassBlocks:
 
     def of_chunk(self, rows: int, classes: int) -> int:
         found = (classes // self.step + 2) * self.found
-        return rows * (self.row + max(found + (classes + 8) * self.exponential, self.statistics))
+        exponentials = max((classes + 8) * self.exponential, self.largest)
+        return rows * (self.row + max(found + exponentials, self.statistics))
 
     def of_block(self, rows: int, classes: int) -> int:
         return rows * (self.gradient_row + (classes + 8) * self.exponential) + classes * self.class_sum

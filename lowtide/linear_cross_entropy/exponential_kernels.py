@@ -4,6 +4,8 @@
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
 = one tile, h a half of its classes."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -68,8 +70,8 @@ def _others(exp_ch, columns, target_c, B):
 def leave(
     u_ch, rows, columns, first, part, reference_c, target_c, scale, C, B,
     bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
-    STORE: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, REPAIR: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
+    REPAIR: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """What half a tile leaves, from its product: its sums are stored, its exponentials returned. part: the
     number of the half, among those of all tiles of a row."""
@@ -116,7 +118,10 @@ def leave(
             if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
                 exp_ch = _others(exp_ch, columns, target_c, B)
         if sum_ptr is not None:
-            tl.store(sum_ptr + place, tl.sum(exp_ch, 1), mask=rows < C)
+            sum_c = tl.sum(exp_ch, 1)
+            if ADD:
+                sum_c += tl.load(sum_ptr + place, mask=rows < C, other=0.0)
+            tl.store(sum_ptr + place, sum_c, mask=rows < C)
         if tilt_C_ptr is not None or mean_ptr is not None:
             shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
         if mean_ptr is not None:
@@ -129,7 +134,10 @@ def leave(
             exp_ch *= 1.0 - capped_ch * capped_ch
         if moment_ptr is not None:
             product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
-            tl.store(moment_ptr + place, tl.sum(product_ch, 1), mask=rows < C)
+            moment_c = tl.sum(product_ch, 1)
+            if ADD:
+                moment_c += tl.load(moment_ptr + place, mask=rows < C, other=0.0)
+            tl.store(moment_ptr + place, moment_c, mask=rows < C)
         if factor_C_ptr is not None:
             exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
     return exp_ch
@@ -161,6 +169,7 @@ def exponentials_kernel(
     first_class,
     STORE: tl.constexpr,
     GUARDED: tl.constexpr,
+    ADD: tl.constexpr,
     MASKED: tl.constexpr,
     REPAIR: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -204,7 +213,7 @@ def exponentials_kernel(
                     halves_ch[half], rows, first + tl.arange(0, BLOCK_B // 2), first, 2 * tile_b + half,
                     reference_c, target_c, scale, C, B, bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr,
                     sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
-                    STORE, GUARDED, MASKED, REPAIR, SOFTCAP,
+                    STORE, GUARDED, ADD, MASKED, REPAIR, SOFTCAP,
                 )  # fmt: skip
                 if STORE:
                     exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
@@ -215,6 +224,7 @@ def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDesc
     return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
 
 
+@functools.cache  # torch takes 5 microseconds
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 

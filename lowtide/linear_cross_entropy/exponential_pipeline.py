@@ -40,7 +40,7 @@ def _load(
 @gluon.jit
 def _multiply_and_leave(
     a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
-    WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr,
+    WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     exp_CB, exp_s = out
@@ -68,7 +68,7 @@ def _multiply_and_leave(
                 halves_ch[half], rows, columns, first, 2 * tile_b + half, reference_c, target_c, scale, C, B,
                 bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr,
                 sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
-                STORE, GUARDED, False, False, 0.0,
+                STORE, GUARDED, ADD, False, False, 0.0,
             )  # fmt: skip
             if STORE:
                 place = [first_row, first]
@@ -82,7 +82,7 @@ def exponentials_kernel(
     x_CD, weight_BD, x_CR, weight_BR, exp_CB, reference_C_ptr, target_C_ptr, bias_B_ptr, scale_ptr,
     pull_C_ptr, tilt_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
     C, B, D, first_class,
-    STORE: gl.constexpr, GUARDED: gl.constexpr,
+    STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `exponential_kernels.exponentials_kernel` says."""
@@ -100,11 +100,11 @@ def exponentials_kernel(
     gl.warp_specialize([
         (_multiply_and_leave, (
             a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
-            0, STORE, GUARDED, PROGRAMS, GROUP, STAGES,
+            0, STORE, GUARDED, ADD, PROGRAMS, GROUP, STAGES,
         )),
         (_multiply_and_leave, (
             a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
-            1, STORE, GUARDED, PROGRAMS, GROUP, STAGES,
+            1, STORE, GUARDED, ADD, PROGRAMS, GROUP, STAGES,
         )),
         (_load, (operands, a_s, b_s, full, empty, C, B, D, PROGRAMS, GROUP, STAGES)),
     ], [4, 1], REGISTERS)  # fmt: skip

@@ -2,6 +2,7 @@
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all."""
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,10 @@ from lowtide.linear_cross_entropy import exponential_kernels as kernels
 from lowtide.linear_cross_entropy import hopper
 
 Term = tuple[Tensor, Tensor]
+
+
+def halves_of_tiles(classes: int) -> int:
+    return 2 * triton.cdiv(classes, kernels.BLOCK_B)
 
 
 class Exponentials:
@@ -51,9 +56,12 @@ class Exponentials:
             **{"C": self.C, "B": self.B, "D": self.D, "first_class": first_class},
         }
 
-    def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def partials(self, dtype: torch.dtype = torch.float32, *, memory: Tensor | None = None) -> Tensor:
         """[halves of tiles, C]: what the kernel finds in each."""
-        return torch.empty(2 * triton.cdiv(self.B, kernels.BLOCK_B), self.C, dtype=dtype, device=self.device)
+        size = halves_of_tiles(self.B), self.C
+        if memory is None:
+            return torch.empty(*size, dtype=dtype, device=self.device)
+        return memory.view(-1).view(dtype)[: math.prod(size)].view(size)
 
     def run(
         self,
@@ -67,9 +75,9 @@ class Exponentials:
         guarded: bool = True,
     ) -> None:
         """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
-        stores E where there is a place for it and no maxima are asked for. Not `guarded`, an ignored row
-        whose logits are not finite has a NaN for its sum, to be repaired, and a row with an infinite logit
-        some other place for its maximum."""
+        stores E where there is a place for it. Sums and moments of a block of classes are added to what those
+        before it have left. Not `guarded`, an ignored row whose logits are not finite has a NaN for its sum,
+        to be repaired, and a row with an infinite logit some other place for its maximum."""
         programs = kernels.multiprocessors(self.device)
         arguments: dict[str, Any] = {
             **self.of_call,
@@ -78,8 +86,9 @@ class Exponentials:
             "moment_ptr": moments,
             "max_ptr": maxima,
             "argmax_ptr": places,
-            "STORE": self.exp_CB is not None and maxima is None,
+            "STORE": self.exp_CB is not None,
             "GUARDED": guarded,
+            "ADD": self.classes.start > 0,
             "PROGRAMS": programs,
             "GROUP": kernels.GROUP,
         }

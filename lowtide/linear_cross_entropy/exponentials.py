@@ -36,7 +36,7 @@ from torch import Tensor
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.coefficient_kernels import coefficients
 from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp, total
-from lowtide.linear_cross_entropy.exponential_tiles import Exponentials
+from lowtide.linear_cross_entropy.exponential_tiles import Exponentials, halves_of_tiles
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
 from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
@@ -64,7 +64,11 @@ class ExponentialStream(ExponentialRows):
             for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, dws))
         ]
         width = plan.chunk_classes if wanted else self.V
-        exp_CB: Any = self._exponentials_buffer(plan.rows, width) if wanted else None
+        buffer = None
+        if wanted:
+            # Where classes come in blocks, there is room for what `_run` keeps of all.
+            least = 2 * halves_of_tiles(self.V) if width < self.V else 0
+            buffer = self._exponentials_buffer(plan.rows, max(width, least))
         sorted_targets = None
         if db is not None or any(dw is not None for dw in dws):
             sorted_targets = self._sorted_targets(plan.rows)
@@ -77,12 +81,12 @@ class ExponentialStream(ExponentialRows):
             if take_statistics:
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             tiles = [
-                self._tiles(chunks, row, stat, buffer=exp_CB, classes=classes)
+                self._tiles(chunks, row, stat, buffer=buffer, classes=classes)
                 for classes in blocks(self.V, width)
             ]
             moment_C = None
             if wanted or take_statistics:
-                moment_C = self._run(tiles, row, stat, logit_C, take_statistics)
+                moment_C = self._run(tiles, chunks, row, stat, logit_C, buffer, take_statistics)
             raw_smooth_C = self.raw_smooth(chunks) if smoothing else torch.empty(0)
             if take_statistics and smoothing:
                 smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
@@ -123,11 +127,15 @@ class ExponentialStream(ExponentialRows):
         first_V.scatter_reduce_(0, targets[0], place_N, "amin")
         sum_BD = self._buffer(plan.block_classes, operand.D)
         buffer = self._exponentials_buffer(plan.block_rows, plan.block_classes)
+        chunks = [
+            (rows, terms[rows], statistics[rows], self.scale_N[rows])
+            for rows in blocks(self.M, plan.block_rows)
+        ]
         for classes in blocks(self.V, plan.block_classes):
             block_BD = sum_BD[: classes.stop - classes.start]
             sums = [block_BD, *(dw and dw.tensor[classes] for dw in gradients.weights[1:])]
-            for rows in blocks(self.M, plan.block_rows):
-                g_CB = self._add_products(sums, terms, statistics, buffer, rows, classes)
+            for chunk in chunks:
+                g_CB = self._add_products(sums, buffer, classes, *chunk)
                 if db is not None:
                     # torch.sum would take memory of its own, and of no size that is known.
                     db.tensor[classes] += sum_of_products(one_1C[:, : g_CB.shape[0]], g_CB)[0]
@@ -153,14 +161,14 @@ class ExponentialStream(ExponentialRows):
     def _add_products(
         self,
         sums: list[Any],
-        terms: Terms,
-        statistics: Statistics,
         buffer: Tensor,
-        rows: slice,
         classes: slice,
+        rows: slice,
+        row: Terms,
+        stat: Statistics,
+        scale_C: Tensor,
     ) -> Tensor:
         chunks = [each.rows(rows) for each in self.operands]
-        row, stat, scale_C = terms[rows], statistics[rows], self.scale_N[rows]
         tiles = self._tiles(chunks, row, stat, buffer=buffer, classes=classes, factor_C=scale_C)
         tiles.run()
         for sum_BD, x_CD in zip(sums, chunks):
@@ -198,9 +206,11 @@ class ExponentialStream(ExponentialRows):
     def _run(
         self,
         tiles: list[Exponentials],
+        chunks: list[Tensor],
         row: Terms,
         stat: Statistics,
         logit_C: Tensor,
+        buffer: Tensor | None,
         take_statistics: bool,
     ) -> Tensor | None:
         """E; S of each row, and what log-probabilities are made of, where they are asked for; and,
@@ -219,11 +229,12 @@ class ExponentialStream(ExponentialRows):
         far_C = ~(sum_C <= LARGEST_SUM)  # or NaN
         repair = tiles_of(far_C)  # nothing is computed in what follows where no row is marked
         max_C = torch.empty_like(sum_C)
-        for p, each in enumerate(tiles):
-            maxima = each.partials()
-            each.run(maxima=maxima, repair=repair)
-            reduce(maxima, max_C, largest=True, add=p > 0, repair=repair)
-            del maxima  # before others are made
+        # Nothing else leaves here: all blocks of classes at once, where their exponentials were.
+        whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
+        maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
+        whole.run(maxima=maxima, repair=repair)
+        reduce(maxima, max_C, largest=True, repair=repair)
+        del maxima  # before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
         self._run_blocks(tiles, sum_C, moment_C, repair=repair)
         return moment_C
@@ -237,15 +248,15 @@ class ExponentialStream(ExponentialRows):
         repair: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
-        for p, each in enumerate(tiles):
-            sums, moments = (None if found is None else each.partials() for found in (sum_C, moment_C))
+        # Each block adds to what the one before has left, the first of which is the largest.
+        sums, moments = (None if found_C is None else tiles[0].partials() for found_C in (sum_C, moment_C))
+        for each in tiles:
             each.run(sums=sums, moments=moments, repair=repair, guarded=guarded)
-            for partials, found_C in ((sums, sum_C), (moments, moment_C)):
-                if partials is not None and found_C is not None:
-                    reduce(partials, found_C, add=p > 0, repair=repair)
-            del sums, moments, partials  # before those of the next block are made
             for term in self.linear:
                 term.add_block(each.exp_CB, each.classes, repair)
+        for partials, found_C in ((sums, sum_C), (moments, moment_C)):
+            if partials is not None and found_C is not None:
+                reduce(partials, found_C, repair=repair)
 
     def _run_log_probs(self, tiles: Exponentials, row: Terms, stat: Statistics, logit_C: Tensor) -> None:
         """r is the largest logit: an entropy is made of differences from it. Each half of a tile has its sums
@@ -290,5 +301,5 @@ class ExponentialStream(ExponentialRows):
     # Buffers.
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
-        stride = -(-columns // 8) * 8  # a tensor map wants rows of whole 16 bytes
-        return torch.empty(rows, stride, dtype=self.plan.compute_dtype, device=self.device)[:, :columns]
+        # Rows of whole 16 bytes, as a tensor map wants them.
+        return torch.empty(rows, -(-columns // 8) * 8, dtype=self.plan.compute_dtype, device=self.device)

@@ -1,6 +1,7 @@
 """Which calls the kernels in Gluon take (pipeline.py). Gluon is Triton's, is called experimental, and has
 renamed things: only where this says so is it imported."""
 
+import functools
 import math
 
 import torch
@@ -14,8 +15,12 @@ KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has wh
 FEWEST = 1 << 39
 
 
+@functools.cache
 def pipelines_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device)[0] != 9:
+    """A card that is not there, of a tensor that is described only, is none of these."""
+    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
+        return False
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return KNOWN[0] <= release <= KNOWN[1]

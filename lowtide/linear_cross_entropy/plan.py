@@ -219,6 +219,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             exponential=operand_size,
             found=sum_size * (1 + wanted.scale),
             statistics=V // 32 * _sums(options, job),
+            largest=(V // ROW_TILE[device] + 4) * sum_size,
             row=24 * sum_size
             + copies
             + sum(D_k * sum_size * wanted for D_k, wanted in zip(features, wanted.inputs)),

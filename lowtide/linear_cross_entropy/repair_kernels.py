@@ -31,8 +31,7 @@ def _mark_kernel(rows_C_ptr, repair_ptr, C, BLOCK_C: tl.constexpr):
 @triton.jit
 def _reduce_kernel(
     partials_TC_ptr, out_C_ptr, repair_ptr, T, C,
-    LARGEST: tl.constexpr, ADD: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    LARGEST: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Grid: (C / BLOCK_C,). With marks, where none is set, which is nearly always, it returns at once."""
     first = tl.program_id(0) * BLOCK_C
@@ -50,9 +49,6 @@ def _reduce_kernel(
             more_tc = tl.load(partials_TC_ptr + place_tc, mask=mask_tc, other=NEUTRAL)
             found_tc = tl.maximum(found_tc, more_tc) if LARGEST else found_tc + more_tc
         found_c = tl.max(found_tc, 0) if LARGEST else tl.sum(found_tc, 0)
-        if ADD:
-            before_c = tl.load(out_C_ptr + rows, mask=rows < C, other=NEUTRAL)
-            found_c = tl.maximum(found_c, before_c) if LARGEST else found_c + before_c
         tl.store(out_C_ptr + rows, found_c, mask=rows < C)
 
 
@@ -97,14 +93,14 @@ def tiles_of(rows_C: Tensor) -> Tensor:
 
 
 def reduce(
-    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, add: bool, repair: Tensor | None = None
+    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, repair: Tensor | None = None
 ) -> None:
-    """out (+)= the sum over what each half of a tile has, or the largest; with `repair`, in marked tiles."""
+    """out = the sum over what each half of a tile has, or the largest; with `repair`, in marked tiles."""
     (T, C), height = partials_TC.shape, exponential_kernels.BLOCK_C
     rows = min(REDUCED_ROWS, height)
     _reduce_kernel[(triton.cdiv(C, rows),)](
-        partials_TC, out_C, repair, T, C, LARGEST=largest, ADD=add, HEIGHT=height, BLOCK_C=rows,
-        BLOCK_T=REDUCED_PARTS, num_warps=8,
+        partials_TC, out_C, repair, T, C, LARGEST=largest, HEIGHT=height, BLOCK_C=rows, BLOCK_T=REDUCED_PARTS,
+        num_warps=8,
     )  # fmt: skip
 
 

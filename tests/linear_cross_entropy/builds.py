@@ -42,6 +42,7 @@ def _pipelined_exponentials(**changes: Any) -> Build:
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
+        "ADD": False,
         **_LAUNCH,
     }
     spills = changes.pop("spills", 0)

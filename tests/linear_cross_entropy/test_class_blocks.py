@@ -218,7 +218,7 @@ def test_it_keeps_to_the_workspace(device, counted, room, reduction, extras, opt
 
 
 def needs(N=16384, D=4096, V=128256) -> ClassBlocks:
-    return ClassBlocks(N, D, V, 128, 2, 4, V // 8, 96 + 4 * D, 0, 4 * D)
+    return ClassBlocks(N, D, V, 128, 2, 4, V // 8, V // 32, 96 + 4 * D, 0, 4 * D)
 
 
 @pytest.mark.parametrize("room", [3 << 20, 60 << 20, 250 << 20, 900 << 20])

@@ -28,8 +28,12 @@ from lowtide.linear_cross_entropy import hopper
 def test_cards_and_releases(monkeypatch, release, capability, expected):
     monkeypatch.setattr(triton, "__version__", release)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert hopper.pipelines_on(torch.device("cuda")) == expected
-    assert not hopper.pipelines_on(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pipelines_on = hopper.pipelines_on.__wrapped__  # without the answers so far
+    assert pipelines_on(torch.device("cuda")) == expected
+    assert not pipelines_on(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not pipelines_on(torch.device("cuda"))
 
 
 def test_what_is_worth_a_launch():
