@@ -12,6 +12,8 @@ from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
 from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
 from lowtide.linear_cross_entropy.workspace import (
+    ENOUGH_ROWS,
+    MOST_BYTES,
     ROW_TILE,
     TARGETS,
     Needs,
@@ -160,8 +162,9 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     )  # only a kernel rounds in place
     logit = sum_size + (operand_size if rounds_apart else 0)
     found = product = 0
+    keeps_exponentials = route.exponentials and wanted.some
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
-        logits = (V + 8) * operand_size if wanted.some else 0
+        logits = (V + 8) * operand_size if keeps_exponentials else 0
         found = V // 32 * _sums(options, job)
     elif route.distances:  # likewise, and four sums for every 128 (the interpreter's tiles are smaller)
         logits = V // 8 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
@@ -226,6 +229,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             gradient_row=copies + 40 * wanted.bias,  # ones, to add up with
             class_sum=D * sum_size + 64 * wanted.bias,
         )
+    pipelined = False
+    if split_sum_20 and D % 16 == 0:  # as a tensor map of its lower bits wants
+        from lowtide.linear_cross_entropy import hopper  # imports Triton
+
+        pipelined = hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
     workspace = allowed(options.workspace, device, weight_sum)
     fits = PRODUCT_PART * PRODUCT_ROWS * product <= workspace
     return workspace, Needs(
@@ -238,6 +246,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         found=found,
         product=product,
         product_rows=PRODUCT_ROWS if fits else PRODUCT_ROWS // 2,
+        longest=max(ENOUGH_ROWS, MOST_BYTES // (V * operand_size)) if keeps_exponentials else 0,
+        pipelined=pipelined,
         weight_sum=weight_sum,
         split_sum=split_sum,
         split_sum_20=split_sum_20,

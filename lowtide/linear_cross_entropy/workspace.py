@@ -35,8 +35,8 @@ FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
 # is added to less often. On CUDA in Triton each time takes longer (8192 rows at a time in 24 bits still take
-# 2 to 3 % of a step less than 4096 in float32), on the pipeline no longer; on the CPU not, but it is rounded
-# before backward's factor is known.
+# 2 to 3 % of a step less than 4096 in float32); on the pipeline, less long than cuBLAS in float32, so that it
+# comes first there. On the CPU not, but it is rounded before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
 
 # A sum in 20 bits leaves room for longer chunks than one in 24, and is rounded by 2^-12 of what a chunk adds
@@ -44,6 +44,9 @@ FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
 # the gradient if the chunk is long. So 24 bits where these leave as many rows as this; and at most so many
 # chunks of fewer.
 ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64
+
+# Of the exponentials of a chunk; of more, a step of A took 1 % longer, of D 1 to 3 (docs/log.md).
+MOST_BYTES = 2 << 30
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
 TARGETS = 512
@@ -90,6 +93,10 @@ class Needs:
     """Of a token of such a product."""
     product_rows: int = 0
     """Tokens, not bytes: of such a product, at most."""
+    longest: int = 0
+    """Tokens, not bytes: of a chunk, at most; 0 for any number."""
+    pipelined: bool = False
+    """Whether a sum in 24 bits is formed on the pipeline, in chunks of ENOUGH_ROWS and more."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
     class_blocks: ClassBlocks | None = None
@@ -102,7 +109,8 @@ class Needs:
         """Of a chunk that takes no more."""
         at_once = room // (self.row + max(self.found, self.product))
         in_pieces = (room - self.product_rows * self.product) // self.row
-        return max(at_once, min(in_pieces, room // (self.row + self.found)))
+        most = max(at_once, min(in_pieces, room // (self.row + self.found)))
+        return min(most, self.longest) if self.longest else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,8 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
     room = workspace - needs.fixed - _least_copy(needs)
     if needs.at_once and room >= needs.chunk(needs.N) + needs.at_once:
         return "at_once"
+    if needs.pipelined and room >= needs.split_sum + needs.chunk(ENOUGH_ROWS):
+        return "split"
     fewest_of_sum = FEWEST_ROWS_OF_SUM[needs.device] if needs.split_sum else fewest
     if room >= needs.weight_sum + needs.chunk(fewest_of_sum):
         return "accumulate"

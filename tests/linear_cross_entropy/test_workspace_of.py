@@ -63,6 +63,27 @@ def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
 ):
     """On a Hopper card, in 1 GiB: so little that these many fit. Of fewer that would do, those
     whose products fill the waves of a card (predicted.py)."""
+    made, held = planned_on_hopper(monkeypatch, N, D, V, dtype, 1 << 30)
+    assert made.exponentials
+    assert made.scales_in_gradient == (True,)
+    assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
+    copies = 2 * V * D if dtype == torch.float32 else 0
+    beside = V * D // 2 if kind == "split" else 0
+    assert rows * 2 * V + beside <= held - copies <= 1 << 30
+
+
+@pytest.mark.parametrize(("D", "kind"), [(2048, "split"), (2056, "accumulate"), (512, "accumulate")])
+def test_a_sum_of_24_bits_comes_first_on_the_pipeline(D, kind, monkeypatch):
+    """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
+    cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
+    hopper = pytest.importorskip("lowtide.linear_cross_entropy.hopper")
+    for pipeline, expected in ((False, "accumulate"), (True, kind)):
+        monkeypatch.setattr(hopper, "pipelines_on", lambda device, pipeline=pipeline: pipeline)
+        made, _ = planned_on_hopper(monkeypatch, 16384, D, 131072, torch.bfloat16, 4 << 30)
+        assert (made.weight_gradient, made.sum_bits, made.rows) == (expected, 24, 8192)
+
+
+def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
     pytest.importorskip("triton")
     monkeypatch.setattr(route, "_has_tensor_maps", lambda device: True)
     with FakeTensorMode():
@@ -72,16 +93,10 @@ def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
         )
         call = (
             Head((inputs,), (weights,)),
-            Options(compute_dtype=torch.bfloat16, workspace=1 << 30),
+            Options(compute_dtype=torch.bfloat16, workspace=workspace),
             Job(Wanted((True,), (True,), False, False), False, None, False),
         )
-        made, held = plan.make_plan(*call), plan.held(*call)
-    assert made.exponentials
-    assert made.scales_in_gradient == (True,)
-    assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
-    copies = 2 * V * D if dtype == torch.float32 else 0
-    beside = V * D // 2 if kind == "split" else 0
-    assert rows * 2 * V + beside <= held - copies <= 1 << 30
+        return plan.make_plan(*call), plan.held(*call)
 
 
 def test_the_operators_that_have_one():
