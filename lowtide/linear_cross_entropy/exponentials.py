@@ -39,6 +39,7 @@ from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsu
 from lowtide.linear_cross_entropy.exponential_tiles import Exponentials, halves_of_tiles
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
+from lowtide.linear_cross_entropy.narrow_term import NarrowTerm
 from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_products
 from lowtide.linear_cross_entropy.repair_kernels import reduce, tiles_of
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
@@ -60,7 +61,9 @@ class ExponentialStream(ExponentialRows):
         self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
         self.target_logit_N = torch.empty_like(terms.hit_N)
         self.linear = [
-            LinearTerm(operand, dx, dw, plan, self.class_weight_V, place=k, smoothing=smoothing)
+            (NarrowTerm if k > 0 and plan.narrow_rows else LinearTerm)(
+                operand, dx, dw, plan, self.class_weight_V, place=k, smoothing=smoothing
+            )
             for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, dws))
         ]
         width = plan.chunk_classes if wanted else self.V

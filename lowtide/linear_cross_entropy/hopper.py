@@ -5,7 +5,6 @@ import functools
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has what is used
@@ -21,6 +20,10 @@ def pipelines_on(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        import triton
+    except ModuleNotFoundError:
         return False
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return KNOWN[0] <= release <= KNOWN[1]

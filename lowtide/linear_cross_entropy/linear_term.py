@@ -45,7 +45,8 @@ class LinearTerm:
         self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
         self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
-        self.product_CD: Tensor | None = None  # of all blocks of classes so far, where there are blocks
+        # Of all blocks of classes so far, where there are blocks; or of all classes, from narrow_term.py.
+        self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # where dX's rows have no room
         if dw is not None and not plan.scales_in_gradient[place]:
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
@@ -109,11 +110,14 @@ class LinearTerm:
         last = rows.stop == hit_N.shape[0]
         scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
         row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
-        self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
+        self._add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
         self.sum.add_target_rows(self.operand.input, hit_N, *targets)
         if last:
             self._subtract_spread(self.sum)
             self.sum.round_in_place()
+
+    def _add_product(self, e_CV: Tensor, scaled_CD: Tensor, *, first: bool, last: bool) -> None:
+        self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
         if self.scaled_CD is not None:

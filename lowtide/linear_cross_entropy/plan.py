@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowtide.linear_cross_entropy import hopper
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
@@ -14,9 +15,12 @@ from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
 from lowtide.linear_cross_entropy.workspace import (
     ENOUGH_ROWS,
     MOST_BYTES,
+    NARROW,
     ROW_TILE,
+    STRIP,
     TARGETS,
     Needs,
+    Sizes,
     WeightGradient,
     allowed,
     spend,
@@ -60,6 +64,9 @@ class Plan:
     product_rows: int
     """Tokens of a chunk whose products become dX at a time, on the path without a pass; all, where classes
     come in blocks ("by_class")."""
+    narrow_rows: int
+    """Tokens of a chunk whose two products with a second term are made at once, at a time (narrow_term.py);
+    0 where they are made one by one."""
     weight_gradient: WeightGradient
     """Of the first term; the others' are accumulated."""
     sum_bits: int
@@ -101,6 +108,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         chunk_classes=sizes.chunk_classes,
         operand_classes=sizes.operand_classes,
         product_rows=sizes.product_rows,
+        narrow_rows=_narrow_rows(needs, sizes),
         weight_gradient=sizes.weight_gradient,
         sum_bits=sizes.sum_bits,
         block_rows=sizes.block_rows,
@@ -147,6 +155,23 @@ def _scales_in_gradient(head: Head, job: Job, route: Route) -> tuple[bool, ...]:
     )
 
 
+def _of_strips(head: Head, options: Options, job: Job, route: Route) -> int:
+    """Bytes of a token; 0 without a narrow term, or where not both of its gradients are wanted."""
+    if not route.exponentials or [*zip(job.wanted.inputs, job.wanted.weights)][1:] != [(True, True)]:
+        return 0
+    R = head.inputs[1].shape[-1]
+    return -(-head.classes // STRIP) * R * options.sum_dtype.itemsize if R <= NARROW else 0
+
+
+def _narrow_rows(needs: Needs, sizes: Sizes) -> int:
+    if not needs.of_strips or sizes.weight_gradient == "by_class":
+        return 0
+    most, tile = needs.in_turn(sizes.rows) // needs.of_strips, ROW_TILE[needs.device]
+    if most >= sizes.rows:
+        return sizes.rows
+    return max(1, most - most % tile if most > tile else most)
+
+
 def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, Needs]:
     """The workspace, and what takes how much of it."""
     wanted, sum_dtype, device = job.wanted, options.sum_dtype, head.device.type
@@ -181,6 +206,9 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         product = max(product, wanted.inputs[k] * sum_size * D_k)
         if wanted.weights[k] and not _scales_in_gradient(head, job, route)[k]:
             row += D_k * operand_size
+    of_strips = _of_strips(head, options, job, route)
+    if of_strips:  # and, as long as the chunk lasts, what becomes its rows of dX
+        row += features[1] * sum_size
     # The bias, its gradient, and a chunk's share of that.
     vectors = (
         ((11 if route.exponentials else 3) * int(head.bias is not None) + int(job.class_weights))
@@ -191,6 +219,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     fixed = (
         ((160 if route.exponentials else 64) + 16 * sum_size) * N
         + vectors
+        + of_strips
         + (65536 if device == "cuda" else 8192)
     )
     weight_sum = 0
@@ -229,11 +258,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             gradient_row=copies + 40 * wanted.bias,  # ones, to add up with
             class_sum=D * sum_size + 64 * wanted.bias,
         )
-    pipelined = False
-    if split_sum_20 and D % 16 == 0:  # as a tensor map of its lower bits wants
-        from lowtide.linear_cross_entropy import hopper  # imports Triton
-
-        pipelined = hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
+    maps_sum = split_sum_20 > 0 and D % 16 == 0  # as a tensor map of its lower bits wants
+    pipelined = maps_sum and hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
     workspace = allowed(options.workspace, device, weight_sum)
     fits = PRODUCT_PART * PRODUCT_ROWS * product <= workspace
     return workspace, Needs(
@@ -245,6 +271,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         row=row,
         found=found,
         product=product,
+        of_strips=of_strips,
         product_rows=PRODUCT_ROWS if fits else PRODUCT_ROWS // 2,
         longest=max(ENOUGH_ROWS, MOST_BYTES // (V * operand_size)) if keeps_exponentials else 0,
         pipelined=pipelined,

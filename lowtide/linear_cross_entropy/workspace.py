@@ -7,7 +7,7 @@
                 (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     piece       of the product that becomes the input's gradient, on the path without a pass; what is summed
-                up of each tile of logits has the same room before
+                up of each tile of logits has the same room before, a narrow second term's product after
     copy        of a block of the weight, where its dtype or strides do not suit the products
 
 Where one chunk has room for all tokens, these are few beside the classes, and nothing is spread over all
@@ -50,6 +50,10 @@ MOST_BYTES = 2 << 30
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
 TARGETS = 512
+
+# Features of a second term whose two products are made at once, at most, and classes of a strip: of one
+# product each strip has a part (narrow_kernels.py).
+NARROW, STRIP = 16, 512
 
 WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
 
@@ -97,13 +101,19 @@ class Needs:
     """Tokens, not bytes: of a chunk, at most; 0 for any number."""
     pipelined: bool = False
     """Whether a sum in 24 bits is formed on the pipeline, in chunks of ENOUGH_ROWS and more."""
+    of_strips: int = 0
+    """Of a token, what strips of classes have of a narrow term's product; 0 without one."""
     recomputed: int = 1
     """Products, not bytes: what class blocks cost."""
     class_blocks: ClassBlocks | None = None
     """On the path without a pass."""
 
     def chunk(self, rows: int) -> int:
-        return rows * self.row + max(rows * self.found, min(rows, self.product_rows) * self.product)
+        return rows * self.row + self.in_turn(rows)
+
+    def in_turn(self, rows: int) -> int:
+        """What the one and the other take, in the same room; and strips, as many rows at a time as fit."""
+        return max(rows * self.found, min(rows, self.product_rows) * self.product)
 
     def most_rows(self, room: int) -> int:
         """Of a chunk that takes no more."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import (
     coefficient_kernels,
+    narrow_kernels,
     operands,
     plan,
     repair_kernels,
@@ -36,6 +37,9 @@ def everywhere(device, monkeypatch):
     monkeypatch.setattr(route, "SECOND_FEATURES", 16)
     monkeypatch.setattr(weight_sums, "TARGETS", 16)
     monkeypatch.setattr(plan, "TARGETS", 16)
+    monkeypatch.setattr(narrow_kernels, "BLOCK_C", 16)
+    for module in (narrow_kernels, plan):
+        monkeypatch.setattr(module, "STRIP", 32)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(sum_kernels, name, size)
     prepare = operands.Operand.__init__
@@ -68,11 +72,13 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    for module in (kernels, coefficient_kernels, repair_kernels, row_kernels, sum_kernels):
+    for module in (kernels, coefficient_kernels, narrow_kernels, repair_kernels, row_kernels, sum_kernels):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
         monkeypatch.setattr(kernels, name, size)
+    for module in (narrow_kernels, plan):
+        monkeypatch.setattr(module, "STRIP", 512)
 
 
 def several_blocks(device: str) -> tuple[int, int]:
