@@ -2,10 +2,10 @@
 
 The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by chunk, back to
 back, in the dtype of the inputs; for half precision on a processor that has no units for it, in float32,
-which is quicker there by far (one try decides). Floor and entry alternate, so that both see the same clocks
-and the ratio of their medians can be compared between runs and cards. `peak_bytes` is the peak beyond inputs,
-loss and gradients. Errors are relative Frobenius norms against products in the next wider dtype (float32 for
-half precision, else float64).
+which is quicker there by far (one try decides). Floor and entry alternate, so that both see the same clocks,
+and the median of the rounds' ratios can be compared between runs and cards. `peak_bytes` is the peak beyond
+inputs, loss and gradients. Errors are relative Frobenius norms against products in the next wider dtype
+(float32 for half precision, else float64).
 
 Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. Entries
 then compute different things, and instead of errors there is a check that all they return is finite.
@@ -31,8 +31,8 @@ from lowtide.bench.providers import Call, Entry, Unavailable
 
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
-MAX_ROUNDS, MIN_ROUNDS = 10, 3
-BUDGET_MS = 3000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
+MAX_ROUNDS, MIN_ROUNDS = 16, 3
+BUDGET_MS = 4000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
 SWEEP_BUDGET_MS = 300.0  # as many shapes are to be measured in as many minutes
 SLOW_MS = 20_000.0  # who takes as long for one step is timed once
 
@@ -119,7 +119,7 @@ class _Bench:
             others.append(partial(self.step, self.plain))
         if once_ms > SLOW_MS:
             floor_ms, *plain_ms = alternate(others, MIN_ROUNDS, self.case.device)
-            step_ms = [once_ms]
+            step_ms = [once_ms] * len(floor_ms)
         else:
             calls: list[Callable[[], object]] = [*others, partial(self.step, call)]
             round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
@@ -127,11 +127,11 @@ class _Bench:
             floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
         (floor_median,) = quantiles(floor_ms, 0.5)
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
-        figures = Figures(median, p20, p80, floor_median, median / floor_median, peak_bytes, errors)
+        figures = Figures(median, p20, p80, floor_median, ratio(step_ms, floor_ms), peak_bytes, errors)
         if not plain_ms:
             return figures
         (plain_median,) = quantiles(plain_ms[0], 0.5)
-        return replace(figures, plain_ms=plain_median, over_plain=median / plain_median - 1)
+        return replace(figures, plain_ms=plain_median, over_plain=ratio(step_ms, plain_ms[0]) - 1)
 
     def step(self, call: Call) -> tuple[Tensor, ...]:
         """Outputs and gradients, or outputs alone. Gradients are asked for, not accumulated into `.grad`."""
@@ -241,6 +241,12 @@ def _mark(device: str) -> Any:
 
 def quantiles(values: list[float], *levels: float) -> list[float]:
     return torch.tensor(values).quantile(torch.tensor(levels)).tolist()
+
+
+def ratio(spans: list[float], to: list[float]) -> float:
+    """The median of the rounds'. Clocks drift from round to round, by more than what is to be told apart."""
+    (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
+    return median
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
