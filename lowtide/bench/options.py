@@ -123,6 +123,12 @@ def _lora(
     return (entry.cross_entropy(*terms, target_N, **arguments),)
 
 
+def _one_position(
+    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, **arguments: Any
+) -> tuple[Tensor, ...]:
+    return (linear_cross_entropy(input_ND, weight_VD[:, None], target_N[:, None], **arguments),)
+
+
 def _log_probs(*names: str) -> Function:
     def function(*inputs: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
         found = linear_log_probs(*inputs, **arguments)
@@ -154,6 +160,7 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
         _step("probabilities", {"target": _probabilities}),
         _step("ignore-index", {"target": _zero_ignored, "ignore_index": 0}),
         _step("half-ignored", {"target": _half_ignored}),
+        _step("k-dimensional", {}, _one_position),
         _step(
             "combined",
             {

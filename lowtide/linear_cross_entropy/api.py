@@ -99,8 +99,8 @@ def linear_cross_entropy(
         that gradient is formed class block by class block, for one more product. Derivatives of higher
         order, forward mode, vmap, and gradients of probabilities or class weights differentiate the
         definition itself chunk by chunk: O(workspace) as well, beside copies of the operands in the dtype
-        of the sums; exact, not fast. A K-dimensional loss recomputes position by position (four products),
-        beside a few float32 tensors of the input's size.
+        of the sums; exact, not fast. A K-dimensional loss of several positions recomputes one after the
+        other (four products each), beside a few float32 tensors of the input's size.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

@@ -1,12 +1,14 @@
 """K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
 rows.
 
-Each position keeps two numbers a row and computes its logits again in backward, so that no gradient waits for
-the others. The input's gradient, a sum over positions, is added up in float32 and rounded once.
+One position is the loss of one head. Of several, each keeps two numbers a row and computes its logits again
+in backward, so that no gradient waits for the others. The input's gradient, a sum over positions, is added up
+in float32 and rounded once.
 
 Shapes: N rows, D features, V classes, P positions.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -72,6 +74,11 @@ def cross_entropy(
         logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
         return reference.without_logits(logits, target, weight, options._replace(reduction=reduction))
     first = 2 if probabilities else 1
+    if math.prod(dims) == 1:
+        bias = None if linear_bias is None else linear_bias.flatten()
+        head = Head((input,), (linear_weight.flatten(0, -2),), bias, scale)
+        loss = entry.routed(head, target.flatten(first - 1), weight, options._replace(reduction=reduction))
+        return loss.view(N, *dims) if reduction == "none" else loss
     # One unbind a tensor: its gradient is put together once, not position by position.
     targets = target.flatten(first).unbind(first)
     weights = linear_weight.flatten(1, -2).unbind(1)

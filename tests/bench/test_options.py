@@ -65,6 +65,7 @@ DENSE = {
     "label-smoothing-class-weight": {"label_smoothing": 0.1},
     "probabilities": {},
     "half-ignored": {},
+    "k-dimensional": {},
     "frozen-weight": {},
     "none": {"reduction": "none"},
     "eager-none": {"reduction": "none"},

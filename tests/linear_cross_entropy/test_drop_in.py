@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from tests.helpers import norm
@@ -19,7 +20,7 @@ from tests.linear_cross_entropy.calls import NAMES, REDUCTIONS, D, check_same, m
 @pytest.mark.parametrize("class_weight", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("positions", [(), (3,), (2, 3), (2, 1, 2)])
+@pytest.mark.parametrize("positions", [(), (3,), (1, 1), (2, 3), (2, 1, 2)])
 def test_class_indices(device, positions, reduction, bias, class_weight, smoothing):
     for ignored in (None, -100, 2):
         arguments = make_call(positions, device=device, bias=bias, class_weight=class_weight, ignored=ignored)
@@ -31,13 +32,22 @@ def test_class_indices(device, positions, reduction, bias, class_weight, smoothi
 @pytest.mark.parametrize("class_weight", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("positions", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("positions", [(), (1,), (3,), (2, 3)])
 def test_class_probabilities(device, positions, reduction, bias, class_weight, smoothing):
     """Also their gradient, and that of the class weights beside them."""
     arguments = make_call(positions, device=device, bias=bias, class_weight=class_weight, probabilities=True)
     options = {"reduction": reduction, "label_smoothing": smoothing}
     check_same(arguments, **options)
     check_same(arguments, NAMES, **options)
+
+
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("sum", 3), ("none", 4)])
+def test_one_position_takes_what_one_head_takes(device, reduction, products):
+    arguments = make_call((1,), device=device, bias=True)
+    with FlopCounterMode(display=False) as counter:
+        outcome(lowtide.linear_cross_entropy, arguments, ("input", "linear_weight"), reduction=reduction)
+    (rows, features), classes = arguments["input"].shape, arguments["linear_weight"].shape[0]
+    assert counter.get_total_flops() == products * 2 * rows * features * classes
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
