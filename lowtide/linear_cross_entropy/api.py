@@ -95,12 +95,14 @@ def linear_cross_entropy(
     Memory:
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in
         forward (three products) and held until backward; for none, backward recomputes the logits (four
-        products). Where the float32 sum of a half-precision weight's gradient does not fit the workspace,
-        that gradient is formed class block by class block, for one more product. Derivatives of higher
-        order, forward mode, vmap, and gradients of probabilities or class weights differentiate the
+        products). A half-precision weight's gradient is summed up in float32; where the workspace has no room
+        for that, partly in the gradient's own memory (on Hopper in 24 or 20 bits, on the CPU in float32);
+        where that leaves too few rows, class block by class block, for one more product. Derivatives of
+        higher order, forward mode, vmap, and gradients of probabilities or class weights differentiate the
         definition itself chunk by chunk: O(workspace) as well, beside copies of the operands in the dtype
         of the sums; exact, not fast. A K-dimensional loss of several positions recomputes one after the
-        other (four products each), beside a few float32 tensors of the input's size.
+        other (four products each), beside a few float32 tensors of the input's size and, as it is put
+        together, the weight's gradient once more.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

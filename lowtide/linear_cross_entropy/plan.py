@@ -222,13 +222,14 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         + of_strips
         + (65536 if device == "cuda" else 8192)
     )
-    weight_sum = 0
+    weight_sum = narrow = 0
     for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights)):
         size = V * features[k] * sum_size if grad and weight.dtype != sum_dtype else 0
         if k == 0:
             weight_sum = size
         else:  # small, and summed in any case
-            fixed += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
+            narrow += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
+    fixed += narrow
     # What a sum in the gradient's memory takes beside it: a byte for each weight, or half of one, where there
     # are tensor maps (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
     split_sum = split_sum_20 = at_once = 0
@@ -260,7 +261,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         )
     maps_sum = split_sum_20 > 0 and D % 16 == 0  # as a tensor map of its lower bits wants
     pipelined = maps_sum and hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
-    workspace = allowed(options.workspace, device, weight_sum)
+    workspace = allowed(options.workspace, device, weight_sum, narrow)
     fits = PRODUCT_PART * PRODUCT_ROWS * product <= workspace
     return workspace, Needs(
         N=N,

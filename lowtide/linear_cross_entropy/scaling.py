@@ -1,9 +1,9 @@
 """Where the factor common to all rows (1/n, the upstream gradient) meets a gradient: late, rounded once.
 
 A gradient kept in half precision is rounded before the upstream gradient is known, so that factor is split:
-most of it goes in as the gradient is rounded, and what is left for backward is a power of two, which rounds
-nothing further. The same split keeps float16 away from the ends of its range, wherever 1/n or a loss scale
-would have put it.
+most of it goes in as the gradient is rounded, and what is left of it for backward is a power of two, which
+rounds nothing further; an upstream gradient that is none rounds once more. The same split keeps float16 away
+from the ends of its range, wherever 1/n or a loss scale would have put it.
 """
 
 import math

@@ -135,11 +135,13 @@ class Sizes:
     block_classes: int
 
 
-def allowed(workspace: int | None, device: str, weight_sum: int = 0) -> int:
-    """Bytes: what was asked for, or the default, which on CUDA leaves the float32 sum out of account."""
+def allowed(workspace: int | None, device: str, weight_sum: int = 0, narrow: int = 0) -> int:
+    """Bytes: what was asked for, or the default, which leaves what narrow terms need out of account, and on
+    CUDA the float32 sum."""
     if workspace is not None:
         return workspace
-    return DEFAULT_WORKSPACE["cuda"] + weight_sum if device == "cuda" else DEFAULT_WORKSPACE["cpu"]
+    default = DEFAULT_WORKSPACE["cuda"] + weight_sum if device == "cuda" else DEFAULT_WORKSPACE["cpu"]
+    return default + narrow
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:

@@ -226,7 +226,8 @@ def test_vectors_of_many_rows_count(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_positions_of_a_k_dimensional_loss_do_not_add_up(device, reduction, dtype):
-    """Beside the workspace, tensors of the input's size in float32, however many positions there are."""
+    """Beside the workspace, tensors of the input's size in float32, however many positions there are; and the
+    weight's gradient once more, as it is put together."""
     rows, features, classes, positions = 512, 64, 64, 32
     x = torch.randn(rows, features).to(device, dtype).requires_grad_()
     w = torch.randn(classes, positions, features).to(device, dtype).requires_grad_()

@@ -99,6 +99,23 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
         return plan.make_plan(*call), plan.held(*call)
 
 
+def test_a_narrow_terms_sum_is_not_the_defaults():
+    """Of 128 features of 128k classes it is as large as the default itself, and so is a float32 copy of its
+    weight, as the CPU takes it."""
+    V, R, D = 128256, 128, 64
+    with FakeTensorMode():
+        inputs, weights = (
+            tuple(torch.empty(size, width, dtype=torch.bfloat16) for width in (D, R)) for size in (32, V)
+        )
+        options = Options(compute_dtype=torch.bfloat16)
+        job = Job(Wanted((True, True), (False, True), False, False), False, None, False)
+        made = plan.make_plan(Head(inputs, weights), options, job)
+        assert plan.held(Head(inputs, weights), options, job) <= made.workspace
+        assert made.workspace == (64 << 20) + V * R * (4 + 4)
+        with pytest.raises(ArgumentError, match="workspace must hold"):
+            plan.make_plan(Head(inputs, weights), options._replace(workspace=64 << 20), job)
+
+
 def test_the_operators_that_have_one():
     names = ("linear_cross_entropy", "linear_log_probs")
     for name in (*names, *(f"{name}_backward" for name in names)):
