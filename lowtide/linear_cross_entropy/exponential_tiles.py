@@ -88,7 +88,7 @@ class Exponentials:
             "argmax_ptr": places,
             "STORE": self.exp_CB is not None,
             "GUARDED": guarded,
-            "ADD": self.classes.start > 0,
+            "ADD": self.classes.start > 0 and (sums is not None or moments is not None),
             "PROGRAMS": programs,
             "GROUP": kernels.GROUP,
         }

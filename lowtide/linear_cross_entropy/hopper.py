@@ -21,10 +21,8 @@ def pipelines_on(device: torch.device) -> bool:
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    try:
-        import triton
-    except ModuleNotFoundError:
-        return False
+    import triton
+
     release = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return KNOWN[0] <= release <= KNOWN[1]
 

@@ -2,7 +2,7 @@
 the exponentials. Either takes as long as these are read, so they are read once for the two.
 
 Shapes: C tokens of a chunk, or of a part of it, V classes, R features, at most NARROW; S strips of classes;
-lower case = one tile.
+lower case = one tile, v of the first half of a strip, o of the other.
 """
 
 import torch
@@ -14,8 +14,9 @@ from lowtide.linear_cross_entropy.exponential_kernels import describe
 from lowtide.linear_cross_entropy.repair_kernels import reduce
 from lowtide.linear_cross_entropy.workspace import NARROW, STRIP
 
-# A tile of the exponentials, two of which are a strip's width: a tensor map's box has 256 numbers a side.
-BLOCK_C, TILES = 64, 2
+# Rows of a tile of the exponentials. Two tiles are a strip's width, as a tensor map's box has 256 numbers a
+# side.
+BLOCK_C = 64
 STAGES, WARPS = 3, 4
 
 
@@ -80,7 +81,7 @@ def products(
     product_CR: Tensor, sum_VR: Tensor, exp_CV: Tensor, x_CR: Tensor, weight_VR: Tensor, *, add: bool
 ) -> None:
     """product = exp weight, and sum (+)= exp^T x, both in float32; the same bits every time."""
-    (C, V), R, block = exp_CV.shape, x_CR.shape[1], STRIP // TILES
+    (C, V), R, block = exp_CV.shape, x_CR.shape[1], STRIP // 2
     strips = triton.cdiv(V, STRIP)
     partial_SCR = torch.empty(strips, C, R, dtype=product_CR.dtype, device=product_CR.device)
     _narrow_products_kernel[(strips,)](

@@ -143,7 +143,8 @@ def held(head: Head, options: Options, job: Job) -> int:
 
 def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
     """Decided by shapes, strides and dtypes, which a compiled graph guards, and not by where in its memory a
-    tensor begins, which it does not."""
+    tensor begins, which it does not. (One that begins where no tensor map can goes the other way, whose sum
+    in a rounded gradient's memory is class blocks.)"""
     route = find_route(head, options, job, aligned=True)
     return weight_gradient(*_needs(head, options, job, route))
 

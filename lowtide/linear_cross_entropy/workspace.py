@@ -1,10 +1,10 @@
 """How a workspace of so many bytes is spent on chunks of tokens and blocks of classes.
 
     fixed       vectors of N and V elements
-    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it; else what
-                it takes beside the gradient's own memory, where there is room for that: in 24 bits a byte
-                for each weight, in 20 half of one (sum_kernels.py), on the CPU half of itself
-                (shared_sum.py)
+    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it and no
+                pipeline, which is quicker in 24 bits; else what it takes beside the gradient's own memory,
+                where there is room for that: in 24 bits a byte for each weight, in 20 half of one
+                (sum_kernels.py), on the CPU half of itself (shared_sum.py)
     per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
     piece       of the product that becomes the input's gradient, on the path without a pass; what is summed
                 up of each tile of logits has the same room before, a narrow second term's product after
@@ -100,7 +100,8 @@ class Needs:
     longest: int = 0
     """Tokens, not bytes: of a chunk, at most; 0 for any number."""
     pipelined: bool = False
-    """Whether a sum in 24 bits is formed on the pipeline, in chunks of ENOUGH_ROWS and more."""
+    """Whether a sum in 24 bits is formed on the pipeline by chunks of ENOUGH_ROWS; N may be a symbol, and is
+    not asked."""
     of_strips: int = 0
     """Of a token, what strips of classes have of a narrow term's product; 0 without one."""
     recomputed: int = 1
@@ -268,8 +269,7 @@ def _rows(most: int, N: int, tile: int) -> int:
 
 
 def _bytes_of_sum(needs: Needs, kind: WeightGradient, bits: int) -> int:
-    """That a chunk adds its share of the weight's gradient to; where none is wanted, long chunks do no
-    harm."""
+    """That a chunk adds its share of the weight's gradient to; 0 where none is wanted."""
     if kind == "accumulate":
         return needs.V * needs.class_sum
     return 2 * needs.V * needs.D + _split_sum(needs, bits) if kind == "split" else 0

@@ -33,7 +33,6 @@ def test_a_smoke_run(tmp_path):
     dense = int(found["dense"]["peak_bytes"])
     for name, row in found.items():
         assert row["status"] == "ok", row["reason"]
-        assert float(row["over_plain"]) > -1
         if "128" in name:  # half of the rows
             assert int(row["peak_bytes"]) < dense
 

@@ -197,7 +197,6 @@ def test_the_plain_entry_takes_its_turn_between_floor_and_entry(monkeypatch):
     assert len(timed) >= 3 * (1 + measure.MIN_ROUNDS)
     figures = row.figures
     assert figures.plain_ms > 0
-    assert figures.over_plain is not None
     assert figures.errors == ()
 
 

@@ -89,6 +89,10 @@ def _add_product(low: str, **changes: Any) -> Build:
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
 PIPELINED = {
     "pipeline, exponentials": _pipelined_exponentials(),
+    "pipeline, another block": _pipelined_exponentials(ADD=True),
+    "pipeline, scale's gradient, another block": _pipelined_exponentials(
+        ADD=True, scale_ptr=F32, moment_ptr=F32, spills=12
+    ),
     "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
     "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
     "pipeline, gradient": _pipelined_exponentials(**{"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}),
@@ -130,6 +134,7 @@ PIPELINED_LEFT_OUT = (
     "pipeline, gradient",
     "pipeline, bent",
     "pipeline, scale's gradient",
+    "pipeline, scale's gradient, another block",
     "pipeline, two terms",
     "pipeline, gradient of entropy",
     "pipeline, 24 bits, first product",

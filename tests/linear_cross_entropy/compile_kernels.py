@@ -186,6 +186,9 @@ BUILDS = {
     "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, ADD=True),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
     "exponentials, all": _exponentials(**_BENT, MASKED=True, moment_ptr=F32, spills=320),
+    "exponentials, all, another block": _exponentials(
+        **_BENT, MASKED=True, ADD=True, moment_ptr=F32, spills=336
+    ),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
         spills=72),
@@ -320,6 +323,7 @@ LEFT_OUT = {
         "exponentials, scale's gradient",
         "exponentials, soft cap",
         "exponentials, all",
+        "exponentials, all, another block",
         "exponentials, log-probabilities, all",
         "exponentials, gradient of entropy",
         "exponentials, two terms, all",

@@ -28,7 +28,7 @@ def on_hopper(monkeypatch):
         pytest.skip("needs a Hopper card and a Triton that the pipeline knows")
 
 
-def made(C, B, D, options, *, second=False, stored=True):
+def made(C, B, D, options, *, second=False, stored=True, first_class=0):
     generator = torch.Generator("cuda").manual_seed(C + B + D)
 
     def random(*size, dtype=torch.float32):
@@ -44,7 +44,15 @@ def made(C, B, D, options, *, second=False, stored=True):
     out_CB = None
     if stored:
         out_CB = torch.empty(C, -(-B // 8) * 8 + 8, device="cuda", dtype=torch.bfloat16)[:, :B]
-    return Exponentials(*terms, reference_C=reference_C, target_C=target_C, out_CB=out_CB, **given)
+    target_C += first_class
+    return Exponentials(
+        *terms,
+        reference_C=reference_C,
+        target_C=target_C,
+        out_CB=out_CB,
+        first_class=first_class,
+        **given,
+    )
 
 
 def left(tiles, **partials):
@@ -76,6 +84,19 @@ def test_exponentials(monkeypatch, size, name):
 @pytest.mark.parametrize("size", SIZES)
 def test_of_two_terms(monkeypatch, size):
     check_both(monkeypatch, made(*size, {}, second=True), sums=torch.float32, moments=torch.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_another_block_of_classes_adds_to_what_is_there(monkeypatch, size):
+    """-7, that is; and else it leaves what the first would."""
+    partials = dict.fromkeys(("sums", "moments"), torch.float32)
+    *found, exp_CB = left(made(*size, {}), **partials)
+    another = made(*size, {}, first_class=384)
+    *more, exp_too_CB = left(another, **partials)
+    assert torch.equal(exp_CB, exp_too_CB)
+    for each_TC, more_TC in zip(found, more):
+        assert torch.equal(each_TC - 7, more_TC)
+    check_both(monkeypatch, another, **partials)
 
 
 @pytest.mark.parametrize("size", SIZES)
