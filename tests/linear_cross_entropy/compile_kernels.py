@@ -187,7 +187,7 @@ BUILDS = {
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
     "exponentials, all": _exponentials(**_BENT, MASKED=True, moment_ptr=F32, spills=320),
     "exponentials, all, another block": _exponentials(
-        **_BENT, MASKED=True, ADD=True, moment_ptr=F32, spills=336
+        **_BENT, MASKED=True, ADD=True, moment_ptr=F32, spills=352
     ),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,

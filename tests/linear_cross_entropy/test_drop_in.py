@@ -9,6 +9,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -48,6 +50,39 @@ def test_one_position_takes_what_one_head_takes(device, reduction, products):
         outcome(lowtide.linear_cross_entropy, arguments, ("input", "linear_weight"), reduction=reduction)
     (rows, features), classes = arguments["input"].shape, arguments["linear_weight"].shape[0]
     assert counter.get_total_flops() == products * 2 * rows * features * classes
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_position_is_the_call_of_one_head(device, reduction):
+    """The same operators with the same arguments, so that it takes as long, and the same bits."""
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            if function.namespace == "lowtide":
+                given = [
+                    (each.shape, each.stride()) if isinstance(each, torch.Tensor) else each
+                    for each in tree_leaves(arguments)
+                ]
+                found.append((function, given))
+            return function(*arguments, **(named or {}))
+
+    arguments = make_call((1,), device=device)
+    plain = arguments | {
+        "linear_weight": arguments["linear_weight"][:, 0],
+        "target": arguments["target"][:, 0],
+    }
+    results, calls = [], []
+    for each in (arguments, plain):
+        found = []
+        with Calls():
+            results.append(
+                outcome(lowtide.linear_cross_entropy, each, ("input", "linear_weight"), reduction=reduction)
+            )
+        calls.append(found)
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == (2 if reduction == "none" else 1)
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name].view_as(tensor))
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
