@@ -15,6 +15,7 @@ from tests.linear_cross_entropy.builds import (
     I32,
     I32_PTR,
     I64,
+    NARROW,
     PIPELINED,
     PIPELINED_LEFT_OUT,
     ROUNDING,
@@ -257,13 +258,7 @@ BUILDS = {
          "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
-    **{f"narrow products, {R} features": Build(
-        "narrow_kernels", "_narrow_products_kernel",
-        {"exp_CV": "tensordesc<bf16[64, 256]>", **dict.fromkeys(("x_CR_ptr", "weight_VR_ptr"), BF16),
-         **dict.fromkeys(("partial_SCR_ptr", "sum_VR_ptr"), F32),
-         **dict.fromkeys(("weight_stride", "C", "V"), I32), "R": R, "X_STRIDE": R, "ADD": R == 16,
-         "BLOCK_C": 64, "BLOCK_V": 256, "BLOCK_R": 16}, 4, 3, (90,),
-    ) for R in (8, 16)},
+    **NARROW,
     "marks": Build("repair_kernels", "_mark_kernel", {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
         "BLOCK_C": 128}, warps=4),
     "parts, added up": Build(

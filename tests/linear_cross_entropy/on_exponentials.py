@@ -3,6 +3,8 @@
 Importing `everywhere` makes a module's tests run on that path, on the CPU too.
 """
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -79,6 +81,19 @@ def silent(device, everywhere, monkeypatch):
         monkeypatch.setattr(kernels, name, size)
     for module in (narrow_kernels, plan):
         monkeypatch.setattr(module, "STRIP", 512)
+
+
+def kept_plans(monkeypatch, *, few_tokens: bool) -> list:
+    """The arguments of each plan that is made, and the plan; any number of tokens is few, or none."""
+    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0 if few_tokens else 1 << 20)
+    make, found = plan.make_plan, []
+
+    def kept(*arguments):
+        found.append((arguments, make(*arguments)))
+        return found[-1][1]
+
+    monkeypatch.setattr(sys.modules[f"{plan.__package__}.ops"], "make_plan", kept)
+    return found
 
 
 def several_blocks(device: str) -> tuple[int, int]:

@@ -7,7 +7,6 @@ of a bfloat16 gradient have no room: inputs are float32, under autocast.
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,12 +17,12 @@ from tests.helpers import check, differentiate, fused, make_inputs, planned, wor
 pytest.importorskip("triton")
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import exponentials, operands, plan, weight_sums
+from lowtide.linear_cross_entropy import operands, plan, weight_sums
 from lowtide.linear_cross_entropy.entry import cross_entropy
 from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
 from lowtide.linear_cross_entropy.rows import Terms
-from tests.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401
 from tests.linear_cross_entropy.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -34,16 +33,7 @@ SMOOTHING = {"label_smoothing": 0.2}
 
 @pytest.fixture
 def plans(monkeypatch, kind):
-    """Of all calls, and of what; any number of tokens is few, or none."""
-    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0 if kind == "at_once" else 1 << 20)
-    make, found = plan.make_plan, []
-
-    def kept(*arguments):
-        found.append((arguments, make(*arguments)))
-        return found[-1][1]
-
-    monkeypatch.setattr(sys.modules[exponentials.__package__ + ".ops"], "make_plan", kept)
-    return found
+    return kept_plans(monkeypatch, few_tokens=kind == "at_once")
 
 
 @pytest.mark.parametrize(

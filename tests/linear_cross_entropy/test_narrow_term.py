@@ -4,7 +4,6 @@ its gradients are right with one is in test_exponentials_terms.py, too, where mo
 Shapes: N tokens, D features, V classes; C tokens of a chunk, R features of the second term.
 """
 
-import sys
 from itertools import product
 
 import pytest
@@ -16,7 +15,7 @@ from tests.helpers import check, differentiate, make_inputs, workspace_for
 pytest.importorskip("triton")
 
 from lowtide.bench.memory import peak_memory
-from lowtide.linear_cross_entropy import exponentials, narrow_kernels, plan, route
+from lowtide.linear_cross_entropy import narrow_kernels, plan, route
 from lowtide.linear_cross_entropy.entry import cross_entropy
 from lowtide.linear_cross_entropy.gradients import Kept
 from lowtide.linear_cross_entropy.head import Head, Options
@@ -24,7 +23,12 @@ from lowtide.linear_cross_entropy.narrow_term import NarrowTerm
 from lowtide.linear_cross_entropy.operands import Operand
 from lowtide.linear_cross_entropy.route import Job, Wanted
 from lowtide.linear_cross_entropy.workspace import least, spend
-from tests.linear_cross_entropy.on_exponentials import dtype_on, everywhere, silent  # noqa: F401
+from tests.linear_cross_entropy.on_exponentials import (
+    dtype_on,
+    everywhere,  # noqa: F401
+    kept_plans,
+    silent,  # noqa: F401
+)
 from tests.linear_cross_entropy.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
@@ -32,16 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the inte
 
 @pytest.fixture
 def made(monkeypatch):
-    """The arguments of each plan, and the plan."""
-    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0)
-    make, found = plan.make_plan, []
-
-    def kept(*arguments):
-        found.append((arguments, make(*arguments)))
-        return found[-1][1]
-
-    monkeypatch.setattr(sys.modules[exponentials.__package__ + ".ops"], "make_plan", kept)
-    return found
+    return kept_plans(monkeypatch, few_tokens=True)
 
 
 # The products.
