@@ -71,9 +71,13 @@ def cross_entropy(
 
 def routed(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """What is checked already, by the way that can serve it."""
-    if _by_definition(head, options):
+    by_definition = _by_definition(head, options)
+    transformed = not by_definition and _unknown_to_operators(head, target, class_weight)
+    if head.by_position and (by_definition or transformed or options.reduction == "none"):
+        return transforms.by_position(routed, head, target, class_weight, options)
+    if by_definition:
         loss = reference.linear_cross_entropy(head, target, class_weight, options)
-    elif _unknown_to_operators(head, target, class_weight):
+    elif transformed:
         loss = transforms.linear_cross_entropy(head, target, class_weight, options)
     else:
         loss = autograd.linear_cross_entropy(head, target, class_weight, options)

@@ -2,8 +2,9 @@
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
-A head is a sum of linear terms: the weight, and whatever an adapter adds (LoRA: x W^T + (s x A^T) B^T).
-Shapes: N tokens, D_k features of term k, V classes.
+A head is a sum of linear terms: the weight, and whatever an adapter adds (LoRA: x W^T + (s x A^T) B^T). That
+of a K-dimensional loss has one, and a weight for each position.
+Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
 import math
@@ -19,8 +20,8 @@ Reduction = Literal["mean", "sum", "none"]
 
 class Head(NamedTuple):
     inputs: tuple[Tensor, ...]  # each [..., D_k]
-    weights: tuple[Tensor, ...]  # each [V, D_k]
-    bias: Tensor | None = None  # [V]
+    weights: tuple[Tensor, ...]  # each [V, D_k]; of a K-dimensional loss one [V, P, D]
+    bias: Tensor | None = None  # [V]; [V, P]
     scale: Tensor | None = None  # 0-d
 
     @property
@@ -36,6 +37,10 @@ class Head(NamedTuple):
         return self.weights[0].shape[0]
 
     @property
+    def by_position(self) -> bool:
+        return self.weights[0].dim() == 3
+
+    @property
     def device(self) -> torch.device:
         return self.inputs[0].device
 
@@ -44,10 +49,21 @@ class Head(NamedTuple):
         """All of them, in the order of the fields."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
+    def at_positions(self) -> list["Head"]:
+        """The head of each position. One unbind a tensor: its gradient is put together once."""
+        weights = self.weights[0].unbind(1)
+        biases: Any = (None,) * len(weights) if self.bias is None else self.bias.unbind(1)
+        return [Head(self.inputs, (weight,), bias, self.scale) for weight, bias in zip(weights, biases)]
+
     def of(self, tensors: Sequence[Any]) -> "Head":
         """A head of these, in the same order."""
         terms = len(self.inputs)
         return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
+
+
+def targets_at_positions(target: Tensor) -> tuple[Tensor, ...]:
+    """Of [N, P] class indices or [N, V, P] class probabilities, each position's."""
+    return target.unbind(-1)
 
 
 class Options(NamedTuple):

@@ -10,7 +10,9 @@ running them; autograd.py registers their derivatives.
 A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still
 to be applied. Gradients come in the order of Head's tensors, only those that are wanted.
 
-Shapes: N tokens, D_k features of term k, V classes.
+The first takes the head of a K-dimensional loss, too, for a mean or sum.
+
+Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from lowtide.linear_cross_entropy.gradients import Gradients
-from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.head import Head, Options, targets_at_positions
+from lowtide.linear_cross_entropy.loss_rows import LossRows
 from lowtide.linear_cross_entropy.operands import on_device_of
 from lowtide.linear_cross_entropy.plan import Plan, make_plan
+from lowtide.linear_cross_entropy.position_gradients import PositionGradients, widened
 from lowtide.linear_cross_entropy.route import Job, Wanted
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scaled
@@ -50,7 +54,10 @@ def linear_cross_entropy(
     class_weight: Tensor | None,
     *options: Any,
 ) -> list[Tensor]:
-    head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    if head.by_position:
+        return _of_positions(head, target, class_weight, options)
+    plan = _plan(head, target, class_weight, options, log_probs=False)
     with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, class_weight)
         if plan.options.reduction == "none":
@@ -81,7 +88,8 @@ def linear_cross_entropy_backward(
     class_weight: Tensor | None,
     *options: Any,
 ) -> list[Tensor]:
-    head, plan = _plan(inputs, weights, bias, scale, target, class_weight, options, log_probs=False)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    plan = _plan(head, target, class_weight, options, log_probs=False)
     with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, class_weight)
         terms = stream.terms(upstream.flatten())
@@ -97,7 +105,8 @@ def linear_log_probs(
     target: Tensor,
     *options: Any,
 ) -> list[Tensor]:
-    head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    plan = _plan(head, target, None, options, log_probs=True)
     with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, None)
         statistics = stream.take_statistics()
@@ -127,7 +136,8 @@ def linear_log_probs_backward(
     target: Tensor,
     *options: Any,
 ) -> list[Tensor]:
-    head, plan = _plan(inputs, weights, bias, scale, target, None, options, log_probs=True)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    plan = _plan(head, target, None, options, log_probs=True)
     with on_device_of(head.inputs[0]):
         stream = _stream(plan, head, target, None)
         known = _read_statistics(stream, statistics)
@@ -139,37 +149,57 @@ def linear_log_probs_backward(
 # Pieces.
 
 
+def _of_positions(
+    head: Head, target: Tensor, class_weight: Tensor | None, options: tuple[Any, ...]
+) -> list[Tensor]:
+    """A sum or mean. Each position's gradients are formed while its logits are there, and do not wait for the
+    others': three products, as of a single head."""
+    wide, calls = widened(head, options[0]), []
+    for part, target_N in zip(wide.at_positions(), targets_at_positions(target)):
+        calls.append((_plan(part, target_N, class_weight, options, log_probs=False), part, target_N))
+    plan = calls[0][0]
+    with on_device_of(head.inputs[0]):
+        denominator, factor = None, torch.ones((), dtype=plan.sum_dtype, device=head.device)
+        if plan.options.reduction == "mean":
+            rows = [LossRows(*call, class_weight) for call in calls]
+            denominator = torch.stack([each.denominator() for each in rows]).sum()
+            ignored = torch.stack([each.ignored_N.all() for each in rows]).all()
+            factor = 1 / denominator.masked_fill(ignored, 1)
+            del rows
+        gradients = PositionGradients(head, plan.wanted, plan.sum_dtype, plan.backend)
+        loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
+        for position, call in enumerate(calls):
+            stream = _stream(*call, class_weight)
+            if plan.wanted.some:
+                statistics, found = stream.take_statistics_and_gradients(factor)
+                gradients.add(position, found)
+                del found  # before the next are made
+            else:
+                statistics = stream.take_statistics()
+            loss += stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum()
+        waiting = _waiting(gradients.gradients)
+        return [loss if denominator is None else loss / denominator, *waiting]
+
+
 def _plan(
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
+    head: Head,
     target: Tensor,
     class_weight: Tensor | None,
     options: tuple[Any, ...],
     *,
     log_probs: bool,
-) -> tuple[Head, Plan]:
-    head, job = job_of(inputs, weights, bias, scale, target, class_weight, options[0], log_probs=log_probs)
-    return head, make_plan(head, Options(*options[1:]), job)
+) -> Plan:
+    job = job_of(head, target, class_weight, options[0], log_probs=log_probs)
+    return make_plan(head, Options(*options[1:]), job)
 
 
 def job_of(
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    wanted: Sequence[bool],
-    *,
-    log_probs: bool,
-) -> tuple[Head, Job]:
-    terms = len(inputs)
+    head: Head, target: Tensor, class_weight: Tensor | None, wanted: Sequence[bool], *, log_probs: bool
+) -> Job:
+    terms = len(head.inputs)
     gradients = Wanted(tuple(wanted[:terms]), tuple(wanted[terms : 2 * terms]), *wanted[2 * terms :])
     soft_dtype = target.dtype if target.is_floating_point() else None
-    job = Job(gradients, log_probs, soft_dtype, class_weight is not None)
-    return Head(tuple(inputs), tuple(weights), bias, scale), job
+    return Job(gradients, log_probs, soft_dtype, class_weight is not None)
 
 
 def _stream(plan: Plan, *operands: Any) -> Stream:

@@ -1,9 +1,6 @@
 """K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
-rows.
-
-One position is the loss of one head. Of several, each keeps two numbers a row and computes its logits again
-in backward, so that no gradient waits for the others. The input's gradient, a sum over positions, is added up
-in float32 and rounded once.
+rows. One position is the loss of one head. A mean or sum of several is one call of the operator, which adds the
+input's gradient up over positions; with reduction="none" each is a call of its own.
 
 Shapes: N rows, D features, V classes, P positions.
 """
@@ -58,6 +55,7 @@ def cross_entropy(
     )
     options = Options.of(
         input,
+        reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -72,28 +70,13 @@ def cross_entropy(
         if not probabilities:
             check_classes(target, V, options.ignore_index)
         logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
-        return reference.without_logits(logits, target, weight, options._replace(reduction=reduction))
-    first = 2 if probabilities else 1
-    if math.prod(dims) == 1:
-        bias = None if linear_bias is None else linear_bias.flatten()
-        head = Head((input,), (linear_weight.flatten(0, -2),), bias, scale)
-        loss = entry.routed(head, target.flatten(first - 1), weight, options._replace(reduction=reduction))
-        return loss.view(N, *dims) if reduction == "none" else loss
-    # One unbind a tensor: its gradient is put together once, not position by position.
-    targets = target.flatten(first).unbind(first)
-    weights = linear_weight.flatten(1, -2).unbind(1)
-    biases: Any = (None,) * len(weights) if linear_bias is None else linear_bias.flatten(1).unbind(1)
-    wide_ND = input.to(options.sum_dtype)
-    losses = [
-        entry.routed(Head((wide_ND,), (weight_VD,), bias_V, scale), part, weight, options)
-        for weight_VD, bias_V, part in zip(weights, biases, targets)
-    ]
-    loss_NP = torch.stack(losses, -1)
-    if reduction == "none":
-        return loss_NP.unflatten(1, dims)
-    rows = target.movedim(1, -1) if probabilities else target
-    options = options._replace(reduction=reduction)
-    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), weight, options)
+        return reference.without_logits(logits, target, weight, options)
+    # One position has no dimension of its own.
+    several = int(math.prod(dims) > 1)
+    bias = None if linear_bias is None else linear_bias.flatten(several)
+    head = Head((input,), (linear_weight.flatten(several, -2),), bias, scale)
+    loss = entry.routed(head, target.flatten(several + probabilities), weight, options)
+    return loss.view(N, *dims) if reduction == "none" else loss
 
 
 def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:

@@ -16,6 +16,7 @@ from lowtide.linear_cross_entropy import ops
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.ops import job_of
 from lowtide.linear_cross_entropy.plan import held, keeps_sum
+from lowtide.linear_cross_entropy.position_gradients import held_beside, kept_dtype, widened
 
 # In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
 
@@ -27,7 +28,8 @@ def _vector(head: Head, options: Options) -> Tensor:
 @ops.linear_cross_entropy.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     inputs, weights, bias, scale, target, class_weight, wanted, *rest = arguments
-    head, job = job_of(inputs, weights, bias, scale, target, class_weight, wanted, log_probs=False)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    job = job_of(head, target, class_weight, wanted, log_probs=False)
     options = Options(*rest)
     if options.reduction == "none":
         # The loss, and of each row the maximum, the sum, and with probabilities their mass.
@@ -38,12 +40,13 @@ def _(*arguments: Any) -> list[Tensor]:
     for place, (like, grad) in enumerate(zip(head.tensors, wanted)):
         if like is None or not grad:
             continue
-        rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
         shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
-        waiting += [
-            like.new_empty(shape, dtype=like.dtype if rounded else options.sum_dtype),
-            torch.empty_like(number),
-        ]
+        if head.by_position:
+            dtype = kept_dtype(place, like.dtype, options.sum_dtype)
+        else:
+            rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
+            dtype = like.dtype if rounded else options.sum_dtype
+        waiting += [like.new_empty(shape, dtype=dtype), torch.empty_like(number)]
     return [number, *waiting]
 
 
@@ -56,7 +59,7 @@ def _(*arguments: Any) -> list[Tensor]:
 @ops.linear_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
     inputs, weights, bias, scale, target, wanted, *rest = arguments
-    head, _ = job_of(inputs, weights, bias, scale, target, None, wanted, log_probs=True)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
     options = Options(*rest)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
     # log_prob, entropy, logsumexp; argmax; of each row the maximum, the sum and the mean.
@@ -82,7 +85,7 @@ def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bo
     terms, total = len(inputs), 0
     for k, (input, weight) in enumerate(zip(inputs, weights)):
         tokens = math.prod(input[:-1])
-        total += 2 * tokens * weight[0] * weight[1] * (1 + wanted[k] + wanted[terms + k])
+        total += 2 * tokens * math.prod(weight) * (1 + wanted[k] + wanted[terms + k])
     return total
 
 
@@ -128,5 +131,10 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     inputs, weights, bias, scale, target, *rest = arguments[_HEAD[operator] :]
     log_probs = "log_probs" in operator
     class_weight, wanted, *options = [None, *rest] if log_probs else rest
-    head, job = job_of(inputs, weights, bias, scale, target, class_weight, wanted, log_probs=log_probs)
-    return held(head, Options(*options), job)
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    job = job_of(head, target, class_weight, wanted, log_probs=log_probs)
+    given = Options(*options)
+    if not head.by_position:
+        return held(head, given, job)
+    beside = held_beside(head, wanted, given.sum_dtype)
+    return beside + max(held(part, given, job) for part in widened(head, wanted).at_positions())

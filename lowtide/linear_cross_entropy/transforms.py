@@ -2,7 +2,7 @@
 gradients of a target or of class weights. The definition itself, chunk by chunk of rows (rowwise.py): exact,
 in bounded memory, not fast.
 
-Shapes: N tokens, V classes.
+Shapes: N tokens, V classes, P positions.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import reference
-from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.head import Head, Options, targets_at_positions
 from lowtide.linear_cross_entropy.workspace import allowed, too_small
 from lowtide.rowwise import Rowwise, Tensors
 
@@ -33,6 +33,8 @@ def rows_of_copies(
 def linear_cross_entropy(
     head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
 ) -> Tensor:
+    if head.by_position:
+        return by_position(linear_cross_entropy, head, target, class_weight_V, options)
     target = reference.flat_target(target)
 
     def losses(head: Head, target: Tensor, class_weight_V: Tensor | None) -> Tensors:
@@ -40,6 +42,28 @@ def linear_cross_entropy(
 
     (loss_N,) = _by_rows(losses, 1, head, target, class_weight_V, options)
     return reference.reduce(loss_N, target, class_weight_V, options)
+
+
+def by_position(
+    function: Callable[[Head, Tensor, Tensor | None, Options], Tensor],
+    head: Head,
+    target: Tensor,
+    class_weight_V: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """[N, P] for none, else 0-d: the losses of each position, by that function."""
+    (input,) = head.inputs
+    wide = head._replace(inputs=(input.to(options.sum_dtype),))  # its gradient is a sum, to be rounded once
+    of_rows = options._replace(reduction="none")
+    losses = [
+        function(part, part_target, class_weight_V, of_rows)
+        for part, part_target in zip(wide.at_positions(), targets_at_positions(target))
+    ]
+    loss_NP = torch.stack(losses, -1)
+    if options.reduction == "none":
+        return loss_NP
+    rows = target.movedim(1, -1) if target.is_floating_point() else target
+    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), class_weight_V, options)
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:

@@ -1,0 +1,161 @@
+"""A mean or sum over several positions: one operator, three products for each.
+
+Shapes: N rows, D features, V classes, P positions.
+"""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import lowtide
+from lowtide.bench.memory import peak_memory
+from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.shapes import workspace_of
+from tests.linear_cross_entropy.calls import make_call, outcome
+
+LOSS = torch.ops.lowtide.linear_cross_entropy.default
+N, D, V, P = 24, 16, 40, 3
+WANTED = [(True, True, True, True), (True, False, False, False), (False, True, False, False), (False,) * 4]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.5e-4}
+
+
+def operands(device, *, probabilities=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    x_ND, w_VPD, b_VP = torch.randn(N, D), torch.randn(V, P, D), torch.randn(V, P)
+    target_NP = torch.randint(V, (N, P))
+    target_NP[0], target_NP[3, 1] = -100, -100
+    target = torch.rand(N, V, P).softmax(1) if probabilities else target_NP
+    scale = torch.tensor(0.7, device=device)
+    tensors = (each.to(device, dtype) for each in (x_ND, w_VPD, b_VP))
+    x_ND, w_VPD, b_VP = tensors
+    return [[x_ND], [w_VPD], b_VP, scale, target.to(device, dtype if probabilities else None)]
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_opcheck(device, dtype, reduction, probabilities, wanted):
+    options = Options(reduction=reduction, softcap=3.0, z_loss=0.1, compute_dtype=dtype)
+    head = operands(device, probabilities=probabilities, dtype=dtype)
+    torch.library.opcheck(LOSS, (*head, None, wanted, *options))
+
+
+@pytest.mark.parametrize("frozen", [None, "input", "linear_weight"])
+def test_products(device, frozen):
+    """The logits, and one for each gradient; four where each row has its own upstream gradient."""
+    arguments = make_call((2, 3), device=device)
+    (rows, features), classes = arguments["input"].shape, arguments["linear_weight"].shape[0]
+
+    def products(reduction):
+        with FlopCounterMode(display=False) as counter:
+            leaves = {name: arguments[name].clone() for name in ("input", "linear_weight")}
+            for name, leaf in leaves.items():
+                leaf.requires_grad_(name != frozen)
+            loss = lowtide.linear_cross_entropy(**arguments | leaves, reduction=reduction)
+            loss.sum().backward()
+        return counter.get_total_flops() / (6 * 2 * rows * features * classes)
+
+    wanted = 2 if frozen is None else 1
+    assert products("mean") == products("sum") == 1 + wanted
+    assert products("none") == 2 + wanted
+
+
+@pytest.mark.parametrize("workspace", [None, 60_000])
+@pytest.mark.parametrize("factor", [1.0, 1e-6])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_accuracy(device, dtype, factor, workspace):
+    """Also where class weights, and so a gradient's largest numbers, differ from position to position by 2^20:
+    all three positions of a float16 gradient have one scale."""
+    [x_ND], [w_VPD], b_VP, _, target_NP = operands(device, dtype=dtype)
+    target_NP = target_NP.clamp(max=V // 2 - 1)
+    target_NP[:, 1:] += V // 2 * (target_NP[:, 1:] >= 0)
+    weight_V = torch.ones(V, device=device)
+    weight_V[: V // 2] = factor
+    least = workspace if device == "cpu" or workspace is None else 200_000
+
+    def gradients(dtype, loss):
+        leaves = [each.to(dtype).requires_grad_() for each in (x_ND, w_VPD, b_VP)]
+        value = loss(*leaves, weight_V.to(torch.promote_types(dtype, torch.float32)))
+        return [value.detach(), *torch.autograd.grad(1024 * value, leaves)]
+
+    def ours(x_ND, w_VPD, b_VP, weight_V):
+        return lowtide.linear_cross_entropy(
+            x_ND, w_VPD, target_NP, linear_bias=b_VP, weight=weight_V, workspace=least
+        )
+
+    def dense(x_ND, w_VPD, b_VP, weight_V):
+        logits_NVP = torch.einsum("nd,vpd->nvp", x_ND, w_VPD) + b_VP
+        return torch.nn.functional.cross_entropy(logits_NVP, target_NP, weight_V)
+
+    for found, exact in zip(gradients(dtype, ours), gradients(torch.float64, dense)):
+        error = (found.double() - exact).norm() / exact.norm()
+        assert error <= TOLERANCE[dtype]
+
+
+def test_rounded_as_a_single_heads(device):
+    """Each position's part of the weight's gradient has the bits of a call of its own."""
+    [x_ND], [w_VPD], _, _, target_NP = operands(device, dtype=torch.bfloat16)
+    x_ND, w_VPD = x_ND.requires_grad_(), w_VPD.requires_grad_()
+    loss = lowtide.linear_cross_entropy(x_ND, w_VPD, target_NP, reduction="sum")
+    of_all = torch.autograd.grad(loss, w_VPD)[0]
+    total = 0.0
+    for p in range(P):
+        own = lowtide.linear_cross_entropy(x_ND, w_VPD[:, p], target_NP[:, p], reduction="sum")
+        assert torch.equal(of_all[:, p], torch.autograd.grad(own, w_VPD)[0][:, p])
+        total += own.item()
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+
+
+def test_a_graph_that_is_kept(device):
+    """Gradients that wait are read twice, by two upstream gradients."""
+    arguments = make_call((3,), device=device, bias=True)
+    leaves = {name: arguments[name].clone().requires_grad_() for name in ("input", "linear_weight")}
+    loss = lowtide.linear_cross_entropy(**arguments | leaves)
+    first = torch.autograd.grad(loss, tuple(leaves.values()), retain_graph=True)
+    second = torch.autograd.grad(3 * loss, tuple(leaves.values()))
+    for one, three in zip(first, second):
+        torch.testing.assert_close(3 * one, three, rtol=1e-12, atol=0)
+
+
+def test_second_order(device):
+    arguments = make_call((3,), device=device, bias=True, probabilities=True)
+
+    def loss(x, w, b):
+        own = {"input": x, "linear_weight": w, "linear_bias": b}
+        return lowtide.linear_cross_entropy(**arguments | own)
+
+    leaves = [arguments[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
+    assert torch.autograd.gradgradcheck(loss, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_last_rows_of_one_position_ignored(device, reduction):
+    """A mean is over all positions: one without a target adds nothing."""
+    arguments = make_call((3,), device=device)
+    arguments["target"][:, 1] = -100
+    without = arguments | {
+        "linear_weight": arguments["linear_weight"][:, ::2],
+        "target": arguments["target"][:, ::2],
+    }
+    names = ("input",)
+    whole = outcome(lowtide.linear_cross_entropy, arguments, names, reduction=reduction)
+    part = outcome(lowtide.linear_cross_entropy, without, names, reduction=reduction)
+    torch.testing.assert_close(whole, part, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace", [1 << 20, None])
+def test_what_it_holds_is_foretold(dtype, workspace, wanted):
+    rows, features, classes = 512, 64, 2048
+    x_ND, w_VPD = torch.randn(rows, features, dtype=dtype), torch.randn(classes, P, features, dtype=dtype)
+    options = Options(compute_dtype=dtype, workspace=workspace, backend="torch")
+    target_NP = torch.randint(classes, (rows, P))
+    call = ([x_ND], [w_VPD], None, None, target_NP, None, (wanted, wanted, False, False), *options)
+    LOSS(*call)
+    with peak_memory("cpu") as peak:
+        results = LOSS(*call)
+    measured = peak.bytes - sum(each.nbytes for each in results)
+    foretold = workspace_of("lowtide::linear_cross_entropy", call)
+    assert 0.7 * foretold <= measured <= foretold
