@@ -125,6 +125,7 @@ class _Bench:
             round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
             rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms)))
             floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
+        step_ms = [ms / call.losses for ms in step_ms]
         (floor_median,) = quantiles(floor_ms, 0.5)
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
         figures = Figures(median, p20, p80, floor_median, ratio(step_ms, floor_ms), peak_bytes, errors)

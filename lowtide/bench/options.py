@@ -33,6 +33,8 @@ class Option:
     function: Function = lambda *inputs, **arguments: (linear_cross_entropy(*inputs, **arguments),)
     per_token: int = 0
     """How many outputs, all or none, have a number for each token, and in a step an upstream gradient."""
+    losses: int = 1
+    """How many losses of the case it amounts to."""
     workspace: int | None = None
     """None for the default of the function."""
     distribution: str = "lowtide"
@@ -54,6 +56,7 @@ class Option:
             partial(self.function, *main, **arguments),
             tuple(tensor for tensor in tensors if tensor.requires_grad),
             upstream or None,
+            self.losses,
         )
 
 
@@ -81,6 +84,15 @@ def _probabilities(case: Case, given: dict[str, Tensor]) -> Tensor:
     """In place, as there may be room for one [N, V] and not for two."""
     target_NV = _random(case, case.tokens, case.classes).abs_()
     return target_NV.div_(target_NV.sum(1, keepdim=True))
+
+
+def _two_heads(case: Case, given: dict[str, Tensor]) -> Tensor:
+    weight_VD = given["linear_weight"].detach()
+    return torch.stack([weight_VD, weight_VD.flip(0)], 1).requires_grad_()
+
+
+def _two_targets(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return torch.stack([given["target"], given["target"].flip(0)], 1)
 
 
 def _zero_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
@@ -161,6 +173,7 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
         _step("ignore-index", {"target": _zero_ignored, "ignore_index": 0}),
         _step("half-ignored", {"target": _half_ignored}),
         _step("k-dimensional", {}, _one_position),
+        _step("k-dimensional-2", {"linear_weight": _two_heads, "target": _two_targets}, losses=2),
         _step(
             "combined",
             {

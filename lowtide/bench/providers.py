@@ -39,6 +39,8 @@ class Call(NamedTuple):
     """Whose gradients a step asks for."""
     upstream: tuple[Tensor, ...] | None = None
     """Of each output; None for a loss that is one number."""
+    losses: int = 1
+    """How many losses of the case it amounts to; its time is given for one."""
 
 
 class Entry(Protocol):

@@ -100,9 +100,10 @@ def linear_cross_entropy(
         the CPU in float32); where that leaves too few rows, class block by class block, for one more product.
         Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class weights
         differentiate the definition itself chunk by chunk: O(workspace) as well, beside copies of the
-        operands in the dtype of the sums; exact, not fast. A K-dimensional loss of several positions
-        recomputes one after the other (four products each), beside a few float32 tensors of the input's size
-        and, as it is put together, the weight's gradient once more.
+        operands in the dtype of the sums; exact, not fast. A K-dimensional loss of several positions takes
+        one after the other, each with this workspace, beside up to three float32 tensors of the input's size
+        and one position's part of the weight's gradient; with ``reduction="none"`` four products each, and
+        the weight's gradient once more as it is put together.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

@@ -19,8 +19,8 @@ OWN = False, True, True, False
 
 
 def kept_dtype(place: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
-    """Of a gradient of the tensor in that place. What is kept in float16 waits with a power of two (scaling.py),
-    and each position would have another."""
+    """Of a gradient of the tensor in that place. What is kept in float16 waits with a power of two
+    (scaling.py), and each position would have another."""
     return dtype if OWN[place] and dtype != torch.float16 else sum_dtype
 
 
@@ -32,8 +32,8 @@ def widened(head: Head, wanted: Sequence[bool]) -> Head:
 
 
 def held_beside(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> int:
-    """Bytes, beside what a call of one position holds: its gradients, which that call would return, and a wide
-    input."""
+    """Bytes, beside what a call of one position holds: its gradients, which that call would return, and a
+    wide input."""
     (input,), (weight,) = head.inputs, head.weights
     shared = input.numel() * sum_dtype.itemsize * wanted[0]
     wide = shared if input.dtype != sum_dtype else 0

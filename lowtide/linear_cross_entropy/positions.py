@@ -1,14 +1,12 @@
 """K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
-rows. One position is the loss of one head. A mean or sum of several is one call of the operator, which adds the
-input's gradient up over positions; with reduction="none" each is a call of its own.
+rows. One position is the loss of one head. A mean or sum of several is one call of the operator, which adds
+the input's gradient up over positions; with reduction="none" each is a call of its own.
 
 Shapes: N rows, D features, V classes, P positions.
 """
 
 import math
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import entry, reference

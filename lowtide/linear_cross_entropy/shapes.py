@@ -58,7 +58,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @ops.linear_log_probs.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    inputs, weights, bias, scale, target, wanted, *rest = arguments
+    inputs, weights, bias, scale, _target, _wanted, *rest = arguments
     head = Head(tuple(inputs), tuple(weights), bias, scale)
     options = Options(*rest)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)

@@ -84,20 +84,25 @@ def test_quantiles():
     assert quantiles([4.0, 1.0, 3.0, 2.0, 5.0], 0.2, 0.5, 0.8) == pytest.approx([1.8, 3.0, 4.2])
 
 
+@pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("beside", [None, provider(dense, "plain")])
-def test_ratios_are_of_the_same_rounds(beside, monkeypatch):
-    """That of the medians would be 2.2, and over the plain call 0.1."""
+def test_ratios_are_of_the_same_rounds(beside, losses, monkeypatch):
+    """That of the medians would be 2.2, and over the plain call 0.1. What amounts to two losses takes half as
+    long for one."""
     spans = [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0], [1.2, 5.0, 4.4]]
 
     def alternate(calls, rounds, device):
         return [[1.0]] * len(calls) if rounds == 1 else [spans[i] for i in (0, 1, 2) if i != 1 or beside]
 
     monkeypatch.setattr(measure, "alternate", alternate)
-    (row,) = rows(CASE, [provider(dense)], Mode.STEP, beside)
+    timed = provider(dense)
+    call = timed.call
+    monkeypatch.setattr(type(timed), "call", lambda self, *given: call(*given)._replace(losses=losses))
+    (row,) = rows(CASE, [timed], Mode.STEP, beside)
     figures = row.figures
-    assert (figures.ms, figures.floor_ms) == (pytest.approx(4.4), 2.0)
-    assert figures.ratio == pytest.approx(1.2)
-    assert figures.over_plain == (pytest.approx(0.6 - 1) if beside else None)
+    assert (figures.ms, figures.floor_ms) == (pytest.approx(4.4 / losses), 2.0)
+    assert figures.ratio == pytest.approx(1.2 / losses)
+    assert figures.over_plain == (pytest.approx(0.6 / losses - 1) if beside else None)
 
 
 def test_the_figures_of_the_dense_loss():

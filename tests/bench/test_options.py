@@ -18,6 +18,7 @@ MORE_LEAVES = {
     "bias": [(V,)],
     "logit-scale-learned": [()],
     "combined": [(V,), ()],
+    "k-dimensional-2": [(V, 2, D)],
     f"lora-{RANK}": LORA,
     f"frozen-weight-lora-{RANK}": LORA,
 }
@@ -52,7 +53,8 @@ def test_the_workspace_is_that_of_the_steps_of_lowtide():
 @pytest.mark.parametrize("name", STEP)
 def test_a_step_has_the_gradients_of_its_name(name):
     (input_ND, weight_VD, _), call, _, grads = run(name)
-    main = [input_ND] if name.startswith("frozen") else [input_ND, weight_VD]
+    own_weight = name.startswith("frozen") or name == "k-dimensional-2"
+    main = [input_ND] if own_weight else [input_ND, weight_VD]
     assert all(one is other for one, other in zip(call.leaves, main))
     assert [tuple(leaf.shape) for leaf in call.leaves[len(main) :]] == MORE_LEAVES.get(name, [])
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
@@ -66,6 +68,7 @@ DENSE = {
     "probabilities": {},
     "half-ignored": {},
     "k-dimensional": {},
+    "k-dimensional-2": {},
     "frozen-weight": {},
     "none": {"reduction": "none"},
     "eager-none": {"reduction": "none"},
@@ -80,7 +83,9 @@ def test_a_step_is_the_loss_of_its_name(name):
         for key, v in STEP[name].arguments.items()
     }
     target = made.get("target", inputs[2])
-    want = F.cross_entropy(F.linear(*inputs[:2]), target, weight=made.get("weight"), **DENSE[name])
+    weight = made.get("linear_weight", inputs[1])
+    logits = torch.einsum("nd,v...d->nv...", inputs[0], weight)
+    want = F.cross_entropy(logits, target, weight=made.get("weight"), **DENSE[name])
     (loss,) = run(name)[2]
     torch.testing.assert_close(loss, want)
 

@@ -65,8 +65,8 @@ def test_products(device, frozen):
 @pytest.mark.parametrize("factor", [1.0, 1e-6])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_accuracy(device, dtype, factor, workspace):
-    """Also where class weights, and so a gradient's largest numbers, differ from position to position by 2^20:
-    all three positions of a float16 gradient have one scale."""
+    """Also where class weights, and so a gradient's largest numbers, differ from position to position by
+    2^20: a float16 gradient has one scale for all."""
     [x_ND], [w_VPD], b_VP, _, target_NP = operands(device, dtype=dtype)
     target_NP = target_NP.clamp(max=V // 2 - 1)
     target_NP[:, 1:] += V // 2 * (target_NP[:, 1:] >= 0)
