@@ -1,5 +1,5 @@
 """Products of bfloat16 operands with float32 sums on a CPU that has units for them: torch has none. They are
-cpu_products.cpp, compiled when first asked for, which takes a few seconds once on a machine; where there is no
+cpu_products.cpp, compiled when first asked for, a second or two once on a machine. Where there is no
 compiler, or anything else is missing, available() is False and nothing is said.
 
 C  rows, D  features, V  classes; rows may lie apart, what is within a row lies side by side."""
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("cpu_products.cpp")
-# Not -march=native: a home may be shared by several machines. No OpenMP when linked: what the code needs of it is
-# then found in the library that torch has loaded for everyone, and there is one pool of threads, not two.
-COMPILED = (
-    "-std=c++17 -O3 -fPIC -fopenmp -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mfma".split()
-)
+# Not -march=native: a home may be shared by several machines. No OpenMP when linked: what the code needs of
+# it is then found in the library that torch has loaded for all, and there is one pool of threads, not two.
+UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
+COMPILED = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS]
 LINKED = ["-shared"]
 BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
@@ -57,8 +56,8 @@ def exponentials(
     bias_V: Tensor | None = None,
     out_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """exp(scale x w + bias - reference) into out_CV, where that is given, but 0 for each row's target (-1: none);
-    and, in float32, each row's sum of them before they are rounded and its largest logit but the target's."""
+    """exp(scale x w + bias - reference) into out_CV, if given, but 0 for each row's target (-1: none).
+    Returns each row's sum of them before they are rounded, its largest logit but the target's, float32."""
     (rows, features), classes = x_CD.shape, weight_VD.shape[0]
     _assert_matrix(x_CD, rows, features, torch.bfloat16)
     _assert_matrix(weight_VD, classes, features, torch.bfloat16)
@@ -73,11 +72,11 @@ def exponentials(
     _call(
         "lowtide_exponentials",
         *map(_integer, (rows, features, classes)),
-        *_matrix(x_CD),
-        *_matrix(weight_VD),
+        _matrix(x_CD),
+        _matrix(weight_VD),
         ctypes.c_float(scale),
         *map(_pointer, (bias_V, reference_C, target_C)),
-        *_matrix(out_CV),
+        _matrix(out_CV),
         *map(_pointer, (sum_C, max_C)),
     )
     return sum_C, max_C
@@ -90,9 +89,7 @@ def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> N
     _assert_matrix(e_CV, rows, classes, torch.bfloat16)
     _assert_matrix(weight_VD, classes, features, torch.bfloat16)
     sizes = map(_integer, (rows, features, classes))
-    _call(
-        "lowtide_multiply", *sizes, *_matrix(e_CV), *_matrix(weight_VD), *_matrix(out_CD), ctypes.c_bool(add)
-    )
+    _call("lowtide_multiply", *sizes, _matrix(e_CV), _matrix(weight_VD), _matrix(out_CD), ctypes.c_bool(add))
 
 
 def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
@@ -102,19 +99,19 @@ def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool
     _assert_matrix(e_CV, rows, classes, torch.bfloat16)
     _assert_matrix(x_CD, rows, features, torch.bfloat16)
     sizes = map(_integer, (rows, features, classes))
-    operands = (*_matrix(e_CV), *_matrix(x_CD), *_matrix(out_VD))
+    operands = (_matrix(e_CV), _matrix(x_CD), _matrix(out_VD))
     _call("lowtide_multiply_transposed", *sizes, *operands, ctypes.c_bool(add))
 
 
 def _assert_matrix(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    assert matrix.shape == (rows, columns) and matrix.numel() > 0
-    assert matrix.dtype == dtype and matrix.device.type == "cpu"
+    assert (matrix.shape, matrix.dtype, matrix.device.type) == ((rows, columns), dtype, "cpu")
+    assert matrix.numel() > 0
     assert columns == 1 or matrix.stride(1) == 1
     assert rows == 1 or matrix.stride(0) >= columns
 
 
 def _assert_vector(vector: Tensor, size: int, dtype: torch.dtype) -> None:
-    assert vector.shape == (size,) and vector.dtype == dtype and vector.device.type == "cpu"
+    assert (vector.shape, vector.dtype, vector.device.type) == ((size,), dtype, "cpu")
     assert vector.is_contiguous()
 
 
@@ -125,8 +122,12 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def _matrix(matrix: Tensor | None) -> tuple[ctypes.c_void_p, ctypes.c_int64]:
-    return _pointer(matrix), _integer(0 if matrix is None else matrix.stride(0))
+class _Matrix(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+def _matrix(matrix: Tensor | None) -> _Matrix:
+    return _Matrix(None, 0) if matrix is None else _Matrix(matrix.data_ptr(), matrix.stride(0))
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -194,8 +195,8 @@ def _compiler() -> str:
 
 
 def _cache_folder() -> Path:
-    """torch.compile's own, whose function for it would import all of torch.compile. A folder that someone else
-    could have filled is none."""
+    """In torch.compile's own, whose function for it would import all of torch.compile. One that someone else
+    could have filled is refused."""
     base = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if base is None:
         try:
