@@ -215,8 +215,8 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
                 strip = Buffer<bf16>(ROWS * DEPTH),
                 u = Buffer<float>(std::min(C, waiting) * CLASSES)](size task) {
             const size segment = task / groups, start = task % groups * GROUP;
-            const size stop = std::min(C, start + GROUP), end = std::min(V, (segment + 1) * blocks / segments * CLASSES);
-            for (size j = segment * blocks / segments * CLASSES; j < end; j += CLASSES) {
+            const size stop = std::min(C, start + GROUP), last = (segment + 1) * blocks / segments;
+            for (size j = segment * blocks / segments * CLASSES; j < std::min(V, last * CLASSES); j += CLASSES) {
                 const size n = std::min(CLASSES, V - j);
                 for (size d = 0; d < D; d += DEPTH) {
                     const size k = std::min(DEPTH, D - d);

@@ -135,7 +135,9 @@ def _call(name: str, *arguments: object) -> None:
     assert library is not None
     # ctypes lets other Python threads run meanwhile.
     if getattr(library, name)(*arguments, ctypes.c_int(torch.get_num_threads())):
-        raise RuntimeError(f"{name[len('lowtide_') :]} of bfloat16 operands failed: is there memory?")
+        raise RuntimeError(
+            f"{name[len('lowtide_') :]} of bfloat16 operands failed: no memory, or oneDNN is switched off"
+        )
 
 
 @functools.cache
