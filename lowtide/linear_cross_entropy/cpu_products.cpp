@@ -36,7 +36,7 @@ constexpr size CLASSES = 128;     // of a tile of logits
 constexpr size GROUP = 512;       // rows whose logits wait for their other features, where D is above DEPTH
 constexpr size SEGMENTS = 64;     // runs of classes, each added up by itself, whoever takes it
 constexpr size COLUMNS = 256;     // of a sum, at most, that one thread makes at a time
-constexpr size SHARED = 1 << 18;  // numbers of x in pairs, at most, unless 64 columns are more
+constexpr size SHARED = 1 << 19;  // numbers of x in pairs, at most, unless 64 columns are more
 constexpr size TURNED = 64;       // classes whose exponentials are turned around at a time
 
 size parts_of(size count, size each) { return (count + each - 1) / each; }
@@ -215,8 +215,8 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
                 strip = Buffer<bf16>(ROWS * DEPTH),
                 u = Buffer<float>(std::min(C, waiting) * CLASSES)](size task) {
             const size segment = task / groups, start = task % groups * GROUP;
-            const size stop = std::min(C, start + GROUP), last = (segment + 1) * blocks / segments;
-            for (size j = segment * blocks / segments * CLASSES; j < std::min(V, last * CLASSES); j += CLASSES) {
+            const size stop = std::min(C, start + GROUP), end = (segment + 1) * blocks / segments * CLASSES;
+            for (size j = segment * blocks / segments * CLASSES; j < std::min(V, end); j += CLASSES) {
                 const size n = std::min(CLASSES, V - j);
                 for (size d = 0; d < D; d += DEPTH) {
                     const size k = std::min(DEPTH, D - d);
@@ -271,7 +271,7 @@ extern "C" int lowtide_multiply_transposed(size C, size D, size V, Matrix<const 
                                            Matrix<float> out, bool add, int threads) try {
     // Few lengths of a product, whatever C is, as each has a kernel of its own.
     const size depth = up(C, 8), stride = up(C, 32), share = up(parts_of(depth, threads), 2);
-    const size width = std::min(up(D, 16), std::max<size>(64, SHARED / depth / 64 * 64));
+    const size width = std::min(up(D, 16), std::clamp<size>(SHARED / depth / 64 * 64, 64, 2 * COLUMNS));
     const Buffer<bf16> packed(depth * width);
     for (size d = 0; d < D; d += width) {
         const size columns = std::min(width, D - d);

@@ -42,7 +42,7 @@ def packed_bytes(rows: int, features: int, threads: int | None = None) -> int:
     exponentials = 8 * 64 * rows + threads * (2 * 512 * 128 + strip + 4 * 128 * held)
     multiply = threads * (2 * 512 * 256 + strip)
     padded = -(-rows // 32) * 32
-    transposed = 2 * max(1 << 18, 64 * padded) + threads * 2 * 64 * padded
+    transposed = 2 * min(512 * padded, max(1 << 19, 64 * padded)) + threads * 2 * 64 * padded
     return max(exponentials, multiply, transposed)
 
 
