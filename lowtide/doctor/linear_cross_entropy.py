@@ -77,11 +77,13 @@ class Call:
             return {"engine": "reference", "why": "it is named: all logits at once"}
         plan = self.plan()
         chunks = -(-self.N // plan.rows) if self.N else 0
-        found = {
-            "engine": "exponentials.py, no pass over the logits" if plan.exponentials else "streamed.py",
-            "kernels": "Triton" if plan.backend == "triton" else "plain torch",
-        }
-        if plan.against_exponentials is not None:
+        without_pass = "exponentials.py" if plan.exponentials else "cpu_exponentials.py"
+        own = plan.exponentials or plan.cpu_exponentials
+        found = {"engine": f"{without_pass}, no pass over the logits" if own else "streamed.py"}
+        found["kernels"] = "Triton" if plan.backend == "triton" else "plain torch"
+        if plan.cpu_exponentials:
+            found["kernels"] = "C++, with oneDNN's bfloat16 products"
+        if not own:
             found["why"] = f"not exponentials.py: {plan.against_exponentials}"
         found["workspace"] = f"{plan.workspace / 2**20:,.0f} MiB"
         if self.workspace is None:

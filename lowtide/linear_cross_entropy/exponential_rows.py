@@ -1,23 +1,26 @@
-"""On the path without a pass over the logits, what each row has: the target's logit and the log-sum-exp
+"""On the paths without a pass over the logits, what each row has: the target's logit and the log-sum-exp
 (exponentials.py has the mathematics; coefficient_kernels.py, what the gradient is made of beside E).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.linear_term import LinearTerm
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.streamed import Stream
+
+if TYPE_CHECKING:  # it imports Triton
+    from lowtide.linear_cross_entropy.linear_term import LinearTerm
 
 
 class ExponentialRows(Stream):
     """Statistics here are max_N = r, sum_N = S, gap_N = lse - z_t and mean_N = sum_v p_v (z_v - r)."""
 
-    linear: list[LinearTerm]
+    linear: "list[LinearTerm]"
     target_logit_N: Tensor
     scale_N: Tensor  # c
     hit_N: Tensor  # h

@@ -211,6 +211,10 @@ def _stream(plan: Plan, *operands: Any) -> Stream:
         from lowtide.linear_cross_entropy.probabilities import ProbabilityStream  # imports Triton
 
         return ProbabilityStream(plan, *operands)
+    if plan.cpu_exponentials:
+        from lowtide.linear_cross_entropy.cpu_exponentials import CpuExponentialStream
+
+        return CpuExponentialStream(plan, *operands)
     return Stream(plan, *operands)
 
 

@@ -48,8 +48,11 @@ class Plan:
     it is the former."""
     workspace: int
     """Bytes that the call may hold beside inputs, outputs and gradients."""
+    cpu_exponentials: bool
+    """Whether the path is that of cpu_exponentials.py."""
     compute_dtype: torch.dtype
-    """Operands of the products: that of the options, but float32 for half precision on the CPU."""
+    """Operands of the products: that of the options, but float32 for half precision on the CPU, where that is
+    not the path of cpu_exponentials.py."""
     copies_rows: tuple[bool, ...]
     """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
@@ -101,6 +104,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         distances=route.distances,
         against_exponentials=route.against_exponentials,
         workspace=workspace,
+        cpu_exponentials=route.cpu_exponentials,
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
         scales_in_gradient=_scales_in_gradient(head, job, route),
@@ -183,10 +187,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     weight = head.weights[0]
     copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or 1 not in weight.stride()
 
-    rounds_apart = (
-        route.backend == "torch" and route.compute_dtype != sum_dtype
-    )  # only a kernel rounds in place
+    # Only a kernel rounds in place; here it does so before a logit is stored.
+    rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype
     logit = sum_size + (operand_size if rounds_apart else 0)
+    if route.cpu_exponentials:
+        logit = operand_size
     found = product = 0
     keeps_exponentials = route.exponentials and wanted.some
     if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
@@ -194,6 +199,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         found = V // 32 * _sums(options, job)
     elif route.distances:  # likewise, and four sums for every 128 (the interpreter's tiles are smaller)
         logits = V // 8 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
+    elif route.cpu_exponentials:
+        logits = V * logit if wanted.some else 0
     else:
         logits = V * (logit if wanted.some else sum_size)
         if route.backend == "torch":
@@ -201,6 +208,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     row = logits + 24 * sum_size  # and statistics
     for k, D_k in enumerate(features):
         row += route.copies_rows[k] * operand_size * D_k
+        if route.cpu_exponentials:  # targets' rows of the weight, and what they are multiplied with
+            row += (2 * sum_size + operand_size) * D_k
         if not route.exponentials:
             row += wanted.inputs[k] * sum_size * D_k
             continue
@@ -211,11 +220,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     if of_strips:  # and, as long as the chunk lasts, what becomes its rows of dX
         row += features[1] * sum_size
     # The bias, its gradient, and a chunk's share of that.
-    vectors = (
-        ((11 if route.exponentials else 3) * int(head.bias is not None) + int(job.class_weights))
-        * V
-        * sum_size
-    )
+    of_bias = 11 if route.exponentials else 6 if route.cpu_exponentials else 3
+    vectors = (of_bias * int(head.bias is not None) + int(job.class_weights)) * V * sum_size
     # A CUDA allocation is a multiple of 512 bytes, and some eighty vectors and numbers are small.
     fixed = (
         ((160 if route.exponentials else 64) + 16 * sum_size) * N
@@ -284,7 +290,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         weight_copy=D * operand_size if copies_weight else 0,
         class_sum=D * sum_size,
         block_logit=logit + (sum_size * _copies(options, job) if route.backend == "torch" else 0),
-        block_row=2 * sum(features) * operand_size,
+        block_row=(2 * operand_size + (sum_size if route.cpu_exponentials else 0)) * sum(features),
         class_blocks=by_class,
     )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy import cpu_products
 from lowtide.linear_cross_entropy.check import ArgumentError, kernels_run_on_the_cpu
 from lowtide.linear_cross_entropy.head import Head, Options
 
@@ -16,6 +17,10 @@ from lowtide.linear_cross_entropy.head import Head, Options
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
 # Of a second term there: what a tile has room for beside its own operands.
 SECOND_FEATURES = 64
+
+
+# Of a CPU's bfloat16 products: with fewer, the host has more to do than its units.
+FEWEST_WEIGHTS = 1 << 20
 
 
 class Wanted(NamedTuple):
@@ -52,6 +57,7 @@ class Route(NamedTuple):
     backend: str
     distances: bool
     against_exponentials: str | None
+    cpu_exponentials: bool
     compute_dtype: torch.dtype
     copies_rows: tuple[bool, ...]
 
@@ -61,10 +67,11 @@ class Route(NamedTuple):
 
 
 def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> Route:
-    # torch has no half-precision product with a float32 result on the CPU.
     cuda = head.device.type == "cuda"
-    compute_dtype = options.compute_dtype if cuda else options.sum_dtype
-    backend = choose_backend(options.backend, head.device, compute_dtype)
+    backend = choose_backend(options.backend, head.device, options.compute_dtype)
+    cpu_exponentials = backend == "torch" and _fits_cpu_exponentials(head, options, job)
+    # torch has no half-precision product with a float32 result on the CPU.
+    compute_dtype = options.compute_dtype if cuda or cpu_exponentials else options.sum_dtype
     # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
     selects = not cuda and backend == "torch"
     copies_rows = tuple(
@@ -75,6 +82,7 @@ def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False)
         backend=backend,
         distances=against_tiles is None and _fits_distances(head, options, job),
         against_exponentials=against_tiles or _reason_against_exponentials(options, job),
+        cpu_exponentials=cpu_exponentials,
         compute_dtype=compute_dtype,
         copies_rows=copies_rows,
     )
@@ -117,6 +125,21 @@ def _reason_against_exponentials(options: Options, job: Job) -> str | None:
         # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
         return "it takes label smoothing without a soft cap"
     return None
+
+
+def _fits_cpu_exponentials(head: Head, options: Options, job: Job) -> bool:
+    weight, *others = head.weights
+    (V, D), (outer, inner) = weight.shape, weight.stride()
+    return (
+        head.device.type == "cpu"
+        and weight.dtype == options.compute_dtype == torch.bfloat16
+        and inner == 1
+        and outer >= D
+        and not (others or job.log_probs or job.probabilities or job.wanted.scale)
+        and not (options.softcap or options.label_smoothing)
+        and V * D >= FEWEST_WEIGHTS
+        and cpu_products.available()
+    )
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -19,10 +19,15 @@ class SharedSum:
         self.inside_HD = gradient_VD.view(-1)[: 2 * H * D].view(dtype).view(H, D)
         self.beside_BD = torch.empty(V - H, D, dtype=dtype, device=gradient_VD.device)
 
+    @property
+    def parts(self) -> list[tuple[slice, Tensor]]:
+        """Of which classes, and their sum."""
+        V, H = self.gradient_VD.shape[0], self.inside_HD.shape[0]
+        return [(slice(0, H), self.inside_HD), (slice(H, V), self.beside_BD)]
+
     def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        H = self.inside_HD.shape[0]
-        product(self.inside_HD, g_CV[:, :H].t(), x_CD, add=not first)
-        product(self.beside_BD, g_CV[:, H:].t(), x_CD, add=not first)
+        for classes, sum_BD in self.parts:
+            product(sum_BD, g_CV[:, classes].t(), x_CD, add=not first)
 
     def round_in_place(self) -> None:
         sum_HD, H = self.inside_HD.mul_(self.factor), self.inside_HD.shape[0]

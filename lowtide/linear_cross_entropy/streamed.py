@@ -166,8 +166,11 @@ class Stream(LossRows):
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
         for classes, weight_BD in operand.weights(self.plan.operand_classes):
             product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
-        if sum_CD is None:
-            return
+        if sum_CD is not None:
+            self._keep_rows(dx, dx_CD, rows)
+
+    def _keep_rows(self, dx: Kept, dx_CD: Tensor, rows: slice) -> None:
+        """A chunk's rows of an input's gradient, spent, where they are kept."""
         if self.counted is not None:
             rounded_CD = dx_CD if dx.rounding is None else dx_CD.mul_(dx.rounding)
             dx.tensor[self.counted[rows]] = rounded_CD.to(dx.tensor.dtype)
