@@ -82,7 +82,7 @@ def linear_cross_entropy(
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
-        precision on the CPU) and are summed in float32, as are the logits, the statistics and the gradient of
+        precision on the CPU, unless it has units for bfloat16 and a C++ compiler) and are summed in float32, as are the logits, the statistics and the gradient of
         the weight (on Hopper, where a pipeline forms that sum or four bytes a weight leave too little for the
         rows of a chunk, in 24 bits, where one byte does in 20: each chunk rounds by at most 2^-16 or 2^-12 of
         what it adds up to. There a float32 weight's gradient of bfloat16 products, which autocast's own
@@ -98,6 +98,8 @@ def linear_cross_entropy(
         products). A half-precision weight's gradient is summed up in float32, or, where that is quicker or
         the workspace has no room for it, partly in the gradient's own memory (on Hopper in 24 or 20 bits, on
         the CPU in float32); where that leaves too few rows, class block by class block, for one more product.
+        Beside it is what products pack of their operands: PyTorch's, or on a CPU with units for bfloat16 its
+        own, 0.3 MiB a thread and at most 1 MiB that they share.
         Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class weights
         differentiate the definition itself chunk by chunk: O(workspace) as well, beside copies of the
         operands in the dtype of the sums; exact, not fast. A K-dimensional loss of several positions takes
