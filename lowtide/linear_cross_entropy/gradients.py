@@ -62,6 +62,7 @@ def allocate(
         zero: bool = False,
         by_row: bool = False,
         factor: Tensor = factor,
+        lifted: int | Tensor = scaling.FP16_EXPONENT,
     ) -> Kept:
         """`by_row`: formed with factors of its rows, which this one can join: no pass is left for it."""
         whole = like.dtype == plan.sum_dtype
@@ -71,17 +72,24 @@ def allocate(
             tensor.zero_()
         if summed and not (by_row and whole):
             return Kept(tensor, None, factor)
-        rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype)
+        rounding, pending = (factor, None) if final else scaling.split(factor, like.dtype, lifted)
         return Kept(tensor, rounding, pending)
 
     accumulate, by_class = (plan.weight_gradient == kind for kind in ("accumulate", "by_class"))
     by_row = plan.exponentials
     return Gradients(
         tuple(
-            keep(input, (head.tokens, input.shape[-1]), summed=False, zero=some_rows, by_row=by_row)
+            keep(
+                input,
+                (head.tokens, input.shape[-1]),
+                summed=False,
+                zero=some_rows,
+                by_row=by_row,
+                lifted=scaling.lifted_by(weight) if input.dtype == torch.float16 else scaling.FP16_EXPONENT,
+            )
             if grad
             else None
-            for input, grad in zip(head.inputs, wanted.inputs)
+            for input, weight, grad in zip(head.inputs, head.weights, wanted.inputs)
         ),
         tuple(
             keep(weight, tuple(weight.shape), summed=accumulate or k > 0, by_row=by_row and not by_class)

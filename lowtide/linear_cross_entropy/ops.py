@@ -15,7 +15,7 @@ The first takes the head of a K-dimensional loss, too, for a mean or sum.
 Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,12 @@ def linear_cross_entropy(
         if plan.options.reduction == "none":
             statistics = stream.take_statistics()
             return [stream.of_all(stream.loss_N(statistics)), *_kept_statistics(stream, statistics)]
-        denominator = stream.denominator() if plan.options.reduction == "mean" else None
-        waiting: list[Tensor] = []
-        if plan.wanted.some:
-            statistics, gradients = stream.take_statistics_and_gradients(_factor(stream, denominator))
-            waiting = _waiting(gradients)
-        else:
-            statistics = stream.take_statistics()
-        loss = stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum()
-        return [loss if denominator is None else loss / denominator, *waiting]
+        denominator, factor = _denominator([stream])
+        loss, gradients = _sum(stream, factor)
+        return [
+            loss if denominator is None else loss / denominator,
+            *([] if gradients is None else _waiting(gradients)),
+        ]
 
 
 @_operator(
@@ -154,31 +151,45 @@ def _of_positions(
 ) -> list[Tensor]:
     """A sum or mean. Each position's gradients are formed while its logits are there, and do not wait for the
     others': three products, as of a single head."""
-    wide, calls = widened(head, options[0]), []
+    wide, calls = widened(head, options[0], Options(*options[1:]).sum_dtype), []
     for part, target_N in zip(wide.at_positions(), targets_at_positions(target)):
         calls.append((_plan(part, target_N, class_weight, options, log_probs=False), part, target_N))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
-        denominator, factor = None, torch.ones((), dtype=plan.sum_dtype, device=head.device)
-        if plan.options.reduction == "mean":
-            rows = [LossRows(*call, class_weight) for call in calls]
-            denominator = torch.stack([each.denominator() for each in rows]).sum()
-            ignored = torch.stack([each.ignored_N.all() for each in rows]).all()
-            factor = 1 / denominator.masked_fill(ignored, 1)
-            del rows
-        gradients = PositionGradients(head, plan.wanted, plan.sum_dtype, plan.backend)
+        denominator, factor = _denominator(LossRows(*call, class_weight) for call in calls)
+        gradients = PositionGradients(head, plan.wanted, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            stream = _stream(*call, class_weight)
-            if plan.wanted.some:
-                statistics, found = stream.take_statistics_and_gradients(factor)
+            of_one, found = _sum(_stream(*call, class_weight), factor)
+            loss += of_one
+            if found is not None:
                 gradients.add(position, found)
-                del found  # before the next are made
-            else:
-                statistics = stream.take_statistics()
-            loss += stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum()
+            del found  # before the next are made
         waiting = _waiting(gradients.gradients)
         return [loss if denominator is None else loss / denominator, *waiting]
+
+
+def _denominator(calls: Iterable[LossRows]) -> tuple[Tensor | None, Tensor]:
+    """Of the mean over all of them, None for a sum; and the factor of their gradients."""
+    weights, ignored = [], []
+    for rows in calls:  # vectors of one at a time
+        if rows.plan.options.reduction == "sum":
+            return None, torch.ones((), dtype=rows.plan.sum_dtype, device=rows.device)
+        weights.append(rows.denominator())
+        ignored.append(rows.ignored_N.all())
+    denominator = torch.stack(weights).sum()
+    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
+
+
+def _sum(stream: Stream, factor: Tensor) -> tuple[Tensor, Gradients | None]:
+    """The loss of all rows, and the gradients that are wanted, times factor."""
+    gradients = None
+    if stream.plan.wanted.some:
+        statistics, gradients = stream.take_statistics_and_gradients(factor)
+    else:
+        statistics = stream.take_statistics()
+    return stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum(), gradients
 
 
 def _plan(
@@ -216,13 +227,6 @@ def _stream(plan: Plan, *operands: Any) -> Stream:
 
         return CpuExponentialStream(plan, *operands)
     return Stream(plan, *operands)
-
-
-def _factor(stream: Stream, denominator: Tensor | None) -> Tensor:
-    if denominator is None:
-        return torch.ones((), dtype=stream.plan.sum_dtype, device=stream.device)
-    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
-    return 1 / denominator.masked_fill(stream.ignored_N.all(), 1)
 
 
 def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""The gradients of a K-dimensional loss, put together one position after the other: what positions share is
-added up in float32, a position's own is rounded as that of a single head.
+"""The gradients of a K-dimensional loss, put together one position after the other: what positions share, and
+a bias, in float32; a position's part of the weight's is rounded into its place.
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -12,23 +12,23 @@ from torch import Tensor
 from lowtide.linear_cross_entropy.gradients import Gradients, Kept
 from lowtide.linear_cross_entropy.head import Head
 from lowtide.linear_cross_entropy.route import Wanted
-from lowtide.linear_cross_entropy.scaling import scaled
+from lowtide.linear_cross_entropy.scaling import scale_into
 
 # Of input, weight, bias, scale: which a position has of its own.
 OWN = False, True, True, False
+WEIGHT = 1
 
 
 def kept_dtype(place: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
-    """Of a gradient of the tensor in that place. What is kept in float16 waits with a power of two
-    (scaling.py), and each position would have another."""
-    return dtype if OWN[place] and dtype != torch.float16 else sum_dtype
+    """Of a gradient of the tensor in that place, until backward. What is kept in float16 waits with a power
+    of two (scaling.py), and each position would have another."""
+    return dtype if place == WEIGHT and dtype != torch.float16 else sum_dtype
 
 
-def widened(head: Head, wanted: Sequence[bool]) -> Head:
+def widened(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> Head:
     """A head whose input has the dtype of its gradient's sum, where there is one."""
     (input,) = head.inputs
-    wide = input.to(torch.promote_types(input.dtype, torch.float32)) if wanted[0] else input
-    return head._replace(inputs=(wide,))
+    return head._replace(inputs=(input.to(sum_dtype) if wanted[0] else input,))
 
 
 def held_beside(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> int:
@@ -41,9 +41,8 @@ def held_beside(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> i
 
 
 class PositionGradients:
-    def __init__(self, head: Head, wanted: Wanted, sum_dtype: torch.dtype, backend: str) -> None:
+    def __init__(self, head: Head, wanted: Wanted, sum_dtype: torch.dtype) -> None:
         """`head`: of all positions."""
-        self.sum_dtype, self.backend = sum_dtype, backend
         one = torch.ones((), dtype=sum_dtype, device=head.device)
 
         def keep(place: int, like: Tensor | None, grad: bool) -> Kept | None:
@@ -58,13 +57,18 @@ class PositionGradients:
         self.gradients = Gradients((dx,), (dw,), db, dscale)
 
     def add(self, position: int, gradients: Gradients) -> None:
+        """One position's, whose memory is free afterwards."""
         for own, whole, part in zip(OWN, self.gradients.all, gradients.all):
             if whole is None or part is None:
                 continue
-            found = part.tensor
-            if part.pending is not None:
-                found = scaled(found, part.pending, self.sum_dtype, self.backend, in_place=True)
-            if own:
-                whole.tensor[:, position].copy_(found)
-            else:
-                whole.tensor.add_(found)
+            if not own:
+                whole.tensor.addcmul_(part.tensor, _or_one(part.pending, part.tensor))
+            elif part.pending is None:
+                whole.tensor[:, position].copy_(part.tensor)
+            else:  # in torch, as the place has strides
+                out = whole.tensor[:, position]
+                scale_into(out, part.tensor, part.pending, "torch", spent=True)
+
+
+def _or_one(factor: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_ones(()) if factor is None else factor

@@ -14,6 +14,8 @@ from torch import Tensor
 
 # A float16 gradient is kept with its largest row near 1, and formed with its largest row near 2^14.
 FP16_EXPONENT = 14
+# An input's has numbers up to 4 times this power of two.
+FP16_ROOM = 10
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -29,12 +31,26 @@ def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) ->
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
 
-def split(factor: Tensor, dtype: torch.dtype, lifted: int = FP16_EXPONENT) -> tuple[Tensor, Tensor | None]:
+def split(
+    factor: Tensor, dtype: torch.dtype, lifted: int | Tensor = FP16_EXPONENT
+) -> tuple[Tensor, Tensor | None]:
     """`factor` as (what goes in when a gradient is rounded to dtype, the power of two left for later)."""
     if dtype != torch.float16:
         return factor, None
     mantissa, exponent = torch.frexp(factor)
-    return mantissa * 2.0**-lifted, torch.ldexp(torch.ones_like(factor), exponent + lifted)
+    one = torch.ones_like(factor)
+    return mantissa * torch.ldexp(one, -lifted * one), torch.ldexp(one, exponent + lifted)
+
+
+def lifted_by(weight_VD: Tensor) -> int | Tensor:
+    """Of an input's float16 gradient, for `split`: its rows are sums of the weight's, whose factors add up to
+    about 4 at most where they are formed near 2^14, so the largest number there may be says how far they are
+    from the end of the range. A small weight's, or where the terms left much room, are not rounded to
+    nothing."""
+    if weight_VD.numel() == 0:
+        return FP16_EXPONENT
+    largest = torch.linalg.vector_norm(weight_VD, ord=torch.inf, dtype=torch.float32)
+    return torch.frexp(largest).exponent + (FP16_EXPONENT - FP16_ROOM)
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:

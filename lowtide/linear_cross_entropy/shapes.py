@@ -136,5 +136,6 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     given = Options(*options)
     if not head.by_position:
         return held(head, given, job)
+    wide = widened(head, wanted, given.sum_dtype)
     beside = held_beside(head, wanted, given.sum_dtype)
-    return beside + max(held(part, given, job) for part in widened(head, wanted).at_positions())
+    return beside + max(held(part, given, job) for part in wide.at_positions())

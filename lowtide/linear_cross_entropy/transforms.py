@@ -52,8 +52,11 @@ def by_position(
     options: Options,
 ) -> Tensor:
     """[N, P] for none, else 0-d: the losses of each position, by that function."""
-    (input,) = head.inputs
-    wide = head._replace(inputs=(input.to(options.sum_dtype),))  # its gradient is a sum, to be rounded once
+    (input,), scale = head.inputs, head.scale
+    wide = head._replace(  # their gradients are sums, to be rounded once
+        inputs=(input.to(options.sum_dtype),),
+        scale=None if scale is None else scale.to(options.sum_dtype),
+    )
     of_rows = options._replace(reduction="none")
     losses = [
         function(part, part_target, class_weight_V, of_rows)

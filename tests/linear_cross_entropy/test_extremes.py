@@ -120,3 +120,24 @@ def test_cuda_targets_out_of_range_make_the_loss_nan(device, reduction):
         if reduction == "none":
             assert result["loss"].isnan().sum() == 1
             assert result["input"].isnan().any(1).sum() == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("std", [0.002, 0.02, 200.0])
+@pytest.mark.parametrize("kind", ["classes", "probabilities", "z-loss"])
+def test_a_float16_gradient_is_not_rounded_to_nothing(device, kind, std, backend):
+    """Before its factor is known room is left for what a log-sum-exp or a row's probabilities may be: a small
+    weight's rows would fall below float16's range by it."""
+    skip_unless_runnable(backend, device, torch.float16)
+    rows, features, classes = 100, 64, 600
+    inputs = make_inputs(
+        rows, features, classes, device=device, dtype=torch.float16, scale=std * features**0.5, ignored=0.0
+    )
+    if std > 1:
+        inputs = replace(inputs, input=(inputs.input.detach() / 1000).requires_grad_())
+    if kind == "probabilities":
+        flat_NV = (0.5 * torch.randn(rows, classes)).softmax(1).half().to(device)
+        inputs = replace(inputs, target=flat_NV)
+    options = {"z_loss": 1.0} if kind == "z-loss" else {}
+    actual = differentiate(fused, inputs, 1024.0, backend=backend, **options)
+    check(actual, inputs, upstream=1024.0, **options)

@@ -16,7 +16,7 @@ from tests.linear_cross_entropy.calls import make_call, outcome
 LOSS = torch.ops.lowtide.linear_cross_entropy.default
 N, D, V, P = 24, 16, 40, 3
 WANTED = [(True, True, True, True), (True, False, False, False), (False, True, False, False), (False,) * 4]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 3.5e-4}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def operands(device, *, probabilities=False, dtype=torch.float32):
@@ -34,7 +34,7 @@ def operands(device, *, probabilities=False, dtype=torch.float32):
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(device, dtype, reduction, probabilities, wanted):
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1, compute_dtype=dtype)
     head = operands(device, probabilities=probabilities, dtype=dtype)
@@ -63,7 +63,7 @@ def test_products(device, frozen):
 
 @pytest.mark.parametrize("workspace", [None, 60_000])
 @pytest.mark.parametrize("factor", [1.0, 1e-6])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy(device, dtype, factor, workspace):
     """Also where class weights, and so a gradient's largest numbers, differ from position to position by
     2^20: a float16 gradient has one scale for all."""
@@ -86,11 +86,11 @@ def test_accuracy(device, dtype, factor, workspace):
 
     def dense(x_ND, w_VPD, b_VP, weight_V):
         logits_NVP = torch.einsum("nd,vpd->nvp", x_ND, w_VPD) + b_VP
-        return torch.nn.functional.cross_entropy(logits_NVP, target_NP, weight_V)
+        return torch.nn.functional.cross_entropy(logits_NVP, target_NP, weight_V.to(logits_NVP.dtype))
 
-    for found, exact in zip(gradients(dtype, ours), gradients(torch.float64, dense)):
-        error = (found.double() - exact).norm() / exact.norm()
-        assert error <= TOLERANCE[dtype]
+    exact = gradients(torch.float64, dense)
+    for found, eager, truth in zip(gradients(dtype, ours), gradients(dtype, dense), exact):
+        assert (found - truth).norm() <= 2 * (eager - truth).norm()
 
 
 def test_rounded_as_a_single_heads(device):
@@ -130,7 +130,7 @@ def test_second_order(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_last_rows_of_one_position_ignored(device, reduction):
+def test_all_rows_of_one_position_ignored(device, reduction):
     """A mean is over all positions: one without a target adds nothing."""
     arguments = make_call((3,), device=device)
     arguments["target"][:, 1] = -100
@@ -145,17 +145,30 @@ def test_the_last_rows_of_one_position_ignored(device, reduction):
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workspace", [1 << 20, None])
 def test_what_it_holds_is_foretold(dtype, workspace, wanted):
-    rows, features, classes = 512, 64, 2048
-    x_ND, w_VPD = torch.randn(rows, features, dtype=dtype), torch.randn(classes, P, features, dtype=dtype)
-    options = Options(compute_dtype=dtype, workspace=workspace, backend="torch")
-    target_NP = torch.randint(classes, (rows, P))
-    call = ([x_ND], [w_VPD], None, None, target_NP, None, (wanted, wanted, False, False), *options)
+    measured, foretold = held(dtype, workspace, wanted, rows=512, classes=2048, positions=3)
+    assert 0.7 * foretold <= measured <= foretold
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_vectors_of_positions_do_not_add_up(reduction):
+    measured, foretold = held(
+        torch.float32, 600_000, False, rows=2048, classes=16, positions=128, reduction=reduction
+    )
+    assert measured <= foretold
+
+
+def held(dtype, workspace, wanted, *, rows, classes, positions, reduction="mean", features=64):
+    """Bytes beside what is given and returned: what a call takes, and what is said of it."""
+    x_ND = torch.randn(rows, features, dtype=dtype)
+    w_VPD = torch.randn(classes, positions, features, dtype=dtype)
+    b_VP, target_NP = torch.randn(classes, positions, dtype=dtype), torch.randint(classes, (rows, positions))
+    options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
+    call = ([x_ND], [w_VPD], b_VP, None, target_NP, None, (wanted, wanted, False, False), *options)
     LOSS(*call)
     with peak_memory("cpu") as peak:
         results = LOSS(*call)
     measured = peak.bytes - sum(each.nbytes for each in results)
-    foretold = workspace_of("lowtide::linear_cross_entropy", call)
-    assert 0.7 * foretold <= measured <= foretold
+    return measured, workspace_of("lowtide::linear_cross_entropy", call)
