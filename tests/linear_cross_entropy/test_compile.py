@@ -204,6 +204,26 @@ def test_the_module(device, counter, positions):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_several_positions_of_every_length(device, counter, reduction):
+    def step(x_ND, w_VPD, target_NP):
+        return lowtide.linear_cross_entropy(x_ND, w_VPD, target_NP, reduction=reduction).sum()
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
+    w_VPD = torch.randn(7, 3, 8, device=device, requires_grad=True)
+    for length in LENGTHS:
+        x_ND = torch.randn(length, 8, device=device, requires_grad=True)
+        target_NP = torch.randint(7, (length, 3), device=device)
+        found, expected = (
+            torch.autograd.grad(each(x_ND, w_VPD, target_NP), (x_ND, w_VPD)) for each in (compiled, step)
+        )
+        for ours, eager in zip(found, expected):
+            torch.testing.assert_close(ours, eager)
+        if length == LENGTHS[0]:
+            first = counter.frame_count
+    assert counter.frame_count == first <= 2, "compiled again for another length"
+
+
 def test_autocast_in_the_graph(device, counter):
     inputs = make_inputs(device=device)
 

@@ -13,6 +13,7 @@ pytestmark = [
 KINDS = {
     "plain": {},
     "all": {"softcap": 2.0, "z_loss": 0.1, "logit_scale": 0.5, "label_smoothing": 0.1},
+    "positions": {"out_features": (3,), "label_smoothing": 0.1},
 }
 
 
@@ -41,8 +42,8 @@ class Scores(torch.nn.Module):
         return found.log_prob + 0.1 * found.entropy - 0.2 * found.logsumexp
 
 
-def batch(device, rows=9):
-    return torch.randn(rows, 8, device=device), torch.randint(21, (rows,), device=device)
+def batch(device, rows=9, positions=()):
+    return torch.randn(rows, 8, device=device), torch.randint(21, (rows, *positions), device=device)
 
 
 def gradients(module, arguments):
@@ -56,9 +57,11 @@ def gradients(module, arguments):
 def test_an_exported_model_is_trained(device, reduction, kind, dynamic):
     model = Model(reduction=reduction, **KINDS[kind]).to(device)
     rows = {0: torch.export.Dim("rows", min=2)} if dynamic else None
-    program = torch.export.export(model, batch(device), dynamic_shapes=(rows, rows) if dynamic else None)
+    positions = KINDS[kind].get("out_features", ())
+    example = batch(device, positions=positions)
+    program = torch.export.export(model, example, dynamic_shapes=(rows, rows) if dynamic else None)
     for length in (9, 14) if dynamic else (9,):
-        arguments = batch(device, length)
+        arguments = batch(device, length, positions)
         for found, expected in zip(gradients(program.module(), arguments), gradients(model, arguments)):
             assert torch.equal(found, expected)
 

@@ -5,12 +5,14 @@ Shapes: N rows, D features, V classes, P positions.
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.bench.memory import peak_memory
 from lowtide.linear_cross_entropy.head import Options
 from lowtide.linear_cross_entropy.shapes import workspace_of
+from tests.cuda_graphs import captured
 from tests.linear_cross_entropy.calls import make_call, outcome
 
 LOSS = torch.ops.lowtide.linear_cross_entropy.default
@@ -127,6 +129,71 @@ def test_second_order(device):
 
     leaves = [arguments[name].requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
     assert torch.autograd.gradgradcheck(loss, leaves)
+
+
+def leaves_and_loss(device, dtype=torch.float64, rows=N, **options):
+    """Input, weight and bias, and the loss as a function of them; and the same, densely."""
+    [x_ND], [w_VPD], b_VP, _, target_NP = operands(device, dtype=dtype)
+    x_ND, target_NP = x_ND[:rows], target_NP[:rows]
+
+    def ours(x_ND, w_VPD, b_VP):
+        return lowtide.linear_cross_entropy(x_ND, w_VPD, target_NP, linear_bias=b_VP, **options)
+
+    def dense(x_ND, w_VPD, b_VP):
+        logits_NVP = torch.einsum("nd,vpd->nvp", x_ND, w_VPD) + b_VP
+        return torch.nn.functional.cross_entropy(logits_NVP, target_NP, **options)
+
+    return [each.requires_grad_() for each in (x_ND, w_VPD, b_VP)], ours, dense
+
+
+def test_forward_mode(device):
+    leaves, ours, dense = leaves_and_loss(device)
+    tangents = tuple(torch.randn_like(leaf) for leaf in leaves)
+    found, expected = (torch.func.jvp(each, tuple(leaves), tangents) for each in (ours, dense))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant", "saved on the CPU"])
+def test_what_backward_needs_recomputed_or_elsewhere(device, way):
+    leaves, ours, dense = leaves_and_loss(device)
+    if way == "saved on the CPU":
+        with torch.autograd.graph.save_on_cpu():
+            loss = ours(*leaves)
+    else:
+        loss = checkpoint(ours, *leaves, use_reentrant=way == "reentrant")
+    loss.backward()
+    expected = torch.autograd.grad(dense(*leaves), leaves)
+    for leaf, gradient in zip(leaves, expected):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_autocast(device):
+    """Products in bfloat16 on CUDA, in float32 on the CPU; gradients in float32."""
+    leaves, ours, dense = leaves_and_loss(device, torch.float32)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found, eager = (torch.autograd.grad(each(*leaves), leaves) for each in (ours, dense))
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = torch.autograd.grad(dense(*wide), wide)
+    for one, other, truth in zip(found, eager, exact):
+        assert one.dtype == torch.float32
+        assert (one - truth).norm() <= 2 * (other - truth).norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_cuda_graph(device, reduction):
+    if device == "cpu":
+        pytest.skip("needs CUDA graphs")
+    leaves, ours, _ = leaves_and_loss(device, torch.bfloat16, reduction=reduction)
+
+    def step():
+        loss = ours(*leaves)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
+
+    graph, found = captured(step)
+    with torch.no_grad():
+        leaves[0].mul_(0.5)
+    graph.replay()
+    assert all(map(torch.equal, found, step()))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
