@@ -59,8 +59,7 @@ class CpuExponentialStream(ExponentialRows):
                 if buffer_CD is not None:
                     self._keep_rows(dx, dx_CD, rows)
             del w_CD  # before another of its size is made
-            for classes, sum_BD in sums:
-                self._add_rows(sum_BD, e_CV[:, classes], x_CD, rows, row, classes.start)
+            self._add_rows(sums, e_CV, x_CD, rows, row)
             if db is not None:
                 self._add_bias(db.tensor, e_CV, rows, row)
         if shared is not None and self.M:
@@ -77,7 +76,7 @@ class CpuExponentialStream(ExponentialRows):
                 row, x_CD = terms[rows], operand.rows(rows)
                 e_CB = exp[: x_CD.shape[0] * B].view(-1, B)
                 self._exponentials(x_CD, e_CB, row.target_N, statistics.max_N[rows], classes)
-                self._add_rows(sum_BD[:B], e_CB, x_CD, rows, row, classes.start)
+                self._add_rows([(slice(0, B), sum_BD[:B])], e_CB, x_CD, rows, row, classes.start)
             scaling.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend, spent=True)
 
     # Pieces.
@@ -118,15 +117,24 @@ class CpuExponentialStream(ExponentialRows):
         )
 
     def _add_rows(
-        self, sum_BD: Tensor, e_CB: Tensor, x_CD: Tensor, rows: slice, row: Terms, first_class: int
+        self,
+        sums: list[tuple[slice, Tensor]],
+        e_CB: Tensor,
+        x_CD: Tensor,
+        rows: slice,
+        row: Terms,
+        first_class: int = 0,
     ) -> None:
-        """E^T (c X), and the rows h X by target."""
+        """E^T (c X), and the rows h X by target, to the sums of such classes of a block."""
         scaled_CD = (x_CD * self.scale_N[rows, None]).to(x_CD.dtype)
-        cpu_products.multiply_transposed(sum_BD, e_CB, scaled_CD, add=rows.start > 0)
-        del scaled_CD
-        column_C = row.target_N - first_class
-        here = ((column_C >= 0) & (column_C < sum_BD.shape[0])).nonzero()[:, 0]
-        sum_BD.index_add_(0, column_C[here], x_CD[here] * self.hit_N[rows][here, None])
+        for classes, sum_BD in sums:
+            cpu_products.multiply_transposed(sum_BD, e_CB[:, classes], scaled_CD, add=rows.start > 0)
+        del scaled_CD  # before others are made
+        targets_CD = x_CD * self.hit_N[rows, None]
+        for classes, sum_BD in sums:
+            column_C = row.target_N - (first_class + classes.start)
+            here = ((column_C >= 0) & (column_C < sum_BD.shape[0])).nonzero()[:, 0]
+            sum_BD.index_add_(0, column_C[here], targets_CD[here])
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, rows: slice, row: Terms) -> None:
         """Exact to float32: c is cut into three numbers of E's dtype that add up to it."""
