@@ -20,7 +20,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Plan, few_tokens, make_plan
+from lowtide.linear_cross_entropy.plan import Plan, make_plan, told
 from lowtide.linear_cross_entropy.route import Job, Wanted
 from tests.helpers_dense import (
     HALVES,
@@ -250,8 +250,7 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
         inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
-    few = few_tokens(head)
-    return make_plan(head, Options(workspace=workspace, compute_dtype=dtype, few_tokens=few, **options), job)
+    return make_plan(head, told(head, Options(workspace=workspace, compute_dtype=dtype, **options)), job)
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

@@ -39,7 +39,7 @@ ALLOWED = {
         "streamed",
         "probabilities",
     },
-    "plan": {"class_blocks", "head", "hopper", "predicted", "route", "workspace"},
+    "plan": {"class_blocks", "cpu_products", "head", "hopper", "predicted", "route", "workspace"},
     "route": {"check", "cpu_products", "head"},
     "workspace": {"check", "class_blocks", "predicted"},
     "class_blocks": {"predicted"},

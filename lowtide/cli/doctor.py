@@ -45,7 +45,8 @@ def doctor(context: typer.Context) -> None:
 
     Alone it prints versions and devices, and which engine of attention takes
     which calls. The commands below describe one call, and are answered by the
-    functions that choose when it runs; nothing is computed.
+    functions that choose when it runs; nothing is computed, but a CPU's
+    bfloat16 products are compiled where that is still to be done.
     """
     if context.invoked_subcommand is None:
         console = _console()

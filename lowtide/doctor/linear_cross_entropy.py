@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.linear_cross_entropy.check import ArgumentError, check_arguments, check_loss_options
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import Plan, few_tokens, make_plan
+from lowtide.linear_cross_entropy.plan import Plan, make_plan, told
 from lowtide.linear_cross_entropy.route import Job, Wanted
 
 WEIGHT_GRADIENTS = {
@@ -66,7 +66,7 @@ class Call:
                 label_smoothing=self.label_smoothing,
             )
             head = Head((input_ND,), (weight_VD,), bias_V)
-            return make_plan(head, options._replace(few_tokens=few_tokens(head)), job)
+            return make_plan(head, told(head, options), job)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -84,7 +84,10 @@ class Call:
         if plan.cpu_exponentials:
             found["kernels"] = "C++, with oneDNN's bfloat16 products"
         if not own:
-            found["why"] = f"not exponentials.py: {plan.against_exponentials}"
+            on_cpu = self.device == "cpu" and plan.backend == "torch"
+            other = "cpu_exponentials.py" if on_cpu else "exponentials.py"
+            reason = plan.against_cpu_exponentials if on_cpu else plan.against_exponentials
+            found["why"] = f"not {other}: {reason}"
         found["workspace"] = f"{plan.workspace / 2**20:,.0f} MiB"
         if self.workspace is None:
             found["workspace"] += ", the default"

@@ -55,8 +55,9 @@ def linear_cross_entropy(
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
         logit_scale []; the result is 0-d, or [...] for ``reduction="none"``. An input [D] takes a class as
         [1], too. Any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole.
-        K-dimensional loss as in torch: input [N, D], linear_weight [V, d1, ..., dK, D], linear_bias
-        [V, d1, ..., dK], target [N, d1, ..., dK] or [N, V, d1, ..., dK], result [N, d1, ..., dK].
+        K-dimensional loss, of a head for each position over the same rows, as in torch's function of this
+        name: input [N, D], linear_weight [V, d1, ..., dK, D], linear_bias [V, d1, ..., dK], target
+        [N, d1, ..., dK] or [N, V, d1, ..., dK], result [N, d1, ..., dK].
         Tensors on the meta device give a loss and gradients of the right shapes and dtypes.
 
     Args:
@@ -81,17 +82,18 @@ def linear_cross_entropy(
             `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace.
 
     Precision:
-        Products take their operands in the input's dtype (autocast's under autocast; float32 for half
-        precision on the CPU, unless it has units for bfloat16 and a C++ compiler) and are summed in float32,
-        as are the logits, the statistics and the gradient of the weight (on Hopper, where a pipeline forms
-        that sum or four bytes a weight leave too little for the rows of a chunk, in 24 bits, where one byte
-        does in 20: each chunk rounds by at most 2^-16 or 2^-12 of what it adds up to. There a float32
+        Products take their operands in the input's dtype (autocast's under autocast) and are summed in
+        float32, as are the logits, the statistics and the gradient of the weight (on Hopper, where a pipeline
+        forms that sum or four bytes a weight leave too little for the rows of a chunk, in 24 bits, where one
+        byte does in 20: each chunk rounds by at most 2^-16 or 2^-12 of what it adds up to. There a float32
         weight's gradient of bfloat16 products, which autocast's own rounds to bfloat16, may be in 24 bits
         between chunks, too); float64 stays float64. Each gradient is rounded once, for mean and sum twice if
         the upstream gradient is no power of two. The loss is float32 for half-precision input: a bfloat16
         loss has three digits. Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient is
         known to 5e-4 of itself before that is rounded to bfloat16. Beside probabilities it is float64 where
-        they, or the class weights, are.
+        they, or the class weights, are. On the CPU half-precision products are of float32 operands, but for
+        bfloat16 tensors of 2^20 weights and more where it has units for them and a C++ compiler, without soft
+        cap, label smoothing, probabilities or a learned scale.
 
     Memory:
         O(workspace), never N V: a chunk of tokens at a time. For mean and sum the gradients are formed in
@@ -100,13 +102,13 @@ def linear_cross_entropy(
         the workspace has no room for it, partly in the gradient's own memory (on Hopper in 24 or 20 bits, on
         the CPU in float32); where that leaves too few rows, class block by class block, for one more product.
         Beside it is what products pack of their operands: PyTorch's, or on a CPU with units for bfloat16 its
-        own, 0.3 MiB a thread and at most 1 MiB that they share. Derivatives of higher order, forward mode,
-        vmap, and gradients of probabilities or class weights differentiate the definition itself chunk by
-        chunk: O(workspace) as well, beside copies of the operands in the dtype of the sums; exact, not fast.
-        A K-dimensional loss of several positions takes one after the other, each with this workspace, beside
-        up to three float32 tensors of the input's size and one position's part of the weight's gradient (of
-        which all waits in float32 for float16); with ``reduction="none"`` four products each, and the
-        weight's gradient once more as it is put together.
+        own, up to 0.5 MiB and 128 bytes a row of a chunk a thread, and up to 1 MiB or 128 bytes a row that
+        they share. Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class
+        weights differentiate the definition itself chunk by chunk: O(workspace) as well, beside copies of the
+        operands in the dtype of the sums; exact, not fast. A K-dimensional loss of several positions takes
+        one after the other, each with this workspace, beside up to three float32 tensors of the input's size
+        and one position's part of the weight's gradient (of which all waits in float32 for float16); with
+        ``reduction="none"`` four products each, and the weight's gradient once more as it is put together.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

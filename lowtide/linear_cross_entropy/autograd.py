@@ -21,7 +21,7 @@ from torch import Tensor
 from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.linear_cross_entropy.head import Head, Options
-from lowtide.linear_cross_entropy.plan import few_tokens
+from lowtide.linear_cross_entropy.plan import told
 from lowtide.linear_cross_entropy.route import choose_backend
 from lowtide.linear_cross_entropy.scaling import scaled
 
@@ -30,14 +30,14 @@ Gradients = tuple[Tensor | None, ...]
 
 def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
-    options = options._replace(few_tokens=few_tokens(head))
+    options = told(head, options)
     loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, _wanted(head), *options)
     return loss
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Four times [N]."""
-    options = options._replace(few_tokens=few_tokens(head))
+    options = told(head, options)
     log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(
         *head, target, _wanted(head), *options
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import cpu_products, scaling
-from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows
+from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.operands import blocks
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
@@ -34,7 +34,7 @@ class CpuExponentialStream(ExponentialRows):
         shared, sums = None, []
         if dw is not None and plan.weight_gradient == "split":
             shared = SharedSum(dw.tensor, dw.rounding)
-            sums = shared.parts
+            sums = [part for part in shared.parts if part[1].shape[0]]  # of one class, one is empty
         elif dw is not None and not by_class:
             sums = [(slice(0, self.V), dw.tensor)]
         for rows in blocks(self.M, plan.rows):
@@ -59,7 +59,8 @@ class CpuExponentialStream(ExponentialRows):
                 if buffer_CD is not None:
                     self._keep_rows(dx, dx_CD, rows)
             del w_CD  # before another of its size is made
-            self._add_rows(sums, e_CV, x_CD, rows, row)
+            if sums:
+                self._add_rows(sums, e_CV, x_CD, rows, row)
             if db is not None:
                 self._add_bias(db.tensor, e_CV, rows, row)
         if shared is not None and self.M:
@@ -155,12 +156,11 @@ def coefficients(row: Terms, stat: Statistics, logit_C: Tensor, *, take_gap: boo
     distance_C = stat.max_N - logit_C
     exp_C = distance_C.neg().exp()
     total_C = exp_C + stat.sum_N
-    log_total_C = distance_C + total_C.log()
     if take_gap:
-        torch.where(distance_C == 0, stat.sum_N.log1p(), log_total_C, out=stat.gap_N)
+        torch.where(distance_C == 0, stat.sum_N.log1p(), distance_C + total_C.log(), out=stat.gap_N)
     pull_C = row.pull_N
     if row.lse_pull_N is not None:
-        pull_C = pull_C + row.lse_pull_N * (logit_C + log_total_C)
+        pull_C = pull_C + row.lse_pull_N * logsumexp(stat, logit_C)
     # c e - hit, without the difference of two numbers near 1
     rest_C = (pull_C - row.hit_N) * exp_C - row.hit_N * stat.sum_N
     return pull_C / total_C, rest_C / total_C

@@ -207,8 +207,9 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
                                     float scale, const float* bias, const float* reference,
                                     const int64_t* target, Matrix<bf16> e, float* sum, float* largest,
                                     int threads) try {
-    const size blocks = parts_of(V, CLASSES), segments = std::min(SEGMENTS, blocks);
-    const size groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
+    const size blocks = parts_of(V, CLASSES), groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
+    // As many tasks, and numbers of segments, whatever C is.
+    const size segments = std::min(std::max<size>(SEGMENTS / groups, 1), blocks);
     std::vector<float> sums(segments * C, 0.f), maxima(segments * C, -INFINITY);
     const int failed = each_task(threads, segments * groups, [&] {
         return [&, packed = Buffer<bf16>(up(std::min(D, DEPTH), 2) * CLASSES),

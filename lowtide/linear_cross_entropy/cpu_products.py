@@ -6,11 +6,12 @@ C  rows, D  features, V  classes; rows may lie apart, what is within a row lies 
 
 import ctypes
 import functools
-import getpass
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -30,20 +31,16 @@ RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 
 
 def available() -> bool:
-    """Whether the functions below can be called: asked before each use, as oneDNN can be switched off."""
-    return torch.backends.mkldnn.enabled and _library() is not None
+    """Whether the functions below can be called."""
+    return against() is None
 
 
-def packed_bytes(rows: int, features: int, threads: int | None = None) -> int:
-    """What the calls hold beside their operands and results, at most."""
-    threads = threads or torch.get_num_threads()
-    strip = 2 * 32 * 512
-    held = min(rows, 512) if features > 512 else 32
-    exponentials = 8 * 64 * rows + threads * (2 * 512 * 128 + strip + 4 * 128 * held)
-    multiply = threads * (2 * 512 * 256 + strip)
-    padded = -(-rows // 32) * 32
-    transposed = 2 * min(512 * padded, max(1 << 19, 64 * padded)) + threads * 2 * 64 * padded
-    return max(exponentials, multiply, transposed)
+def against() -> str | None:
+    """Why they cannot be, None where they can: asked each time, as oneDNN can be switched off."""
+    if not torch.backends.mkldnn.enabled:
+        return "oneDNN, whose products they are, is switched off"
+    found = _library()
+    return found if isinstance(found, str) else None
 
 
 def exponentials(
@@ -132,7 +129,11 @@ def _matrix(matrix: Tensor | None) -> _Matrix:
 
 def _call(name: str, *arguments: object) -> None:
     library = _library()
-    assert library is not None
+    if isinstance(library, str):
+        raise RuntimeError(
+            "this call was compiled or exported where a CPU's bfloat16 products can be made; "
+            f"here {library}. Compile or export it here, or within torch.backends.mkldnn.flags(enabled=False)"
+        )
     # ctypes lets other Python threads run meanwhile.
     if getattr(library, name)(*arguments, ctypes.c_int(torch.get_num_threads())):
         raise RuntimeError(
@@ -141,19 +142,24 @@ def _call(name: str, *arguments: object) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """None where anything is missing. No reason is a reason to stop: there are float32 products."""
+def _library() -> ctypes.CDLL | str:
+    """Or why there is none. No reason is a reason to stop: there are float32 products."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
-        return None
+        return "this processor has no units for bfloat16 products"
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         functions = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in (BRGEMM, RELEASE)]
+    except (OSError, AttributeError):
+        return "this torch has no such products for others to call"
+    try:
         library = ctypes.CDLL(str(_compiled()))
-        if library.lowtide_use(*functions):
-            return None
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        return None
-    return library
+    except subprocess.CalledProcessError as problem:
+        lines = problem.stderr.decode(errors="replace").strip().splitlines()
+        said = f": {lines[0]}" if lines else ""
+        return f"{problem.cmd[0]} could not compile them{said}"
+    except (OSError, ValueError, subprocess.SubprocessError) as problem:
+        return f"they could not be compiled: {problem}"
+    return "oneDNN refuses them" if library.lowtide_use(*functions) else library
 
 
 def _has_units() -> bool:
@@ -170,9 +176,9 @@ def _compiled() -> Path:
     """The library's file, made where there is none yet. Its name says all that it depends on; it is written
     under another name first, so that a process finds all of it or nothing."""
     compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    version = _run([*compiler, "--version"])
     source = SOURCE.read_bytes()
-    facts = (source, version, compiler.encode(), repr((COMPILED, LINKED, torch.__version__)).encode())
+    facts = (source, version, repr(compiler).encode(), repr((COMPILED, LINKED, torch.__version__)).encode())
     name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
     folder = _cache_folder()
     library = folder / f"cpu_products_{name}.so"
@@ -181,33 +187,37 @@ def _compiled() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as own:
         compiled, linked = os.path.join(own, "products.o"), os.path.join(own, "products.so")
         for command in (
-            [compiler, *COMPILED, "-c", str(SOURCE), "-o", compiled],
-            [compiler, *LINKED, compiled, "-o", linked],
+            [*compiler, *COMPILED, "-c", str(SOURCE), "-o", compiled],
+            [*compiler, *LINKED, compiled, "-o", linked],
         ):
-            subprocess.run(command, capture_output=True, check=True, timeout=120)
+            _run(command)
         os.replace(linked, library)
     return library
 
 
-def _compiler() -> str:
-    for name in [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]:
-        if (found := shutil.which(name)) is not None:
-            return found
-    raise FileNotFoundError("no C++ compiler")
+def _run(command: list[str]) -> bytes:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=120)
+    return done.stdout
+
+
+def _compiler() -> list[str]:
+    """$CXX, which may have arguments or a wrapper, or the names that GCC has. (Another's OpenMP would not be
+    torch's.)"""
+    own = shlex.split(os.environ.get("CXX", ""))
+    for command in [own] if own else [["c++"], ["g++"]]:
+        if (found := shutil.which(command[0])) is not None:
+            return [found, *command[1:]]
+    raise FileNotFoundError(f"there is no C++ compiler ({shlex.join(own) or 'c++, g++'})")
 
 
 def _cache_folder() -> Path:
-    """In torch.compile's own, whose function for it would import all of torch.compile. One that someone else
-    could have filled is refused."""
-    base = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if base is None:
-        try:
-            user = getpass.getuser()
-        except (KeyError, ImportError, OSError):
-            user = f"uid_{os.getuid()}"
-        base = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    folder = Path(base).absolute() / "lowtide"
+    """Beside torch.compile's files where they have been given a place, else this user's own. One that someone
+    else could have filled is refused."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    base = Path(named).absolute() if named else Path(tempfile.gettempdir())
+    folder = base / "lowtide" if named else base / f"lowtide_{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError(f"{folder} is not this user's alone")
     return folder

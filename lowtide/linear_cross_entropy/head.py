@@ -78,6 +78,9 @@ class Options(NamedTuple):
     few_tokens: bool = False
     """Whether these are known to be few beside the classes (plan.few_tokens): said by the caller, as a number
     of tokens that is a symbol should not decide it."""
+    own_products: bool = False
+    """Whether a CPU's bfloat16 products can be made (plan.own_products): of machine and process, so that a
+    graph, and whoever keeps it, has to know."""
     compute_dtype: torch.dtype = torch.float32
     """What the operands of the products are rounded to: the input's dtype, or autocast's."""
     workspace: int | None = None

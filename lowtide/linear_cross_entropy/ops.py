@@ -36,7 +36,7 @@ from lowtide.linear_cross_entropy.streamed import Stream
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
 OPTIONS = (
     "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool few_tokens, ScalarType compute_dtype, int? workspace, str backend"
+    "bool few_tokens, bool own_products, ScalarType compute_dtype, int? workspace, str backend"
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.linear_cross_entropy import hopper
+from lowtide.linear_cross_entropy import cpu_products, hopper
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
@@ -48,8 +48,8 @@ class Plan:
     it is the former."""
     workspace: int
     """Bytes that the call may hold beside inputs, outputs and gradients."""
-    cpu_exponentials: bool
-    """Whether the path is that of cpu_exponentials.py."""
+    against_cpu_exponentials: str | None
+    """Likewise of the path of cpu_exponentials.py."""
     compute_dtype: torch.dtype
     """Operands of the products: that of the options, but float32 for half precision on the CPU, where that is
     not the path of cpu_exponentials.py."""
@@ -88,6 +88,10 @@ class Plan:
         return self.against_exponentials is None
 
     @property
+    def cpu_exponentials(self) -> bool:
+        return self.against_cpu_exponentials is None
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """Of logits, statistics and accumulators: float32, or float64 for float64."""
         return self.options.sum_dtype
@@ -104,7 +108,7 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         distances=route.distances,
         against_exponentials=route.against_exponentials,
         workspace=workspace,
-        cpu_exponentials=route.cpu_exponentials,
+        against_cpu_exponentials=route.against_cpu_exponentials,
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
         scales_in_gradient=_scales_in_gradient(head, job, route),
@@ -118,6 +122,23 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
         block_rows=sizes.block_rows,
         block_classes=sizes.block_classes,
     )
+
+
+def told(head: Head, options: Options) -> Options:
+    """With what a graph keeps of the call that it was made of."""
+    return options._replace(few_tokens=few_tokens(head), own_products=own_products(head, options))
+
+
+def own_products(head: Head, options: Options) -> bool:
+    return head.device.type == "cpu" and options.compute_dtype == torch.bfloat16 and _own_products()
+
+
+def _own_products() -> bool:
+    return cpu_products.available()
+
+
+# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
+_own_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def few_tokens(head: Head) -> bool:

@@ -81,7 +81,7 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
     if input.dim() != 2:
         raise ArgumentError(
             "input must have shape [N, D] where linear_weight has more than two dimensions "
-            f"(a K-dimensional loss), got {list(input.shape)}"
+            f"(a K-dimensional loss), got {list(input.shape)}; flatten rows of it and of target alike"
         )
     wanted = [input.shape[0], V, *dims] if target.is_floating_point() else [input.shape[0], *dims]
     if list(target.shape) != wanted:

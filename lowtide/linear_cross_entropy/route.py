@@ -57,7 +57,7 @@ class Route(NamedTuple):
     backend: str
     distances: bool
     against_exponentials: str | None
-    cpu_exponentials: bool
+    against_cpu_exponentials: str | None
     compute_dtype: torch.dtype
     copies_rows: tuple[bool, ...]
 
@@ -65,13 +65,18 @@ class Route(NamedTuple):
     def exponentials(self) -> bool:
         return self.against_exponentials is None
 
+    @property
+    def cpu_exponentials(self) -> bool:
+        return self.against_cpu_exponentials is None
+
 
 def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> Route:
     cuda = head.device.type == "cuda"
     backend = choose_backend(options.backend, head.device, options.compute_dtype)
-    cpu_exponentials = backend == "torch" and _fits_cpu_exponentials(head, options, job)
+    against_cpu_exponentials = _reason_against_cpu_exponentials(head, options, job, backend)
     # torch has no half-precision product with a float32 result on the CPU.
-    compute_dtype = options.compute_dtype if cuda or cpu_exponentials else options.sum_dtype
+    own = against_cpu_exponentials is None
+    compute_dtype = options.compute_dtype if cuda or own else options.sum_dtype
     # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
     selects = not cuda and backend == "torch"
     copies_rows = tuple(
@@ -82,7 +87,7 @@ def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False)
         backend=backend,
         distances=against_tiles is None and _fits_distances(head, options, job),
         against_exponentials=against_tiles or _reason_against_exponentials(options, job),
-        cpu_exponentials=cpu_exponentials,
+        against_cpu_exponentials=against_cpu_exponentials,
         compute_dtype=compute_dtype,
         copies_rows=copies_rows,
     )
@@ -127,19 +132,24 @@ def _reason_against_exponentials(options: Options, job: Job) -> str | None:
     return None
 
 
-def _fits_cpu_exponentials(head: Head, options: Options, job: Job) -> bool:
+def _reason_against_cpu_exponentials(head: Head, options: Options, job: Job, backend: str) -> str | None:
     weight, *others = head.weights
     (V, D), (outer, inner) = weight.shape, weight.stride()
-    return (
-        head.device.type == "cpu"
-        and weight.dtype == options.compute_dtype == torch.bfloat16
-        and inner == 1
-        and outer >= D
-        and not (others or job.log_probs or job.probabilities or job.wanted.scale)
-        and not (options.softcap or options.label_smoothing)
-        and V * D >= FEWEST_WEIGHTS
-        and cpu_products.available()
-    )
+    if head.device.type != "cpu" or backend != "torch":
+        return "it is for CPU tensors, without Triton"
+    if not weight.dtype == options.compute_dtype == torch.bfloat16:
+        return "it takes operands that are bfloat16"
+    if inner != 1 or outer < D:
+        return "it takes a weight whose features lie side by side"
+    if others or job.log_probs or job.probabilities or job.wanted.scale:
+        return "it takes one linear term, class indices and no learned scale, for a loss"
+    if options.softcap or options.label_smoothing:
+        return "it takes neither a soft cap nor label smoothing"
+    if V * D < FEWEST_WEIGHTS:
+        return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
+    if not options.own_products:
+        return cpu_products.against() or "this graph was made where there are no such products"
+    return None
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -1,5 +1,6 @@
 """The path without a pass over the logits on a CPU with units for bfloat16."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,12 @@ def test_odd_shapes(N, D, V):
     check(differentiate(fused, inputs), inputs, factor=4.0 if N * D < 100 else 2.0)
 
 
+def test_one_class_in_two_parts():
+    inputs = make_inputs(40, 1024, 1, dtype=BF16, ignored=0.0)
+    workspace = workspace_for(inputs, is_kind("split"))
+    check(differentiate(fused, inputs, workspace=workspace), inputs)
+
+
 def test_a_weight_by_columns_goes_the_other_way():
     inputs = make_inputs(64, 40, 301, dtype=BF16)
     by_column = torch.empty(40, 301, dtype=BF16).t().copy_(inputs.linear_weight.detach()).requires_grad_()
@@ -130,7 +137,7 @@ def test_it_is_the_other_paths_result(monkeypatch):
     """Within what rounds either; where there are no units, or too few weights, that is the one taken."""
     inputs = make_inputs(200, 64, 1000, dtype=BF16)
     ours = differentiate(fused, inputs)
-    monkeypatch.setattr(cpu_products, "available", lambda: False)
+    monkeypatch.setattr(cpu_products, "against", lambda: "of a test")
     assert not planned(inputs, None).cpu_exponentials
     theirs = differentiate(fused, inputs)
     for name, tensor in theirs.items():
@@ -176,12 +183,72 @@ def test_under_autocast():
         assert torch.equal(tensor.to(expected[name].dtype), expected[name])
 
 
-def test_compiled(monkeypatch):
-    inputs = make_inputs(300, 40, 301, dtype=BF16)
+class _Off:
+    """The products cannot be made, or oneDNN is switched off."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+
+    def __enter__(self):
+        self.patch = self.monkeypatch.context()
+        self.patch.__enter__().setattr(cpu_products, "against", lambda: "of a test")
+
+    def __exit__(self, *problem):
+        self.patch.__exit__(*problem)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_compiled(monkeypatch, off):
+    """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
+    head are summed in float32 on one way, and in part in the gradient's memory on the other."""
+    torch.compiler.reset()
+    inputs = make_inputs(64, 512, 16384, dtype=BF16)
+    assert planned(inputs, None).weight_gradient == "accumulate"
+    with _Off(monkeypatch):
+        assert planned(inputs, None).weight_gradient == "split"
+        other = differentiate(fused, inputs)
     expected = differentiate(fused, inputs)
-    found = differentiate(torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True), inputs)
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True)
+    with _Off(monkeypatch) if off else contextlib.nullcontext():
+        first = differentiate(compiled, inputs)
+    with contextlib.nullcontext() if off else _Off(monkeypatch):
+        second = differentiate(compiled, inputs)
+    for name, tensor in (other if off else expected).items():
+        assert torch.equal(first[name], tensor)
+        assert torch.equal(second[name], tensor)
+
+
+@pytest.mark.parametrize("off", ["forward", "backward"])
+def test_backward_goes_the_way_of_forward(monkeypatch, off):
+    """What is kept of a row means another thing on the other: it shows where targets' logits are largest."""
+    inputs = make_inputs(100, 40, 301, dtype=BF16, ignored=0.0, scale=6.0)
+    target = (inputs.input @ inputs.linear_weight.t()).argmax(1)
+    inputs = replace(inputs, target=target)
+    with _Off(monkeypatch) if off == "forward" else contextlib.nullcontext():
+        loss = fused(inputs, reduction="none")
+    upstream = torch.ones_like(loss)
+    with _Off(monkeypatch) if off == "backward" else contextlib.nullcontext():
+        found = torch.autograd.grad(loss, list(inputs.leaves().values()), upstream)
+    actual = dict(zip(inputs.leaves(), found)) | {"loss": loss.detach()}
+    check(actual, inputs, upstream=upstream, reduction="none")
+
+
+def test_without_the_library_a_kept_graph_says_so(monkeypatch):
+    inputs = make_inputs(20, 40, 301, dtype=BF16)
+    monkeypatch.setattr(cpu_products, "_library", lambda: "this processor has no units")
+    monkeypatch.setattr(cpu_products, "against", lambda: None)
+    with pytest.raises(RuntimeError, match="here this processor has no units"):
+        fused(inputs)
+
+
+def test_a_target_that_is_masked_out_beside_a_z_loss():
+    inputs = make_inputs(20, 16, 50, dtype=BF16, bias=True, ignored=0.0)
+    with torch.no_grad():
+        inputs.linear_bias[inputs.target[3]] = -torch.inf
+    actual = differentiate(fused, inputs, z_loss=0.1, reduction="none")
+    assert actual["loss"][3] == torch.inf
+    for name in ("input", "linear_weight"):
+        assert actual[name].isfinite().all()
 
 
 def test_positions():
@@ -196,11 +263,15 @@ def test_positions():
         assert (ours.double() - theirs).norm() <= 2.9e-3 * theirs.norm()
 
 
-def test_doctor_names_it():
+def test_doctor_names_it(monkeypatch):
     found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
     assert found["engine"] == "cpu_exponentials.py, no pass over the logits"
     assert found["products in"] == "bfloat16"
     assert "why" not in found
+    monkeypatch.setattr(cpu_products, "against", lambda: "g++ could not compile them")
+    found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
+    assert found["engine"] == "streamed.py"
+    assert found["why"] == "not cpu_exponentials.py: g++ could not compile them"
 
 
 def test_the_benchmarks_shape():

@@ -252,6 +252,11 @@ def test_without_a_compiler(tmp_path, how):
 
 
 @needs_products
+def test_a_compiler_with_arguments(tmp_path):
+    assert ask(tmp_path, CXX="env g++ -m64").communicate() == ("True\n", "")
+
+
+@needs_products
 def test_two_processes_at_once(tmp_path):
     processes = [ask(tmp_path) for _ in range(2)]
     for process in processes:
@@ -263,4 +268,11 @@ def test_two_processes_at_once(tmp_path):
 def test_not_from_a_folder_that_others_fill(tmp_path):
     (tmp_path / "lowtide").mkdir()
     (tmp_path / "lowtide").chmod(0o777)
+    assert ask(tmp_path).communicate() == ("False\n", "")
+
+
+@needs_products
+def test_not_from_a_folder_that_is_elsewhere(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "lowtide").symlink_to(tmp_path / "elsewhere")
     assert ask(tmp_path).communicate() == ("False\n", "")
