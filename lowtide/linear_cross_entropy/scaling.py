@@ -49,8 +49,9 @@ def lifted_by(weight_VD: Tensor) -> int | Tensor:
     nothing."""
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
-    largest = torch.linalg.vector_norm(weight_VD, ord=torch.inf, dtype=torch.float32)
-    return torch.frexp(largest).exponent + (FP16_EXPONENT - FP16_ROOM)
+    # Not a norm in float32, for which the CPU would copy the weight, nor abs.
+    largest = torch.maximum(weight_VD.amax(), -weight_VD.amin())
+    return torch.frexp(largest.float()).exponent + (FP16_EXPONENT - FP16_ROOM)
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
