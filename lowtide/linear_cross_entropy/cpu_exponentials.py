@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import cpu_products, scaling
-from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp
+from lowtide.linear_cross_entropy.exponential_rows import LARGEST_SUM, ExponentialRows, logsumexp
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.operands import blocks
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.shared_sum import SharedSum
-
-# A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
-LARGEST_SUM = 1e17
 
 
 class CpuExponentialStream(ExponentialRows):

@@ -16,6 +16,9 @@ from lowtide.linear_cross_entropy.streamed import Stream
 if TYPE_CHECKING:  # it imports Triton
     from lowtide.linear_cross_entropy.linear_term import LinearTerm
 
+# A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
+LARGEST_SUM = 1e17
+
 
 class ExponentialRows(Stream):
     """Statistics here are max_N = r, sum_N = S, gap_N = lse - z_t and mean_N = sum_v p_v (z_v - r)."""

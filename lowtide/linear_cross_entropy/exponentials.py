@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import row_kernels
 from lowtide.linear_cross_entropy.coefficient_kernels import coefficients
-from lowtide.linear_cross_entropy.exponential_rows import ExponentialRows, logsumexp, total
+from lowtide.linear_cross_entropy.exponential_rows import LARGEST_SUM, ExponentialRows, logsumexp, total
 from lowtide.linear_cross_entropy.exponential_tiles import Exponentials, halves_of_tiles
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.linear_term import LinearTerm
@@ -44,9 +44,6 @@ from lowtide.linear_cross_entropy.operands import blocks, product, sum_of_produc
 from lowtide.linear_cross_entropy.repair_kernels import reduce, tiles_of
 from lowtide.linear_cross_entropy.rows import Statistics, Terms
 from lowtide.linear_cross_entropy.weight_sums import FloatSum
-
-# A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
-LARGEST_SUM = 1e17
 
 
 class ExponentialStream(ExponentialRows):

@@ -17,8 +17,6 @@ from lowtide.linear_cross_entropy.head import Head, Options
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
 # Of a second term there: what a tile has room for beside its own operands.
 SECOND_FEATURES = 64
-
-
 # Of a CPU's bfloat16 products: with fewer, the host has more to do than its units.
 FEWEST_WEIGHTS = 1 << 20
 

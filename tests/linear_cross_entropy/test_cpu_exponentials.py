@@ -183,51 +183,46 @@ def test_under_autocast():
         assert torch.equal(tensor.to(expected[name].dtype), expected[name])
 
 
-class _Off:
-    """The products cannot be made, or oneDNN is switched off."""
-
-    def __init__(self, monkeypatch):
-        self.monkeypatch = monkeypatch
-
-    def __enter__(self):
-        self.patch = self.monkeypatch.context()
-        self.patch.__enter__().setattr(cpu_products, "against", lambda: "of a test")
-
-    def __exit__(self, *problem):
-        self.patch.__exit__(*problem)
+@contextlib.contextmanager
+def off(monkeypatch, wanted=True):
+    """As if the products could not be made, or oneDNN were switched off."""
+    with monkeypatch.context() as patch:
+        if wanted:
+            patch.setattr(cpu_products, "against", lambda: "of a test")
+        yield
 
 
-@pytest.mark.parametrize("off", [False, True])
-def test_compiled(monkeypatch, off):
+@pytest.mark.parametrize("made_off", [False, True])
+def test_compiled(monkeypatch, made_off):
     """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
     head are summed in float32 on one way, and in part in the gradient's memory on the other."""
     torch.compiler.reset()
     inputs = make_inputs(64, 512, 16384, dtype=BF16)
     assert planned(inputs, None).weight_gradient == "accumulate"
-    with _Off(monkeypatch):
+    with off(monkeypatch):
         assert planned(inputs, None).weight_gradient == "split"
         other = differentiate(fused, inputs)
     expected = differentiate(fused, inputs)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True)
-    with _Off(monkeypatch) if off else contextlib.nullcontext():
+    with off(monkeypatch, made_off):
         first = differentiate(compiled, inputs)
-    with contextlib.nullcontext() if off else _Off(monkeypatch):
+    with off(monkeypatch, not made_off):
         second = differentiate(compiled, inputs)
-    for name, tensor in (other if off else expected).items():
+    for name, tensor in (other if made_off else expected).items():
         assert torch.equal(first[name], tensor)
         assert torch.equal(second[name], tensor)
 
 
-@pytest.mark.parametrize("off", ["forward", "backward"])
-def test_backward_goes_the_way_of_forward(monkeypatch, off):
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_backward_goes_the_way_of_forward(monkeypatch, where):
     """What is kept of a row means another thing on the other: it shows where targets' logits are largest."""
     inputs = make_inputs(100, 40, 301, dtype=BF16, ignored=0.0, scale=6.0)
     target = (inputs.input @ inputs.linear_weight.t()).argmax(1)
     inputs = replace(inputs, target=target)
-    with _Off(monkeypatch) if off == "forward" else contextlib.nullcontext():
+    with off(monkeypatch, where == "forward"):
         loss = fused(inputs, reduction="none")
     upstream = torch.ones_like(loss)
-    with _Off(monkeypatch) if off == "backward" else contextlib.nullcontext():
+    with off(monkeypatch, where == "backward"):
         found = torch.autograd.grad(loss, list(inputs.leaves().values()), upstream)
     actual = dict(zip(inputs.leaves(), found)) | {"loss": loss.detach()}
     check(actual, inputs, upstream=upstream, reduction="none")
