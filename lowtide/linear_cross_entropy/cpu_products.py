@@ -1,31 +1,36 @@
 """Products of bfloat16 operands with float32 sums on a CPU that has units for them: torch has none. They are
-cpu_products.cpp, compiled when first asked for, a second or two once on a machine. Where there is no
-compiler, or anything else is missing, available() is False and nothing is said.
+cpu_products.cpp, compiled when first asked for, a second or two once on a machine. Where the units, torch's
+part or a compiler are missing, available() is False and nothing is said. One warning is given where a
+compiler fails, or the library has no place that is safe from other users.
 
 C  rows, D  features, V  classes; rows may lie apart, what is within a row lies side by side."""
 
 import ctypes
 import functools
-import hashlib
 import os
 import platform
-import shlex
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
+import threading
+import warnings
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.compiled_library import (
+    NoCompilerError,
+    NotLoadedError,
+    Source,
+    load_compiled,
+)
+
 SOURCE = Path(__file__).with_name("cpu_products.cpp")
 # Not -march=native: a home may be shared by several machines. No OpenMP when linked: what the code needs of
 # it is then found in the library that torch has loaded for all, and there is one pool of threads, not two.
 UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
-COMPILED = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS]
-LINKED = ["-shared"]
+COMPILED = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS)
+LINKED = ("-shared",)
+FUNCTIONS = ("lowtide_use", "lowtide_exponentials", "lowtide_multiply", "lowtide_multiply_transposed")
 BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 
@@ -141,9 +146,18 @@ def _call(name: str, *arguments: object) -> None:
         )
 
 
+_locks: dict[int, threading.RLock] = {}  # one a process: a fork may have left the parent's locked
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """Or why there is none. No reason is a reason to stop: there are float32 products."""
+    with _locks.setdefault(os.getpid(), threading.RLock()):
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> ctypes.CDLL | str:
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
         return "this processor has no units for bfloat16 products"
     try:
@@ -151,14 +165,17 @@ def _library() -> ctypes.CDLL | str:
         functions = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in (BRGEMM, RELEASE)]
     except (OSError, AttributeError):
         return "this torch has no such products for others to call"
+    source = Source(SOURCE.stem, SOURCE.read_bytes(), COMPILED, LINKED, FUNCTIONS, torch.__version__)
     try:
-        library = ctypes.CDLL(str(_compiled()))
-    except subprocess.CalledProcessError as problem:
-        lines = problem.stderr.decode(errors="replace").strip().splitlines()
-        said = f": {lines[0]}" if lines else ""
-        return f"{problem.cmd[0]} could not compile them{said}"
-    except (OSError, ValueError, subprocess.SubprocessError) as problem:
+        library = load_compiled(source)
+    except NoCompilerError as problem:
         return f"they could not be compiled: {problem}"
+    except NotLoadedError as problem:
+        warnings.warn(
+            f"the CPU's products of bfloat16 operands are made of float32 ones, which is slower: {problem}",
+            stacklevel=2,
+        )
+        return f"they could not be loaded: {problem}"
     return "oneDNN refuses them" if library.lowtide_use(*functions) else library
 
 
@@ -170,54 +187,3 @@ def _has_units() -> bool:
         return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return False
-
-
-def _compiled() -> Path:
-    """The library's file, made where there is none yet. Its name says all that it depends on; it is written
-    under another name first, so that a process finds all of it or nothing."""
-    compiler = _compiler()
-    version = _run([*compiler, "--version"])
-    source = SOURCE.read_bytes()
-    facts = (source, version, repr(compiler).encode(), repr((COMPILED, LINKED, torch.__version__)).encode())
-    name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:32]
-    folder = _cache_folder()
-    library = folder / f"cpu_products_{name}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        compiled, linked = os.path.join(own, "products.o"), os.path.join(own, "products.so")
-        for command in (
-            [*compiler, *COMPILED, "-c", str(SOURCE), "-o", compiled],
-            [*compiler, *LINKED, compiled, "-o", linked],
-        ):
-            _run(command)
-        os.replace(linked, library)
-    return library
-
-
-def _run(command: list[str]) -> bytes:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=120)
-    return done.stdout
-
-
-def _compiler() -> list[str]:
-    """$CXX, which may have arguments or a wrapper, or the names that GCC has. (Another's OpenMP would not be
-    torch's.)"""
-    own = shlex.split(os.environ.get("CXX", ""))
-    for command in [own] if own else [["c++"], ["g++"]]:
-        if (found := shutil.which(command[0])) is not None:
-            return [found, *command[1:]]
-    raise FileNotFoundError(f"there is no C++ compiler ({shlex.join(own) or 'c++, g++'})")
-
-
-def _cache_folder() -> Path:
-    """Beside torch.compile's files where they have been given a place, else this user's own. One that someone
-    else could have filled is refused."""
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    base = Path(named).absolute() if named else Path(tempfile.gettempdir())
-    folder = base / "lowtide" if named else base / f"lowtide_{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not this user's alone")
-    return folder

@@ -4,10 +4,6 @@ What is allowed: a float32 sum of K products is off by about sqrt(K) halves of i
 its addends are in size. A logit's error is the exponential's relative error; the exponential itself, the
 difference before it and the sum add a few units of 2^-24. To bfloat16 one rounds by 2^-8 at most."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -223,56 +219,3 @@ def test_not_where_onednn_is_off():
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert cpu_products.available()
-
-
-ASK = "from lowtide.linear_cross_entropy import cpu_products; print(cpu_products.available())"
-
-
-def ask(folder, **environment: str) -> subprocess.Popen:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", ASK],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize("how", ["fails", "is not there", "makes another thing"])
-def test_without_a_compiler(tmp_path, how):
-    compiler = tmp_path / "c++"
-    if how != "is not there":
-        made = "exit 1" if how == "fails" else 'while [ "$1" != -o ]; do shift || exit; done; echo no > "$2"'
-        compiler.write_text(f"#!/bin/sh\n{made}\n")
-        compiler.chmod(0o755)
-    process = ask(tmp_path / "cache", CXX=str(compiler))
-    assert process.communicate() == ("False\n", "")
-    assert process.returncode == 0
-
-
-@needs_products
-def test_a_compiler_with_arguments(tmp_path):
-    assert ask(tmp_path, CXX="env g++ -m64").communicate() == ("True\n", "")
-
-
-@needs_products
-def test_two_processes_at_once(tmp_path):
-    processes = [ask(tmp_path) for _ in range(2)]
-    for process in processes:
-        assert process.communicate() == ("True\n", "")
-    assert [path.suffix for path in (tmp_path / "lowtide").iterdir()] == [".so"]  # nothing else is left
-
-
-@needs_products
-def test_not_from_a_folder_that_others_fill(tmp_path):
-    (tmp_path / "lowtide").mkdir()
-    (tmp_path / "lowtide").chmod(0o777)
-    assert ask(tmp_path).communicate() == ("False\n", "")
-
-
-@needs_products
-def test_not_from_a_folder_that_is_elsewhere(tmp_path):
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / "lowtide").symlink_to(tmp_path / "elsewhere")
-    assert ask(tmp_path).communicate() == ("False\n", "")
