@@ -65,6 +65,7 @@ def linear_cross_entropy(
             index outside [0, V) that is not `ignore_index` is an IndexError on the CPU; on CUDA, where
             looking would mean waiting, it makes the loss and the gradients that it reaches NaN.
             Probabilities need not add up to 1; a gradient for them takes the way described under `Memory`.
+        linear_bias: in the input's dtype, or in float32 beside half precision; the sums are in that anyway.
         weight: class weights of any floating-point dtype; beside probabilities of integers, too. They take no
             gradient beside class indices, as in torch.
         ignore_index: rows with this target count for nothing; None means -100. Not for probabilities.

@@ -279,6 +279,8 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
     for name, tensor in named.items():
         if name in ("input", "weight", "logit_scale", "target") or tensor.dtype == input.dtype:
             continue
+        if name == "linear_bias" and tensor.dtype == torch.promote_types(input.dtype, torch.float32):
+            continue  # which the sums are in anyway
         if not (autocast and tensor.is_floating_point() and torch.float64 not in (tensor.dtype, input.dtype)):
             raise ArgumentTypeError(
                 f"{name} must have the dtype of input ({input.dtype}), got {tensor.dtype}; "

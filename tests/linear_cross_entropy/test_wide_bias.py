@@ -1,0 +1,84 @@
+"""A float32 bias beside half-precision operands is used as it is: sums are in float32 anyway."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from tests.deferred.helpers import within_eager
+
+N, D, V = 24, 256, 4100  # of so many weights a CPU's own bfloat16 products are made
+
+
+def losses(backend, reduction):
+    def loss(x, w, b, target):
+        if reduction == "log-probabilities":
+            found = lowtide.linear_log_probs(x, w, target, linear_bias=b, backend=backend)
+            return found.log_prob - found.entropy
+        return lowtide.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, backend=backend)
+
+    return loss
+
+
+def dense(reduction):
+    def loss(x, w, b, target):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        z = F.linear(x, w).to(wide) + b
+        if reduction == "log-probabilities":
+            log_p = z.log_softmax(-1)
+            return log_p.gather(-1, target[:, None])[:, 0] + (log_p.exp() * log_p).sum(-1)
+        return F.cross_entropy(z, target, reduction=reduction)
+
+    return loss
+
+
+def differentiated(loss, leaves, target):
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    found = loss(*leaves, target)
+    weights = torch.linspace(0.5, 1, found.numel(), device=found.device, dtype=found.dtype).view(found.shape)
+    return [found.detach(), *torch.autograd.grad((found * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "log-probabilities"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_a_bias_of_more_digits(device, backend, dtype, reduction):
+    torch.manual_seed(0)
+    x = torch.randn(N, D, device=device).to(dtype)
+    w = (torch.randn(V, D, device=device) / 16).to(dtype)
+    b = torch.linspace(-300, 301.3, V, device=device)
+    target = torch.randint(V - 8, V, (N,), device=device)
+    found = differentiated(losses(backend, reduction), (x, w, b), target)
+    eager = differentiated(dense(reduction), (x, w, b), target)
+    exact = differentiated(dense(reduction), (x.double(), w.double(), b.double()), target)
+    assert [each.dtype for each in found[1:]] == [dtype, dtype, torch.float32]
+    for ours, theirs, want in zip(found, eager, exact):
+        within_eager(ours, theirs, want, ours.dtype)
+
+
+def test_over_positions(device):
+    torch.manual_seed(0)
+    x = torch.randn(9, 16, device=device).bfloat16()
+    w = torch.randn(33, 2, 16, device=device).bfloat16()
+    b = 100 * torch.randn(33, 2, device=device)
+    target = torch.randint(33, (9, 2), device=device)
+
+    def of_positions(x, w, b, target):
+        return lowtide.linear_cross_entropy(x, w, target, linear_bias=b)
+
+    def dense_positions(x, w, b, target):
+        z = torch.einsum("nd,vpd->nvp", x, w).to(torch.promote_types(x.dtype, torch.float32)) + b
+        return F.cross_entropy(z, target)
+
+    found = differentiated(of_positions, (x, w, b), target)
+    eager = differentiated(dense_positions, (x, w, b), target)
+    exact = differentiated(dense_positions, (x.double(), w.double(), b.double()), target)
+    for ours, theirs, want in zip(found, eager, exact):
+        within_eager(ours, theirs, want, ours.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_others_are_refused(dtype):
+    x, w = torch.randn(3, 4).bfloat16(), torch.randn(5, 4).bfloat16()
+    with pytest.raises(TypeError, match="linear_bias must have the dtype of input"):
+        lowtide.linear_cross_entropy(x, w, torch.arange(3), linear_bias=torch.zeros(5, dtype=dtype))
