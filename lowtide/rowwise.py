@@ -87,19 +87,21 @@ class Rowwise(RowFunction):
         N = rows[0].shape[0]
         results: list[Tensor] = []
         sums: list[Tensor] = []
+        dtypes: list[torch.dtype] = []
         for start in range(0, max(N, 1), self.chunk):
             chunk = slice(start, start + self.chunk)
             parts, terms = self.function(tuple(row[chunk] for row in rows), whole)
             if start == 0:
                 results = [part.new_empty(N, *part.shape[1:]) for part in parts]
-                sums = [term.clone(memory_format=torch.contiguous_format) for term in terms]
+                dtypes = [term.dtype for term in terms]
+                sums = [_first(term, alone=self.chunk >= N) for term in terms]
             else:
                 for total, term in zip(sums, terms):
                     total.add_(term)
             for result, part in zip(results, parts):
                 result[chunk] = part
             del parts, terms  # before the next are made
-        return (*results, *sums)
+        return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rowwise":
         row_gradients = sum(place < self.results for place in upstream)
@@ -193,6 +195,14 @@ class _Apply(torch.autograd.Function):
             for element in range(info.batch_size)
         ]
         return tuple(torch.stack(outputs) for outputs in zip(*calls)), (0,) * len(calls[0])
+
+
+def _first(term: Tensor, *, alone: bool) -> Tensor:
+    """The first term of a sum, in memory of its own. One of half precision grows in float32: the sum of many
+    terms would lose more than each of them has."""
+    half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
+    own = term.clone(memory_format=torch.contiguous_format)
+    return own.float() if half else own
 
 
 def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
