@@ -1,3 +1,5 @@
-from lowtide.deferred.api import Deferral, RealLogitsWarning, defer_logits
+from lowtide.deferred.api import Deferral, defer_logits
+from lowtide.deferred.counting import RealLogitsWarning
+from lowtide.deferred.steps import HeadNotCalledWarning
 
-__all__ = ["Deferral", "RealLogitsWarning", "defer_logits"]
+__all__ = ["Deferral", "HeadNotCalledWarning", "RealLogitsWarning", "defer_logits"]

@@ -1,7 +1,6 @@
 """defer_logits: one line, any model. Its docstring is the contract."""
 
 import copyreg
-import warnings
 from types import MethodType
 from typing import Any
 
@@ -9,16 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from lowtide.deferred import elementwise, functions, rows
+from lowtide.deferred import elementwise, functions, pytree, rows
+from lowtide.deferred.counting import Counts
 from lowtide.deferred.find import check_head, check_model, classes, find_head
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
-from lowtide.deferred.logits import Source, user_stacklevel
+from lowtide.deferred.logits import Source
+from lowtide.deferred.steps import Watch
 
-__all__ = ["Deferral", "RealLogitsWarning", "defer_logits", "elementwise", "functions", "rows"]
-
-
-class RealLogitsWarning(UserWarning):
-    """An operation has made real logits of deferred ones."""
+__all__ = ["Deferral", "defer_logits", "elementwise", "functions", "pytree", "rows"]
 
 
 class Deferral:
@@ -29,17 +26,25 @@ class Deferral:
         fused: how many losses have been computed without logits.
         materialized: by operation, how often real logits were made for it.
 
-    Counts are of eager code; what torch.compile compiles does not count.
+    What torch.compile has compiled counts when it runs; what a CUDA graph replays does not.
     """
 
-    def __init__(self, head: nn.Module) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
         self.head = head
-        self.fused = 0
-        self.materialized: dict[str, int] = {}
+        self._counts = Counts()
+        self._watch = Watch(model, head)
         self._plain = type(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
         vars(head).pop("forward", None)  # the plain class's own, or check_head had refused it
+
+    @property
+    def fused(self) -> int:
+        return self._counts.fused
+
+    @property
+    def materialized(self) -> dict[str, int]:
+        return self._counts.materialized
 
     def __repr__(self) -> str:
         return f"Deferral(head={self._plain.__name__}, fused={self.fused}, materialized={self.materialized})"
@@ -48,6 +53,7 @@ class Deferral:
         """The head is again as it was. A second call does nothing."""
         if self._class is None:
             return
+        self._watch.end()
         own = vars(self.head).get("forward")
         if own == MethodType(self._class.forward, self.head):  # type: ignore[attr-defined]
             del self.head.forward  # of hooks that came and went in between
@@ -64,23 +70,6 @@ class Deferral:
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def _count_fused(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.fused += 1
-
-    def _report(self, operation: str) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self.materialized[operation] = self.materialized.get(operation, 0) + 1
-        if self.materialized[operation] == 1:
-            warnings.warn(
-                f"{operation} needs real logits: they are made, exactly, in the memory that they take. "
-                "What needs none: help(lowtide.defer_logits). If real ones are wanted here, call the head in "
-                "eval mode for them (head.eval(), then head.train()), or undo() the deferral",
-                RealLogitsWarning,
-                stacklevel=user_stacklevel(),
-            )
-
 
 def _deferring(plain: type, deferral: Deferral) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,17 +78,17 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         # Undone, it may still be what a hook calls.
         if deferral._class is None or not args or not _defers(self, args[0]):
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        if _has_backward_hooks(self):
-            deferral._report("a backward hook of the head")
-            return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        source = Source(deferral._report, deferral._count_fused)
-        hidden = DeferredHidden(args[0], classes(self), source, torch.is_grad_enabled())
-        try:
-            logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
-        except NotDeferred as reason:
-            deferral._report(str(reason))
-            return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        return logits.tensor if isinstance(logits, DeferredHidden) else logits
+        if torch.is_grad_enabled():
+            deferral._watch.called = True
+        counts, reason = deferral._counts, _reason_against(self)
+        if reason is None:
+            hidden = DeferredHidden(args[0], classes(self), Source(counts), torch.is_grad_enabled())
+            try:
+                logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
+                return logits.tensor if isinstance(logits, DeferredHidden) else logits
+            except NotDeferred as refused:
+                reason = str(refused)
+        return plain.forward(self, counts.on(args[0], reason), *args[1:], **kwargs)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """A copy or a pickle is of the plain class: it is not deferred, and loads without this package."""
@@ -113,17 +102,16 @@ def _deferring(plain: type, deferral: Deferral) -> type:
     return type(f"Deferred{plain.__name__}", (plain,), body | {"__module__": plain.__module__})
 
 
-def _has_backward_hooks(head: nn.Module) -> bool:
+def _reason_against(head: nn.Module) -> str | None:
+    """What needs real logits of this call of the head."""
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
-    return any((head._backward_hooks, head._backward_pre_hooks, *everywhere))
+    if any((head._backward_hooks, head._backward_pre_hooks, *everywhere)):
+        return "a backward hook of the head"
+    return None
 
 
 def _defers(head: nn.Module, input: object) -> bool:
-    if not head.training or not isinstance(input, Tensor) or not input.is_floating_point():
-        return False
-    # Reentrant checkpointing runs without gradients first: logits made then must not be taken for the real
-    # ones.
-    return torch.is_grad_enabled() or not input.requires_grad
+    return head.training and isinstance(input, Tensor) and input.is_floating_point()
 
 
 def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral:
@@ -139,11 +127,16 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
 
     It becomes a loss, by the operator of :func:`lowtide.linear_cross_entropy`, in `F.cross_entropy`
     (class indices or probabilities, weight, label_smoothing, ignore_index, any reduction; class dimension
-    last or second), :class:`torch.nn.CrossEntropyLoss`, and `F.nll_loss` of a log-softmax. `logsumexp`,
-    `gather`, `log_softmax` + `gather` (by that of :func:`lowtide.linear_log_probs`), `argmax`, `max`, `topk`,
-    `sum` and `mean` over the classes run a chunk of rows at a time, with gradients. Anything else makes
-    real logits, once, exactly as the model would have, and gives one :class:`RealLogitsWarning` that names
-    the operation.
+    last or second), :class:`torch.nn.CrossEntropyLoss`, and `F.nll_loss` of a log-softmax. What that operator
+    would compute in fewer digits than torch (a float32 adapter beside a bfloat16 head, float64), or cannot
+    (a vector behind a scale, a product with a vector), becomes a loss a chunk of rows at a time, by the
+    recorded operations. So do `logsumexp`, `gather`, `log_softmax` + `gather` (where it can, by the operator
+    of :func:`lowtide.linear_log_probs`), `argmax`, `max`, `topk`, `sum` and `mean` over the classes. Anything
+    else makes real logits, once, exactly as the model would have, and gives one :class:`RealLogitsWarning`
+    that names the operation.
+
+    Operands are those of their time: a number, or a number a class, is copied when it is recorded; hidden
+    states and weight are shared, and an error if they have been changed in place since.
 
     Args:
         model: any module, bare or within DistributedDataParallel, FSDP2 or torch.compile.
@@ -152,14 +145,17 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
             one :class:`torch.nn.Linear` with as many outputs as an embedding of the model has rows.
 
     Returns:
-        :class:`Deferral`, to `undo()` it, or to be used as a context manager. It counts what was fused.
+        :class:`Deferral`, to `undo()` it, or to be used as a context manager. It counts what was fused. If an
+        optimizer steps over parameters of the model and the head has never been called in training, one
+        :class:`HeadNotCalledWarning` says so.
 
     Unharmed: parameters and state_dict, hooks, `isinstance`, tied weights, torch.compile(fullgraph=True). A
     copy or a pickle of the model is the plain model. In eval mode (`generate`, a Trainer's evaluation) and
     for a head with backward hooks logits are real. No name of torch or of any library is patched.
 
     Precision: that of the operators: products summed in float32, so that half-precision logits are not
-    rounded; the loss is float32 then. Dtypes are those of autocast where the head was called.
+    rounded; the loss, logsumexp and log-probabilities that are picked are float32 then. Other dtypes are
+    torch's own, with autocast as it was where the head was called.
 
     Memory: O(workspace) of :func:`lowtide.linear_cross_entropy`, never N V. Hidden states and weight live as
     long as the logits do.
@@ -171,11 +167,13 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
             its forward: the message says what to set) or hidden states or weight have been changed in place
             since (an optimizer's step), which only eager code can see; for an in-place change of logits that
             others depend on; for `register_hook` and `retain_grad` of logits, which the loss does not go
-            through; for logits passed to an :class:`torch.autograd.Function`, which would lose their gradient
-            (pass `logits.materialize()`).
+            through; for logits passed to an :class:`torch.autograd.Function`, or read by `torch.as_tensor`,
+            which would lose their gradient (pass `logits.materialize()`); for logits that leave an
+            autograd.Function (a reentrant checkpoint) or a transform of torch.func.
 
     Not seen: `isinstance(logits, torch.Tensor)` is False. Code that takes the head's `weight` and
-    multiplies by itself never calls the head: `deferral.fused` stays 0.
+    multiplies by itself never calls the head: `deferral.fused` stays 0. A weight that is changed through its
+    `.data` has the version that it had, as everywhere in torch.
 
     Example::
 
@@ -186,4 +184,4 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
     check_model(model, head)
     found = find_head(model) if head is None else head
     check_head(found)
-    return Deferral(found)
+    return Deferral(model, found)

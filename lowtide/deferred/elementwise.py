@@ -3,26 +3,26 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.deferred import tree
 from lowtide.deferred.logits import DeferredLogits, handles
+from lowtide.deferred.operands import copied
 
 
 def record(name: str, *operands: Any) -> Any:
     """FUNCTIONS[name](*operands), the first of which is deferred; NotImplemented if another mixes rows."""
     input = operands[0]
-    nodes: list[Any] = []
-    metas: list[Any] = []
-    for each in operands:
-        nodes.append(_node(each, input))
-        metas.append(_meta(each))
-        if nodes[-1] is None:
-            return NotImplemented
-    meta = tree.FUNCTIONS[name](*metas)
+    nodes = [_node(each, input) for each in operands]
+    if any(each is None for each in nodes):
+        return NotImplemented
+    meta = tree.FUNCTIONS[name](*(_meta(each) for each in operands))
     if meta.shape != input.shape:
         return NotImplemented
-    return input.like(tree.Apply(name, tuple(nodes), tree.autocast_dtype(input.device)), meta)
+    autocast = tree.autocast_dtype(input.device)
+    if autocast is not None and name != "to":
+        meta = meta.to(_dtype(name, operands, input.device))
+    return input.like(tree.Apply(name, tuple(nodes), autocast, meta.dtype), meta)
 
 
 def _node(operand: Any, input: DeferredLogits) -> Any:
@@ -32,24 +32,43 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
             operand.source is input.source
             and operand.shape == input.shape
             and operand.class_dim == input.class_dim
-            and tree.first(operand.node).input.shape[:-1] == tree.first(input.node).input.shape[:-1]
+            and tree.leading(operand.node) == tree.leading(input.node)
         )
         return operand.checked() if together else None
     if not isinstance(operand, Tensor):
         return operand if isinstance(operand, (int, float, torch.dtype)) else None
-    if not operand.is_floating_point():
+    if not _is_plain(operand) or not operand.is_floating_point():
         return None
+    if operand.device != input.device and operand.dim() > 0:
+        return None  # torch has the message
     if operand.numel() == 1 and operand.dim() <= input.dim():
         shape = (1,) if operand.dim() else ()  # which says whose dtype counts
-        return operand.reshape(shape).to(input.device if not operand.dim() else operand.device)
+        return copied(operand.reshape(shape).to(input.device))
     vector = operand.numel() == input.classes and operand.dim() and operand.shape[-1] == input.classes
-    return tree.Vector(operand.reshape(-1)) if vector and input.classes_last else None
+    return tree.Vector(copied(operand.reshape(-1))) if vector and input.classes_last else None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def _meta(operand: Any) -> Any:
     if isinstance(operand, DeferredLogits):
         return operand.meta
     return torch.empty_like(operand, device="meta") if isinstance(operand, Tensor) else operand
+
+
+def _dtype(name: str, operands: Any, device: torch.device) -> torch.dtype:
+    """What autocast makes of such operands: it does not know what is on the meta device."""
+
+    def one(each: Any) -> Any:
+        if not isinstance(each, (DeferredLogits, Tensor)):
+            return each
+        where = each.device if isinstance(each, Tensor) else device
+        return torch.zeros((1,) * each.dim(), dtype=each.dtype, device=where)
+
+    with torch.no_grad():
+        return tree.FUNCTIONS[name](*(one(each) for each in operands)).dtype
 
 
 @handles("mul", "multiply", "__mul__", "__rmul__")
@@ -88,16 +107,16 @@ def _casting(name: str, dtype: torch.dtype) -> None:
         return cast(input, dtype)
 
 
-for _name, _dtype in (
+for _name, _dtype_of_name in (
     ("float", torch.float32),
     ("double", torch.float64),
     ("bfloat16", torch.bfloat16),
     ("half", torch.float16),
 ):
-    _casting(_name, _dtype)
+    _casting(_name, _dtype_of_name)
 
 
-@handles("to", "type", "type_as")
+@handles("to")
 def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Another dtype; another device makes real logits."""
     dtype = input.dtype
@@ -115,6 +134,16 @@ def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     return cast(input, dtype)
 
 
+@handles("type")
+def type_(input: DeferredLogits, dtype: Any = None) -> Any:
+    return cast(input, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
+
+
+@handles("type_as")
+def type_as(input: Any, other: Any) -> Any:
+    return to(input, other) if isinstance(input, DeferredLogits) else NotImplemented
+
+
 def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
     if dtype == input.dtype:
         return input
@@ -123,17 +152,28 @@ def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
 
 def _softmax(name: str) -> None:
     @handles(name)
-    def softmax(input: Any, dim: Any = None, *args: Any, dtype: Any = None, **_: Any) -> Any:
+    def softmax(input: Any, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
         """Of torch and of torch.nn.functional, which has a stacklevel before dtype."""
         dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
-        if dim is None or dim % input.dim() != input.class_dim:
+        if not isinstance(input, DeferredLogits) or not is_class_dim(input, dim) or len(args) > 2:
             return NotImplemented
-        input = input if dtype is None else cast(input, dtype)
+        if dtype is not None:
+            input = cast(input, dtype)
+        if input is NotImplemented:
+            return NotImplemented
         autocast = tree.autocast_dtype(input.device)
         with torch.no_grad():  # autocast may widen it, and does not know what is on the meta device
             one = tree.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
-        return input.like(tree.Apply(name, (input.checked(), -1), autocast), input.meta.to(one.dtype))
+        node = tree.Apply(name, (input.checked(), -1), autocast, one.dtype)
+        return input.like(node, input.meta.to(one.dtype))
 
 
 for _name in tree.MIX_CLASSES:
     _softmax(_name)
+
+
+def is_class_dim(input: DeferredLogits, dim: Any) -> bool:
+    """Return whether `dim` names the dimension of the classes. One that does not exist is torch's to refuse,
+    when the logits are real."""
+    whole = isinstance(dim, int) and not isinstance(dim, bool) and -input.dim() <= dim < input.dim()
+    return whole and dim % input.dim() == input.class_dim

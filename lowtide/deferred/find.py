@@ -15,7 +15,8 @@ def find_head(model: nn.Module) -> nn.Module:
     found = own() if callable(own) else None
     if found is not None:
         return found
-    vocabularies = {each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)}
+    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    vocabularies = {each.num_embeddings for each in embeddings}
     heads = {
         name: each
         for name, each in model.named_modules()
@@ -24,11 +25,15 @@ def find_head(model: nn.Module) -> nn.Module:
     for name in list(heads):  # an adapter's second product is inside the head
         if any(name.startswith(f"{outer}.") for outer in heads):
             del heads[name]
-    if len(heads) == 1:
-        return next(iter(heads.values()))
+    # Positions may be as many as features: then layers are as wide as an embedding, but not tied to one.
+    tied = [each for each in heads.values() if any(each.weight is other.weight for other in embeddings)]
+    for found in (list(heads.values()), tied):
+        if len(found) == 1:
+            return found[0]
+    names = [*list(heads)[:4], *(["..."] if len(heads) > 4 else [])]
     raise ArgumentError(
         f"{type(model).__name__} has no linear head that could be told from its other layers: "
-        + (f"{', '.join(heads)} all have" if heads else "no nn.Linear has")
+        + (f"{', '.join(names)} all have" if heads else "no nn.Linear has")
         + " as many outputs as an nn.Embedding has rows; pass head=, the module whose forward makes the "
         "logits by a product with its weight"
     )

@@ -2,6 +2,8 @@
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
+A tree that they would compute in fewer digits than torch does, or by dividing by what may be 0, is none.
+
 Shapes: [...] are the rows, D_k features of term k, V classes.
 """
 
@@ -12,6 +14,11 @@ from torch import Tensor
 
 from lowtide.deferred.tree import Apply, Linear, Node, Vector
 
+# A float that float16 inputs can be multiplied with: they keep most of their range.
+SMALLEST, LARGEST = 2.0**-6, 2.0**6
+# A float that float32 holds with all its digits.
+NORMAL = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 
 class Formula(NamedTuple):
     """cap tanh(scale u / divisor), or scale u / divisor, of u = sum_k x_k W_k^T + b."""
@@ -19,46 +26,59 @@ class Formula(NamedTuple):
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     bias: Tensor | None
+    """In the dtype of the products, or that of their sums."""
     autocast: torch.dtype | None
+    dtype: torch.dtype
+    """Of the products."""
     scale: float | Tensor = 1.0
     divisor: float = 1.0
     """Apart from the scale, so that / 30 and * 30 leave exactly 1."""
     cap: float | None = None
 
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What the operators compute in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def factor(self) -> float | Tensor:
+        """All that u is multiplied with."""
+        return self.scale * (self.cap or 1.0) / self.divisor
+
     def arguments(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any]]:
         """Of lowtide.linear_cross_entropy.entry's functions, but for the target."""
-        inputs, weights, bias = self.inputs, self.weights, self.bias
-        if self.autocast is None:  # which would cast them; a late term follows the first
-            dtype = inputs[0].dtype
-            inputs = tuple(each.to(dtype) for each in inputs)
-            weights = tuple(each.to(dtype) for each in weights)
-            bias = None if bias is None else bias.to(dtype)
-        scale = self.scale * (self.cap or 1.0) / self.divisor
-        options = {"linear_bias": bias, "softcap": self.cap, "logit_scale": None if _is_one(scale) else scale}
-        return inputs, weights, options
+        factor = self.factor
+        options = {
+            "linear_bias": self.bias,
+            "softcap": self.cap,
+            "logit_scale": None if _is_one(factor) else factor,
+        }
+        return self.inputs, self.weights, options
 
 
 def formula(node: Node) -> Formula | None:
     """None where the tree is something else."""
     if isinstance(node, Linear):
-        return Formula((node.input,), (node.weight,), node.bias, node.autocast)
+        head = node.input.value(), node.weight.value()
+        return Formula((head[0],), (head[1],), node.bias, node.autocast, node.dtype)
     first, *rest = node.operands
     if isinstance(first, Vector) and node.name == "add":
         first, rest = rest[0], [first]
     if not isinstance(first, (Linear, Apply)):
         return None
-    found = formula(first)
-    if found is None:
-        return None
-    match node.name, rest:
+    below = formula(first)
+    found = None if below is None else _applied(below, node.name, rest)
+    return found if found is not None and _is_sound(found, node.dtype) else None
+
+
+def _applied(found: Formula, name: str, rest: list[object]) -> Formula | None:
+    match name, rest:
         case "clone", []:
             return found
         case "detach", []:
             return _detached(found)
-        case "to", [dtype]:
-            # float32 is what the loss is computed in anyway; float64 is not, and must stay what it is.
-            exact = (found.inputs[0].dtype == torch.float64) == (dtype == torch.float64)
-            return found if exact else None
+        case "to", [torch.dtype()]:
+            return found
         case "neg", []:
             return _scaled(found, -1.0)
         case "mul", [factor]:
@@ -76,49 +96,79 @@ def formula(node: Node) -> Formula | None:
     return None
 
 
+def _is_sound(found: Formula, dtype: torch.dtype) -> bool:
+    """Whether the operators' numbers have the digits of `dtype`, torch's own for the result, or more; float64
+    stays what it is, and nothing else becomes float64."""
+    wide, sum_dtype = torch.float64, found.sum_dtype
+    digits = torch.promote_types(dtype, sum_dtype) == sum_dtype and (dtype == wide) == (sum_dtype == wide)
+    factors = (found.factor, found.cap or 1.0)
+    return digits and all(isinstance(each, Tensor) or _is_normal(each) for each in factors)
+
+
 def _scaled(found: Formula, factor: object) -> Formula | None:
     if isinstance(factor, Tensor):
-        return found._replace(scale=found.scale * factor.reshape(())) if found.cap is None else None
-    if not isinstance(factor, (int, float)) or not 0 < abs(factor) < float("inf"):
+        if found.cap is not None:
+            return None
+        return found._replace(scale=found.scale * factor.reshape(()).to(found.sum_dtype))
+    if not _is_normal(factor):
         return None
     if found.cap is None:
-        return found._replace(scale=found.scale * factor)
-    return found._replace(cap=found.cap * factor) if factor > 0 else None
+        return found._replace(scale=found.scale * factor)  # type: ignore[operator]
+    return found._replace(cap=found.cap * factor) if factor > 0 else None  # type: ignore[operator]
 
 
 def _divided(found: Formula, divisor: object) -> Formula | None:
-    if isinstance(divisor, (int, float)) and found.cap is None and 0 < abs(divisor) < float("inf"):
-        return found._replace(divisor=found.divisor * divisor)
     if isinstance(divisor, Tensor):
-        return _scaled(found, 1 / divisor)
-    return _scaled(found, 1 / divisor) if isinstance(divisor, (int, float)) and divisor else None
+        return _scaled(found, 1 / divisor.to(found.sum_dtype))
+    if not _is_normal(divisor):
+        return None
+    if found.cap is None:
+        return found._replace(divisor=found.divisor * divisor)  # type: ignore[operator]
+    return _scaled(found, 1 / divisor)  # type: ignore[operator]
 
 
 def _shifted(found: Formula, bias_V: Tensor) -> Formula | None:
-    if found.cap is not None:
+    """Only before a scale: behind one, the bias would have to be divided by it."""
+    if found.cap is not None or not _is_one(found.factor):
         return None
-    scale = found.scale / found.divisor
-    bias_V = bias_V if _is_one(scale) else bias_V / scale
-    return found._replace(bias=bias_V if found.bias is None else found.bias + bias_V)
+    return found._replace(bias=_sum_of_biases(found, found.bias, bias_V))
 
 
 def _sum(one: Formula, other: Formula | None) -> Formula | None:
-    if other is None or one.cap is not None or other.cap is not None or one.autocast != other.autocast:
+    if other is None or one.cap is not None or other.cap is not None:
         return None
-    one, other = _unscaled(one), _unscaled(other)
-    biases = [each.bias for each in (one, other) if each.bias is not None]
-    return Formula(
-        one.inputs + other.inputs, one.weights + other.weights, sum(biases) if biases else None, one.autocast
+    if (one.autocast, one.dtype) != (other.autocast, other.dtype):
+        return None  # a float32 adapter beside a bfloat16 head
+    left, right = _unscaled(one), _unscaled(other)
+    if left is None or right is None:
+        return None
+    return left._replace(
+        inputs=left.inputs + right.inputs,
+        weights=left.weights + right.weights,
+        bias=_sum_of_biases(left, left.bias, right.bias),
     )
 
 
-def _unscaled(found: Formula) -> Formula:
-    """With its scale in the inputs: of an adapter they are few numbers."""
-    scale = found.scale / found.divisor
-    if _is_one(scale):
+def _sum_of_biases(found: Formula, one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """In the dtype of sums, so that nothing is rounded."""
+    biases = [each.to(found.sum_dtype) for each in (one, other) if each is not None]
+    return sum(biases[1:], biases[0]) if biases else None
+
+
+def _unscaled(found: Formula) -> Formula | None:
+    """With its scale in the inputs: of an adapter they are few numbers. Those of half precision must not
+    underflow or overflow by it."""
+    factor = found.factor
+    if _is_one(factor):
         return found
-    bias = None if found.bias is None else found.bias * scale
-    return Formula(tuple(each * scale for each in found.inputs), found.weights, bias, found.autocast)
+    half = found.dtype != found.sum_dtype
+    if half and (isinstance(factor, Tensor) or not SMALLEST <= abs(factor) <= LARGEST):
+        return None
+    inputs = tuple(each * factor for each in found.inputs)
+    if any(each.dtype != old.dtype for each, old in zip(inputs, found.inputs)):
+        return None
+    bias = None if found.bias is None else found.bias.to(found.sum_dtype) * factor
+    return found._replace(inputs=inputs, bias=bias, scale=1.0, divisor=1.0)
 
 
 def _detached(found: Formula) -> Formula:
@@ -130,5 +180,10 @@ def _detached(found: Formula) -> Formula:
     )
 
 
-def _is_one(scale: object) -> bool:
-    return isinstance(scale, (int, float)) and scale == 1
+def _is_one(factor: object) -> bool:
+    return isinstance(factor, (int, float)) and factor == 1
+
+
+def _is_normal(factor: object) -> bool:
+    """Whether it is a number of all digits, so neither 0 nor infinite nor NaN."""
+    return isinstance(factor, (int, float)) and NORMAL[0] <= abs(factor) <= NORMAL[1]

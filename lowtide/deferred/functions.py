@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred import tree
+from lowtide.deferred import chunks, tree
+from lowtide.deferred.counting import FUSED
+from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.formula import Formula, formula
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.linear_cross_entropy import entry
-from lowtide.linear_cross_entropy.transforms import COPIES
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
-from lowtide.rowwise import Rowwise
 
 NO_CLASS = -(1 << 63)  # an index that nobody has
 
@@ -61,35 +60,53 @@ def nll_loss(
 def _loss(
     input: DeferredLogits,
     node: tree.Node,
-    target: Tensor,
+    target: Any,
     weight: Tensor | None,
     ignore_index: int,
     options: dict[str, Any],
 ) -> Any:
-    found = formula(node)
-    if found is None or input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
+    if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
         return NotImplemented
     probabilities = target.is_floating_point()
-    if target.shape != (input.shape if probabilities else input.rows):
+    if not probabilities and target.dtype not in (torch.int64, torch.uint8):
         return NotImplemented  # torch has the message
-    rows = found.inputs[0].shape[:-1]
+    if target.shape != (input.shape if probabilities else input.rows) or (
+        probabilities and ignore_index >= 0
+    ):
+        return NotImplemented
+    other = weight is not None and not probabilities and weight.dtype != input.dtype
+    if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):  # which casts both
+        return NotImplemented
+    found, rows = formula(node), tree.leading(node)
     if probabilities:
-        if ignore_index >= 0:
-            return NotImplemented
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
-    inputs, weights, head = found.arguments()
-    with tree.as_recorded(input.device, found.autocast):
-        loss = entry.cross_entropy(
-            inputs,
-            weights,
-            target if probabilities else target.reshape(rows),
-            weight=weight,
-            ignore_index=None if probabilities else ignore_index,
-            **head,
-            **options,
-        )
-    input.source.fused()
+    else:
+        target = target.reshape(rows)
+    if found is not None:
+        loss = _fused(found, target, weight, ignore_index, options)
+    elif _takes_chunks(weight):
+        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+    else:
+        return NotImplemented
+    loss = input.source.counts.on(loss, FUSED)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+def _fused(
+    found: Formula, target: Tensor, weight: Tensor | None, ignore_index: int, options: dict[str, Any]
+) -> Tensor:
+    inputs, weights, head = found.arguments()
+    ignored = None if target.is_floating_point() else ignore_index
+    with tree.as_recorded(target.device, found.autocast):
+        return entry.cross_entropy(
+            inputs, weights, target, weight=weight, ignore_index=ignored, **head, **options
+        )
+
+
+def _takes_chunks(weight: Tensor | None) -> bool:
+    """A chunk at a time is no single graph, and knows no gradient of class weights."""
+    differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    return not differentiated and not torch.compiler.is_compiling()
 
 
 @handles("grad")
@@ -108,7 +125,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     node = input.checked()
     found = formula(node)
     if found is None:
-        (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
+        (result,) = _by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
         return result.unsqueeze(place) if keepdim else result
     rows = found.inputs[0].shape[:-1]
     target = torch.zeros(rows, dtype=torch.long, device=input.device)
@@ -120,14 +137,14 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     if not isinstance(input, DeferredLogits) or not input.classes_last or _class_dim(input, dim) is None:
         return NotImplemented
-    if not isinstance(index, Tensor) or index.shape[:-1] != input.rows:
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape[:-1] != input.rows:
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        picked = _picked(node, index.reshape(*tree.first(node).input.shape[:-1]))
+        picked = _picked(node, index.reshape(tree.leading(node)))
         if picked is not None:
             return picked.view(index.shape)
-    (result,) = by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return result
 
 
@@ -147,11 +164,12 @@ def _picked(node: tree.Node, index: Tensor) -> Tensor | None:
 
 def log_probs(input: Any, target: Tensor) -> entry.LogProbs:
     """What lowtide.linear_log_probs gives, of logits [..., V], deferred or real, and targets [...]; in one
-    sweep if they are deferred, and of a head that it takes."""
+    sweep if they are deferred, and of a head that it takes. That counts as a loss."""
     found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
     if found is not None:
-        rows = found.inputs[0].shape[:-1]
-        return entry.LogProbs(*(each.view(input.rows) for each in _log_probs(found, target.reshape(rows))))
+        results = _log_probs(found, target.reshape(found.inputs[0].shape[:-1]))
+        first = input.source.counts.on(results.log_prob, FUSED)
+        return entry.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
     return entry.LogProbs(
         log_p.gather(-1, target[..., None])[..., 0],
@@ -172,7 +190,8 @@ def _below_log_softmax(node: tree.Node) -> tree.Node | None:
         return None
     if node.name == "log_softmax":
         return node.operands[0]  # type: ignore[return-value]
-    return _below_log_softmax(node.operands[0]) if node.name == "to" else None  # type: ignore[arg-type]
+    cast = node.name == "to" and node.dtype != torch.float64
+    return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
 
 
 @handles("argmax")
@@ -185,7 +204,7 @@ def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    found = by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
+    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
     return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in found)
 
 
@@ -208,7 +227,7 @@ def mean(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype
 def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not input.classes_last or _class_dim(input, dim) is None:
         return NotImplemented
-    found = by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)))
+    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)))
     return torch.return_types.topk(found)
 
 
@@ -216,7 +235,7 @@ def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], T
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    (found,) = by_rows(input, 1, lambda z_CV: (function(z_CV),))
+    (found,) = _by_rows(input, 1, lambda z_CV: (function(z_CV),))
     return found.unsqueeze(place) if keepdim else found
 
 
@@ -224,34 +243,14 @@ def _class_dim(input: Any, dim: Any) -> int | None:
     """The dimension of the classes, if `dim` names that and no other."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         (dim,) = dim
-    if not isinstance(input, DeferredLogits) or not isinstance(dim, int) or isinstance(dim, bool):
-        return None
-    return input.class_dim if dim % input.dim() == input.class_dim else None
+    return input.class_dim if isinstance(input, DeferredLogits) and is_class_dim(input, dim) else None
 
 
-def by_rows(
-    input: DeferredLogits, results: int, function: Callable[..., tuple[Tensor, ...]], *row_tensors: Tensor
+def _by_rows(
+    input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """The results of function(logits [C, V], rows of each of row_tensors [C, K]), a chunk of rows after the
-    other; differentiable, with nothing of a chunk kept."""
+    """Results of rows, in the rows' shape."""
     node = input.checked()
-    cut: list[Tensor] = []
-    classes: list[Tensor] = []
-    scalars: list[Tensor] = []
-    tree.changed(
-        node, *(lambda tensor, into=into: into.append(tensor) or tensor for into in (cut, classes, scalars))
-    )
-    N = input.rows.numel()
-    terms = len(cut)
-    cut = [each.reshape(N, each.shape[-1]) for each in (*cut, *row_tensors)]
-
-    def chunk(rows: tuple[Tensor, ...], whole: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[()]]:
-        parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
-        taken = (lambda _, part=part: next(part) for part in parts)
-        return function(tree.run(tree.changed(node, *taken)), *rows[terms:]), ()
-
-    row = COPIES * input.classes * max(input.dtype.itemsize, 4)
-    workspace = DEFAULT_WORKSPACE["cuda" if input.is_cuda else "cpu"]
-    with torch.set_grad_enabled(torch.is_grad_enabled() and input.requires_grad):
-        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars)
-    return tuple(each.view(*input.rows, *each.shape[1:]) for each in found)
+    cut = [each.reshape((*tree.leading(node), *each.shape[len(input.rows) :])) for each in row_tensors]
+    found = chunks.by_rows(node, results, function, *cut)
+    return tuple(each.view((*input.rows, *each.shape[len(tree.leading(node)) :])) for each in found)

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.deferred import tree
-from lowtide.deferred.logits import BINARY, REFLECTED, DeferredLogits, Source
+from lowtide.deferred.logits import DeferredLogits, Source
+from lowtide.deferred.operands import copied, record_shared
+from lowtide.deferred.proxy import BINARY, REFLECTED, add_operators, flat, replaced
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -43,7 +45,7 @@ class DeferredHidden:
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    hidden = next(each for each in (*args, *kwargs.values()) if isinstance(each, DeferredHidden))
+    hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
     if hidden.grad and not torch.is_grad_enabled():
         # Within an autograd.Function (a quantised head's), which sees no tensor to take a gradient for.
         raise NotDeferred("the head's own autograd.Function")
@@ -51,16 +53,11 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         weight = bias = None
         if function is F.linear:
             weight, bias = (*args[1:], kwargs.get("bias"))[:2]
-        elif function in MATMULS and args[1].dim() == 2:
+        elif function in MATMULS and isinstance(args[1], Tensor) and args[1].dim() == 2:
             weight = args[1].t()
         if weight is not None and _product(hidden, weight, bias):
-            if is_traceable_wrapper_subclass(weight):
-                raise NotDeferred(f"a weight that is a {type(weight).__name__}")
-            if hasattr(weight, "ds_id"):  # gathered for as long as the head's forward runs
-                raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
             return _logits(hidden, weight, bias)
-    args = tuple(each.tensor if isinstance(each, DeferredHidden) else each for each in args)
-    kwargs = {k: each.tensor if isinstance(each, DeferredHidden) else each for k, each in kwargs.items()}
+    args, kwargs = replaced((tuple(args), kwargs), DeferredHidden, lambda each: each.tensor)
     found = function(*args, **kwargs)
     again = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 0
     return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad) if again else found
@@ -74,7 +71,7 @@ def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> boo
     """Whether it is the one with the classes, and will not raise."""
     x = hidden.tensor
     autocast = tree.autocast_dtype(x.device) is not None and x.dtype != torch.float64
-    return (
+    fits = (
         weight.shape == (hidden.classes, x.shape[-1])
         and x.dim() > 0
         and x.device.type in ("cpu", "cuda")
@@ -82,51 +79,27 @@ def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> boo
         and (bias is None or (bias.shape == (hidden.classes,) and bias.device == x.device))
         and all(autocast or each is None or each.dtype == x.dtype for each in (weight, bias))
     )
+    if not fits:
+        return False
+    if not torch.compiler.is_compiling() and weight.is_inference():  # which may change unnoticed
+        raise NotDeferred("a weight made in inference mode")
+    if hasattr(weight, "ds_id"):  # gathered for as long as the head's forward runs
+        raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
+    for name, each in (("a weight", weight), ("hidden states", x), ("a bias", bias)):
+        if each is not None and is_traceable_wrapper_subclass(each):
+            raise NotDeferred(f"{name} that is a {type(each).__name__}")
+        if each is not None and (each.layout != torch.strided or each.is_nested):
+            raise NotDeferred(f"{name} of layout {each.layout}")
+    return True
 
 
 def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
     x, autocast = hidden.tensor, tree.autocast_dtype(hidden.tensor.device)
     dtype = x.dtype if autocast is None or x.dtype == torch.float64 else autocast
     meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
-    node = tree.linear(_same(x), _same(weight), None if bias is None else _same(bias), autocast)
+    own_bias = None if bias is None else copied(bias)
+    node = tree.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
     return DeferredLogits(node, meta, hidden.source, meta.dim() - 1)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    if not tensor.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return tensor
-    return _Same.apply(tensor)
-
-
-class _Same(torch.autograd.Function):
-    """The same numbers with a place in the graph of their own, as an output of the head has one: FSDP2 hangs
-    hooks there, DDP follows it to the weight."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return tangent
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def operator(*args: Any) -> Any:
-        return call(getattr(Tensor, name), args, {})
-
-    return operator
-
-
-for _name in (*BINARY, *REFLECTED, "getitem", "neg"):
-    setattr(DeferredHidden, f"__{_name}__", _operator(f"__{_name}__"))
+add_operators(DeferredHidden, (*BINARY, *REFLECTED, "getitem", "neg"), call)

@@ -3,15 +3,26 @@
 import dataclasses
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
-from lowtide.deferred import tree
+from lowtide.deferred import frames, tree
+from lowtide.deferred.counting import Counts
+from lowtide.deferred.proxy import (
+    BINARY,
+    IN_PLACE,
+    OTHERS,
+    REFLECTED,
+    add_operators,
+    flat,
+    is_in_place,
+    is_torchs,
+    replaced,
+    spelled,
+)
 from lowtide.deferred.tree import Node
 
 # What a tensor on the meta device, of the same shape, dtype and strides, can tell.
@@ -19,28 +30,6 @@ METADATA = {
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "itemsize", "layout"),
     *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
 }
-# Operators, which Python looks up on the type. torch calls them by these names, too.
-BINARY = [
-    "add",
-    "and",
-    "floordiv",
-    "lshift",
-    "matmul",
-    "mod",
-    "mul",
-    "or",
-    "pow",
-    "rshift",
-    "sub",
-    "truediv",
-    "xor",
-]
-REFLECTED = [f"r{name}" for name in BINARY]
-IN_PLACE = ["setitem", *(f"i{name}" for name in BINARY)]
-OTHERS = [
-    *("abs", "bool", "complex", "contains", "eq", "float", "ge", "gt", "index", "int", "invert", "le", "lt"),
-    *("ne", "neg", "pos"),
-]
 
 Handler = tuple[Callable[..., Any], frozenset[str] | None]
 HANDLERS: dict[str, Handler] = {}
@@ -65,17 +54,23 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 NO_GRADIENT = (
     "the loss does not go through these logits, so they have no gradient; undo() the deferral to look at it"
 )
+NO_READER = (
+    "a reader of arrays (torch.as_tensor, torch.tensor, DLPack) would take these logits without their "
+    "gradient; pass logits.materialize(), or logits.detach()"
+)
 
 
 class Source:
     """What all logits of one call of the head have in common."""
 
-    def __init__(self, report: Callable[[str], None], fused: Callable[[], None]) -> None:
-        self.report, self.fused = report, fused
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
         self.made = 0
         """How many of them are real."""
         self.changed: str | None = None
         """The operation that has changed real ones in place."""
+        self.function = frames.enclosing_function()
+        """The call of an autograd.Function that they were made in, where they have no gradient."""
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
@@ -94,11 +89,15 @@ class DeferredLogits:
     source: Source
     class_dim: int
 
+    __array_priority__ = 1000  # a NumPy number on the left leaves the operation to this one
+
     def __init__(self, node: Node, meta: Tensor, source: Source, class_dim: int) -> None:
         if not torch.is_grad_enabled() and tree.requires_grad(node):
-            node = tree.Apply("detach", (node,), None)
+            node = tree.Apply("detach", (node,), None, node.dtype)
         self.node, self.meta, self.source, self.class_dim = node, meta, source, class_dim
         self.tensor: Tensor | None = None
+        self.one_of_several = False
+        """Whether torch would have made it a view beside others by one call, and refuse to change it."""
 
     @property
     def shape(self) -> torch.Size:
@@ -110,7 +109,7 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        return tree.first(self.node).input.device
+        return tree.device(self.node)
 
     @property
     def requires_grad(self) -> bool:
@@ -119,6 +118,18 @@ class DeferredLogits:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise RuntimeError("the data of deferred logits cannot be exchanged; take logits.materialize() first")
+
+    @property
+    def grad(self) -> Any:
+        raise RuntimeError(f"grad: {NO_GRADIENT}")
 
     @property
     def classes(self) -> int:
@@ -138,6 +149,13 @@ class DeferredLogits:
 
     def checked(self) -> Node:
         """The node, if what it stands for is still what it was when it was recorded."""
+        function = self.source.function
+        if function is not None and not frames.is_at_work(function):
+            raise RuntimeError(
+                f"these logits have left {function.f_locals['cls'].__name__}, an autograd.Function, without "
+                "their gradient; compute the loss in it, or undo() the deferral (of torch.utils.checkpoint "
+                "take the other kind, use_reentrant=False)"
+            )
         if self.source.changed is not None:
             raise RuntimeError(
                 f"the logits were changed in place ({self.source.changed}), and others of the same call of "
@@ -150,13 +168,27 @@ class DeferredLogits:
     def real(self, operation: str) -> Tensor:
         """The tensor; `operation` is what needs it."""
         if self.tensor is None:
-            node = self.checked()
-            with torch.inference_mode(False), torch.set_grad_enabled(tree.requires_grad(node)):
+            node = self._counted(self.checked(), operation)
+            # With gradients, which the tree detaches where there are none: a view that is made without them
+            # cannot be changed in place where they are on.
+            with torch.inference_mode(False), torch.enable_grad():
                 tensor = tree.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
                 self.tensor = tensor.contiguous() if self.meta.is_contiguous() else tensor
             self.source.made += 1
-            self.source.report(operation)
         return self.tensor
+
+    def _counted(self, node: Node, operation: str) -> Node:
+        """The first of the hidden states is what a graph counts by: a copy of it is small beside logits."""
+        first = True
+
+        def count(x: Tensor) -> Tensor:
+            nonlocal first
+            if first:
+                x = self.source.counts.on(x, operation)
+            first = False
+            return x
+
+        return tree.changed(node, rows=count)
 
     def materialize(self) -> Tensor:
         """The tensor, for code that takes no other thing."""
@@ -165,6 +197,11 @@ class DeferredLogits:
     def about_to_change(self, operation: str) -> None:
         """In place: no other logits may have been made that should change with these, and none may be made
         later as if these had not."""
+        if self.one_of_several:
+            raise RuntimeError(
+                f"{operation} would change one of several views that were made by one call (split, chunk, "
+                "unbind), which torch refuses; use its form that is not in place"
+            )
         if self.source.made > 1:
             raise RuntimeError(
                 f"{operation} would change logits of which other forms have been made already; use its form "
@@ -183,16 +220,14 @@ class DeferredLogits:
             raise AttributeError(f"{name!r}: not an attribute of a tensor")
         if name in METADATA and self.tensor is None:
             return getattr(self.meta, name)
-        if name in ("grad", "retain_grad", "register_hook"):
+        if name in ("retain_grad", "register_hook"):
             raise RuntimeError(f"{name}: {NO_GRADIENT}")
         if name in ("T", "mT"):
             return self.transpose(-1, -2) if name == "mT" or self.dim() == 2 else self.real("Tensor.T").T
-        if name == "data":
-            return self.detach()
         method = getattr(Tensor, name)
         if callable(method):
             return functools.partial(_call_method, method, self)
-        return getattr(self.real(_spelled(name)), name)
+        return getattr(self.real(spelled(name)), name)
 
     def __getitem__(self, index: Any) -> Any:
         return call(Tensor.__getitem__, (self, index), {})
@@ -212,51 +247,39 @@ class DeferredLogits:
     def __array__(self, dtype: Any = None) -> Any:
         return self.real("numpy").__array__(dtype)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.requires_grad:
+            raise RuntimeError(NO_READER)
+        return self.real("DLPack").__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        if self.requires_grad:
+            raise RuntimeError(NO_READER)
+        return self.real("DLPack").__dlpack_device__()
+
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
         return self.detach()
 
     __hash__ = object.__hash__
 
 
-def _flatten(logits: DeferredLogits) -> tuple[list[Tensor], DeferredLogits]:
-    return [each.input for each in tree.linears(logits.node)], logits
-
-
-def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
-    """What has been done to the hidden states was meant for the logits."""
-    new, old = list(leaves), _flatten(logits)[0]
-    if all(one is other for one, other in zip(new, old)):
-        return logits
-    if not all(isinstance(each, Tensor) for each in new):
-        return tuple(new)
-    if logits.requires_grad and not any(each.requires_grad for each in new):
-        return logits.detach()
-    if new[0].dtype != old[0].dtype:
-        return logits.to(new[0].dtype)
-    inputs = iter(new)
-    return logits.like(tree.changed(logits.node, rows=lambda _: next(inputs)), logits.meta)
-
-
-# FSDP2 hangs its work before backward on the tensors that it finds so in a module's outputs.
-register_pytree_node(DeferredLogits, _flatten, _unflatten)
-
-
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A torch function some of whose arguments are deferred logits."""
     name = getattr(function, "__name__", str(function))
     handler, keywords = HANDLERS.get(name, (None, None))
-    deferred = [each for each in _flat((args, kwargs)) if isinstance(each, DeferredLogits)]
+    deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
     _check_gradients(deferred)
     known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
-    if handler is not None and known and all(each.tensor is None for each in deferred):
-        result = handler(*args, **kwargs)
+    # Of no classes the real ones take no memory.
+    if handler is not None and known and all(each.tensor is None and each.classes for each in deferred):
+        result = handler(*args, **kwargs) if is_torchs(function, name) else NotImplemented
         if result is not NotImplemented:
             return result
     if name in METADATA and isinstance(args[0], DeferredLogits):
         return function(args[0].meta, *args[1:], **kwargs)
-    operation = _spelled(name)
-    target = kwargs.get("out", args[0] if args and _in_place(name) else None)
-    args, kwargs = _made_real(args, operation), _made_real(kwargs, operation)
+    operation = spelled(name)
+    target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
+    args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
     if isinstance(target, DeferredLogits):
         target.about_to_change(operation)
     return function(*args, **kwargs)
@@ -267,64 +290,20 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
     sources = {id(each.source) for each in deferred if each.requires_grad}
-    frame = sys._getframe(1) if sources else None
-    while frame is not None:
-        if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
-            for each in frame.f_locals.get("args", ()):
-                if isinstance(each, DeferredLogits) and id(each.source) in sources:
-                    raise RuntimeError(
-                        f"{frame.f_locals['cls'].__name__}, an autograd.Function, was given deferred logits, "
-                        "and would lose their gradient; pass logits.materialize(), or undo() the deferral"
-                    )
-        frame = frame.f_back
-
-
-def _spelled(name: str) -> str:
-    places = {"torch": torch, "torch.nn.functional": torch.nn.functional}
-    found = (f"{at}.{name}" for at, owner in places.items() if hasattr(owner, name))
-    return f"Tensor.{name}" if name[:2] == "__" else next(found, f"Tensor.{name}")
+    if not sources:
+        return
+    for function, args in frames.functions_of_arguments():
+        for each in args:
+            given = getattr(each, "logits", each) if isinstance(each, Tensor) else each
+            if isinstance(given, DeferredLogits) and id(given.source) in sources:
+                raise RuntimeError(
+                    f"{function.__name__}, an autograd.Function, was given deferred logits, "
+                    "and would lose their gradient; pass logits.materialize(), or undo() the deferral"
+                )
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(method, args, kwargs)
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def operator(*args: Any) -> Any:
-        return call(getattr(Tensor, name), args, {})
-
-    return operator
-
-
-for _name in (*BINARY, *REFLECTED, *IN_PLACE, *OTHERS):
-    if hasattr(Tensor, f"__{_name}__"):
-        setattr(DeferredLogits, f"__{_name}__", _operator(f"__{_name}__"))
-
-
-def _in_place(name: str) -> bool:
-    """mul_, __imul__, __setitem__, ..."""
-    return name[2:-2] in IN_PLACE if name[:2] == "__" else name[-1] == "_"
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [leaf for each in value for leaf in _flat(each)] if isinstance(value, (list, tuple)) else [value]
-
-
-def _made_real(value: Any, operation: str) -> Any:
-    if isinstance(value, DeferredLogits):
-        return value.real(operation)
-    if isinstance(value, dict):
-        return {key: _made_real(each, operation) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_made_real(each, operation) for each in value)
-    return value
-
-
-def user_stacklevel() -> int:
-    """For a warning: the nearest caller that is neither lowtide nor torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lowtide", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
+add_operators(DeferredLogits, (*BINARY, *REFLECTED, *IN_PLACE, *OTHERS), call)

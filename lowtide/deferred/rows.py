@@ -1,7 +1,7 @@
 """What changes only which rows and which classes there are, and how they are laid out."""
 
 import itertools
-import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,8 +58,9 @@ for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdi
 
 @handles("contiguous")
 def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
-    meta = input.meta
-    return input.like(input.node, torch.empty(meta.shape, dtype=meta.dtype, device="meta"))
+    return input.like(
+        input.node, input.meta.contiguous(memory_format=memory_format or torch.contiguous_format)
+    )
 
 
 @handles("__getitem__")
@@ -72,67 +73,93 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
     if isinstance(classes, Tensor) and rows and all(isinstance(each, Tensor) for each in rows):
         if any(each.dtype == torch.bool or each.shape != classes.shape for each in entries):
             return NotImplemented
+        # An index may count from the end, which gather does not know.
+        classes = torch.where(classes < 0, classes + input.classes, classes).long()
         return _rows(input, tuple(rows)).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
     if not isinstance(classes, slice):
         return NotImplemented
     if classes != slice(None):
         if tree.mixes_classes(input.node):
             return NotImplemented
-        node = tree.changed(input.node, classes=lambda tensor: tensor[classes])
+        node = tree.changed(input.checked(), classes=lambda tensor: tensor[classes])
         input = input.like(node, input.meta[..., classes])
     every = all(isinstance(each, slice) and each == slice(None) for each in rows)
     return input if every else _rows(input, tuple(rows))
 
 
 def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
-    """One a dimension (a mask: one for several, not the last); None for an index that is something else."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    entries = [
-        torch.tensor(each, device=input.device) if isinstance(each, list) else each for each in entries
-    ]
+    """One a dimension (a mask: one for several, not the last); None for an index that is something else, and
+    for one that torch is to refuse."""
+    entries = [_as_tensor(each, input.device) for each in (index if isinstance(index, tuple) else (index,))]
     width = 0
     for each in entries:
-        if isinstance(each, Tensor) and each.dtype == torch.bool:
-            width += each.dim()
-        elif isinstance(each, (int, slice, Tensor)) and not isinstance(each, bool):
+        if isinstance(each, Tensor):
+            if each.dtype not in INDEX_DTYPES:
+                return None
+            width += each.dim() if each.dtype == torch.bool else 1
+        elif isinstance(each, (int, slice)) and not isinstance(each, bool):
             width += 1
         elif each is not Ellipsis:
             return None
-    rest = [slice(None)] * (input.meta.dim() - width)
-    place = next((place for place, each in enumerate(entries) if each is Ellipsis), len(entries))
-    entries[place : place + 1] = rest
+    ellipses = [place for place, each in enumerate(entries) if each is Ellipsis]
+    if len(ellipses) > 1 or width > input.dim():
+        return None
+    place = ellipses[0] if ellipses else len(entries)
+    entries[place : place + 1] = [slice(None)] * (input.dim() - width)
     last = entries[-1]
     return None if isinstance(last, Tensor) and last.dtype == torch.bool else entries
 
 
+# A byte is a mask or an index, depending on the version of torch.
+INDEX_DTYPES = (torch.bool, torch.int64, torch.int32)
+
+
+def _as_tensor(entry: Any, device: torch.device) -> Any:
+    """A list of integers, or of truth values, as torch reads it. What else a list may be depends on its
+    version."""
+    kinds = {type(each) for each in entry} if isinstance(entry, list) else set()
+    return torch.tensor(entry, device=device) if kinds in ({int}, {bool}) else entry
+
+
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     node = tree.changed(_in_shape(input), rows=lambda x: x[index])
-    shape = (*tree.first(node).input.shape[:-1], input.classes)
-    meta = torch.empty(shape, dtype=input.dtype, device="meta")
-    return input.like(node, meta, len(shape) - 1)
+    shape = (*tree.leading(node), input.classes)
+    return input.like(node, torch.empty(shape, dtype=input.dtype, device="meta"), len(shape) - 1)
 
 
 def _in_shape(input: DeferredLogits) -> tree.Node:
     """The node, its inputs having the rows' shape."""
-    return tree.changed(input.node, rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
+    return tree.changed(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
+
+
+# Each asks the meta tensor first, so that torch checks dimensions, sizes and indices.
 
 
 @handles("select")
 def select(input: DeferredLogits, dim: int, index: int) -> Any:
+    if not isinstance(index, int):
+        return NotImplemented
+    input.meta.select(dim, index)
     return input[_at(input, dim, index)]
 
 
 @handles("narrow")
-def narrow(input: DeferredLogits, dim: int, start: int, length: int) -> Any:
-    return input[_at(input, dim, slice(start, start + length))]
+def narrow(input: DeferredLogits, dim: int, start: Any, length: int) -> Any:
+    if not isinstance(start, int):
+        return NotImplemented
+    size = input.meta.narrow(dim, start, length).shape[dim]
+    start += input.shape[dim] * (start < 0)
+    return input[_at(input, dim, slice(start, start + size))]
 
 
 @handles("split")
-def split(input: DeferredLogits, split_size_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
-    sizes = named.get("split_size", split_size_or_sections)
+def split(
+    input: DeferredLogits, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
+) -> Any:
+    sizes = split_size_or_sections if split_size is None else split_size
     parts = torch.Tensor.split(input.meta, sizes, dim)
     ends = list(itertools.accumulate(part.shape[dim] for part in parts))
-    return tuple(input[_at(input, dim, slice(start, end))] for start, end in zip([0, *ends], ends))
+    return _several(input, dim, [slice(start, end) for start, end in zip([0, *ends], ends)])
 
 
 @handles("chunk")
@@ -142,11 +169,20 @@ def chunk(input: DeferredLogits, chunks: int, dim: int = 0) -> Any:
 
 @handles("unbind")
 def unbind(input: DeferredLogits, dim: int = 0) -> Any:
-    return tuple(input[_at(input, dim, place)] for place in range(input.shape[dim]))
+    return _several(input, dim, range(len(input.meta.unbind(dim))))
+
+
+def _several(input: DeferredLogits, dim: int, entries: Iterable[Any]) -> tuple[Any, ...]:
+    parts = tuple(input[_at(input, dim, entry)] for entry in entries)
+    for part in parts:
+        if isinstance(part, DeferredLogits):
+            part.one_of_several = True
+    return parts
 
 
 def _at(input: DeferredLogits, dim: int, entry: Any) -> tuple[Any, ...]:
-    return (*(slice(None),) * (operator.index(dim) % input.meta.dim()), entry)
+    """The index of one dimension, which exists."""
+    return (*(slice(None),) * (dim % input.dim()), entry)
 
 
 def _creating(name: str) -> None:

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.deferred.operands import Recorded, record
+
 Node = Union["Linear", "Apply"]
+Change = Callable[[Tensor], Tensor]
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -34,12 +37,13 @@ MIX_CLASSES = ("log_softmax", "softmax")
 class Linear(NamedTuple):
     """One product, as F.linear would have made it where the head was called."""
 
-    input: Tensor  # [..., D]
-    weight: Tensor  # [V, D]
+    input: Recorded  # [..., D]
+    weight: Recorded  # [V, D]
     bias: Tensor | None  # [V]
     autocast: torch.dtype | None
     """Autocast's dtype there, None where it was off."""
-    versions: tuple[int, ...]
+    dtype: torch.dtype
+    """Of the product."""
 
 
 class Vector(NamedTuple):
@@ -54,10 +58,8 @@ class Apply(NamedTuple):
     name: str
     operands: tuple[object, ...]
     autocast: torch.dtype | None
-
-
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> Linear:
-    return Linear(input, weight, bias, autocast, _versions(input, weight, bias))
+    dtype: torch.dtype
+    """Of the result, by torch's own promotion."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -66,9 +68,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def run(node: Node) -> Tensor:
     """The logits of the rows and classes that the tree has."""
-    with as_recorded(first(node).input.device, node.autocast):
+    with as_recorded(device(node), node.autocast):
         if isinstance(node, Linear):
-            return F.linear(node.input, node.weight, node.bias)
+            return F.linear(node.input.value(), node.weight.value(), node.bias)
         return FUNCTIONS[node.name](*(_operand(each) for each in node.operands))
 
 
@@ -77,8 +79,13 @@ def as_recorded(device: torch.device, dtype: torch.dtype | None) -> torch.autoca
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def first(node: Node) -> Linear:
-    return next(linears(node))
+def leading(node: Node) -> torch.Size:
+    """The rows' shape in the tree; logits of it may be arranged in another."""
+    return next(linears(node)).input.tensor.shape[:-1]
+
+
+def device(node: Node) -> torch.device:
+    return next(linears(node)).input.tensor.device
 
 
 def linears(node: Node) -> Iterator[Linear]:
@@ -90,14 +97,10 @@ def linears(node: Node) -> Iterator[Linear]:
                 yield from linears(each)
 
 
-def tensors(node: Node) -> Iterator[Tensor]:
-    for each in linears(node):
-        yield from (tensor for tensor in each[:3] if tensor is not None)
-
-
 def requires_grad(node: Node) -> bool:
     if isinstance(node, Linear):
-        return any(each is not None and each.requires_grad for each in node[:3])
+        tensors = (node.input.tensor, node.weight.tensor, node.bias)
+        return any(each is not None and each.requires_grad for each in tensors)
     if node.name == "detach":
         return False
     return any(
@@ -116,60 +119,38 @@ def mixes_classes(node: Node) -> bool:
 
 
 def changed(
-    node: Node,
-    rows: Callable[[Tensor], Tensor] | None = None,
-    classes: Callable[[Tensor], Tensor] | None = None,
-    scalars: Callable[[Tensor], Tensor] | None = None,
+    node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
 ) -> Node:
     """The same tree of other tensors: `rows` of the inputs, `classes` of weights, biases and vectors,
-    `scalars` of all other tensors."""
-
-    def of(change: Callable[[Tensor], Tensor] | None, tensor: Tensor) -> Tensor:
-        return tensor if change is None else change(tensor)
+    `scalars` of all other tensors. All of the old ones are checked."""
 
     if isinstance(node, Linear):
-        bias = None if node.bias is None else of(classes, node.bias)
-        return linear(of(rows, node.input), of(classes, node.weight), bias, node.autocast)
+        input, weight = node.input.value(), node.weight.value()
+        return node._replace(
+            input=node.input if rows is None else record(rows(input)),
+            weight=node.weight if classes is None else record(classes(weight)),
+            bias=None if node.bias is None else _by(classes, node.bias),
+        )
     operands: list[object] = []
     for each in node.operands:
         if isinstance(each, (Linear, Apply)):
             operands.append(changed(each, rows, classes, scalars))
         elif isinstance(each, Vector):
-            operands.append(Vector(of(classes, each.tensor)))
+            operands.append(Vector(_by(classes, each.tensor)))
         else:
-            operands.append(of(scalars, each) if isinstance(each, Tensor) else each)
-    return Apply(node.name, tuple(operands), node.autocast)
+            operands.append(_by(scalars, each) if isinstance(each, Tensor) else each)
+    return node._replace(operands=tuple(operands))
+
+
+def _by(change: Change | None, tensor: Tensor) -> Tensor:
+    return tensor if change is None else change(tensor)
 
 
 def check(node: Node) -> None:
-    """That nobody has changed or freed what the logits are made of since the head was called."""
+    """Raise where a tensor that the logits are made of has changed."""
     for each in linears(node):
-        weight, V = each.weight, each.weight.shape[0]
-        if V == 0 or _freed(weight):
-            raise RuntimeError(
-                "the head's weight has been freed since the head was called: it is sharded, and gathered "
-                "only within the head's own forward. With FSDP2 keep it until backward, by "
-                "fully_shard(head, reshard_after_forward=False) or head.set_reshard_after_forward(False), or "
-                "shard the head with its parent; else undo() the deferral"
-            )
-        if each.versions and each.versions != _versions(each.input, weight, each.bias):
-            raise RuntimeError(
-                "these logits are computed only when they are needed, and the hidden states or the head's "
-                "weight have been changed in place since the head was called (by optimizer.step()?); use the "
-                "logits before that, or keep what you need of them (such as logits.argmax(-1))"
-            )
-
-
-def _freed(weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
-        return False
-    return weight.numel() > 0 and weight.untyped_storage().size() == 0
-
-
-def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    if torch.compiler.is_compiling():  # a version is not known there, and not checked later
-        return ()
-    return tuple(each._version for each in tensors if each is not None and not each.is_inference())
+        each.input.value()
+        each.weight.value()
 
 
 def _operand(each: object) -> object:

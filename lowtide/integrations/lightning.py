@@ -10,17 +10,20 @@ from typing import Any
 from lightning.pytorch import Callback
 from torch import nn
 
-from lowtide.deferred import Deferral, defer_logits
+from lowtide.deferred import defer_logits
+from lowtide.integrations.counts import DeferralCounts
 
 
-class DeferLogits(Callback):
-    """The module's logits are deferred while it is fitted, and real again afterwards.
+class DeferLogits(DeferralCounts, Callback):
+    """Defers the module's logits while it is fitted; they are real again afterwards.
 
     Args:
         head: the name of the module that makes the logits; None looks for it, as `lowtide.defer_logits` does.
-    """
 
-    deferral: Deferral | None = None
+    Attributes:
+        fused: how many losses have been computed without logits.
+        materialized: by operation, how often real logits were made for it.
+    """
 
     def __init__(self, head: str | None = None) -> None:
         self.head = head

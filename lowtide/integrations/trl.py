@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
-from lowtide.deferred import Deferral, defer_logits
+from lowtide.deferred import defer_logits
 from lowtide.deferred.functions import log_probs
+from lowtide.integrations.counts import DeferralCounts
 from lowtide.linear_cross_entropy.check import ArgumentError
 
 IGNORED = -100
@@ -28,20 +29,22 @@ REFUSED = {
 }
 
 
-class DeferLogits(TrainerCallback):
-    """Log-probabilities, entropies and losses are computed without logits, by the operator of
+class DeferLogits(DeferralCounts, TrainerCallback):
+    """Computes log-probabilities, entropies and losses without logits, by the operator of
     :func:`lowtide.linear_log_probs`, after whatever the model's own code does to its logits (scale, soft
     cap); in training and in evaluation.
 
     Args:
         ref_model: that of the trainer, if it has one, to be asked in the same way. (Else by TRL's.)
 
+    Attributes:
+        fused: how many losses of the trained model have been computed without logits.
+        materialized: by operation, how often real logits of it were made for it.
+
     Raises:
         ValueError: when training begins, for a model that no trainer of TRL has prepared, and for options
             whose results would differ (`cast_lm_head_to_fp32`, `use_weighting`).
     """
-
-    deferral: Deferral | None = None
 
     def __init__(self, ref_model: nn.Module | None = None) -> None:
         self.ref_model = ref_model

@@ -35,9 +35,9 @@ OPERATIONS = {
     "stack": (lambda z: torch.stack([z, z]), r"torch\.stack"),
     "einsum": (lambda z: torch.einsum("btv,btv->bt", z, z), r"torch\.einsum"),
     "after scale and cap": (lambda z: (7 * torch.tanh(z.float() / 7)).sigmoid(), r"torch\.sigmoid"),
-    "a widened loss": (
-        lambda z: F.cross_entropy(z.double().view(-1, V), torch.arange(B * T)),
-        "cross_entropy",
+    "a loss of some rows": (
+        lambda z: F.cross_entropy(z.float().cumsum(1).view(-1, V), torch.arange(B * T)),
+        "cumsum",
     ),
     "another loss": (lambda z: F.mse_loss(z, torch.zeros(B, T, V, dtype=z.dtype)), "mse_loss"),
     "transposed": (lambda z: z.view(-1, V).T.sin(), r"torch\.sin"),

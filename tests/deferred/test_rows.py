@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.deferred import functions
+from lowtide.deferred import chunks
 from tests.chunked_loss.helpers import close
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
 
@@ -66,7 +66,7 @@ INDICES = {
 @pytest.fixture(params=["one chunk", "a row at a time"])
 def _chunks(request, monkeypatch):
     if request.param == "a row at a time":
-        monkeypatch.setattr(functions, "DEFAULT_WORKSPACE", {"cpu": 1})
+        monkeypatch.setattr(chunks, "DEFAULT_WORKSPACE", {"cpu": 1})
 
 
 @pytest.mark.usefixtures("_chunks")

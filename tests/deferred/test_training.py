@@ -1,5 +1,6 @@
 """Training loops that nobody rewrote, beside the same loops without the deferral."""
 
+import contextlib
 import copy
 
 import pytest
@@ -164,15 +165,19 @@ def test_the_head_alone_checkpointed():
     check(model, use)
 
 
-def test_the_head_alone_checkpointed_reentrantly():
-    """Its first pass has no gradients, and must not be taken for a loss without them."""
+@pytest.mark.parametrize("what", ["head", "layer and head"])
+def test_the_head_alone_checkpointed_reentrantly(what):
+    """Its first pass has no gradients, and must not be taken for a loss without them, beside another term
+    neither."""
     model, tokens, targets = make()
+    head = model.lm_head if what == "head" else lambda h: model.lm_head(torch.tanh(h))
     with lowtide.defer_logits(model):
         x = torch.tanh(model.mlp(model.wte(tokens)))
-        logits = checkpoint(model.lm_head, x, use_reentrant=True)
-        assert isinstance(logits, torch.Tensor)
-        with pytest.raises(RuntimeError, match="none of output has requires_grad"):
-            F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1).backward()
+        logits = checkpoint(head, x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match=r"have left CheckpointFunction, .* use_reentrant=False"):
+            F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1) + x.square().mean()
+        with pytest.raises(RuntimeError, match=r"have left CheckpointFunction"):
+            logits.argmax(-1)
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -318,9 +323,8 @@ GRAPH = {
     ),
     "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None]).mean(),
     "logsumexp": lambda z, y: z.logsumexp(-1).square().mean(),
-    "real logits": sigmoid,
-    "a change in place": in_place,
 }
+REAL = {"real logits": sigmoid, "a change in place": in_place}
 BREAKS = {
     "CrossEntropyLoss": lambda z, y: nn.CrossEntropyLoss(ignore_index=-1)(z.view(-1, V), y.view(-1)),
     "argmax": lambda z, y: z.logsumexp(-1).mean() + z.argmax(-1).double().mean(),
@@ -330,17 +334,19 @@ BREAKS = {
 
 # torch.compile's own, where a graph breaks
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", [*GRAPH, *BREAKS])
+@pytest.mark.parametrize("name", [*GRAPH, *REAL, *BREAKS])
 def test_compiled(name):
     """In one graph, or right nevertheless."""
-    use = (GRAPH | BREAKS)[name]
+    use = (GRAPH | REAL | BREAKS)[name]
     model, tokens, targets = make()
     loss = use(model(tokens)[0], targets)
     expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
     torch._dynamo.reset()
     with lowtide.defer_logits(model):
         compiled = torch.compile(
-            lambda: use(model(tokens)[0], targets), fullgraph=name in GRAPH, backend="eager"
+            lambda: use(model(tokens)[0], targets), fullgraph=name not in BREAKS, backend="eager"
         )
-        loss = compiled()
+        warns = pytest.warns(lowtide.deferred.RealLogitsWarning) if name in REAL else contextlib.nullcontext()
+        with warns:
+            loss = compiled()
         close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)

@@ -9,15 +9,20 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from lowtide.deferred import Deferral, defer_logits
+from lowtide.deferred import defer_logits
+from lowtide.integrations.counts import DeferralCounts
 from lowtide.linear_cross_entropy.check import ArgumentError
 
 
-class DeferLogits(TrainerCallback):
-    """The model's logits are deferred while it trains, and real again afterwards; in between, evaluation has
-    real logits, as the model is in eval mode then."""
+class DeferLogits(DeferralCounts, TrainerCallback):
+    """Defers the model's logits while it trains; they are real again afterwards. In between, evaluation has
+    real logits, as the model is in eval mode then. (For trainers of TRL there is one of the same name in
+    `lowtide.integrations.trl`.)
 
-    deferral: Deferral | None = None
+    Attributes:
+        fused: how many losses have been computed without logits.
+        materialized: by operation, how often real logits were made for it.
+    """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:

@@ -1,0 +1,74 @@
+"""Functions of the rows of deferred logits, a chunk of rows at a time: what the fused operators do not have,
+by the very operations that were recorded.
+
+Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked of each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.deferred import tree
+from lowtide.linear_cross_entropy import reference
+from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.transforms import COPIES
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
+from lowtide.rowwise import Rowwise, Tensors
+
+RowFunction = Callable[..., Tensors]
+
+
+def by_rows(node: tree.Node, results: int, function: RowFunction, *row_tensors: Tensor) -> Tensors:
+    """The results [...] of function(logits [C, V], rows of each of row_tensors [..., K]), a chunk of rows
+    after the other; differentiable, with nothing of a chunk kept. A half-precision parameter's gradient is
+    summed over the chunks in float32."""
+    cut: list[Tensor] = []
+    classes: list[Tensor] = []
+    scalars: list[Tensor] = []
+    tree.changed(
+        node, *(lambda tensor, into=into: into.append(tensor) or tensor for into in (cut, classes, scalars))
+    )
+    leading, terms = tree.leading(node), len(cut)
+    N, V = leading.numel(), next(tree.linears(node)).weight.tensor.shape[0]
+    cut = [each.reshape((N, *each.shape[len(leading) :])) for each in (*cut, *row_tensors)]
+
+    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
+        parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
+        taken = (lambda _, part=part: next(part) for part in parts)
+        return function(tree.run(tree.changed(node, *taken)), *rows[terms:]), ()
+
+    row = COPIES * V * max(node.dtype.itemsize, 4)
+    workspace = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
+    tracked = tree.requires_grad(node) or any(each.requires_grad for each in row_tensors)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
+        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars)
+    return tuple(each.view((*leading, *each.shape[1:])) for each in found)
+
+
+def cross_entropy(
+    node: tree.Node,
+    target: Tensor,  # [...] class indices, or [..., V] class probabilities
+    weight: Tensor | None,  # [V]
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """torch's cross_entropy of the logits; float32 for half precision, as of the fused operator."""
+
+    def losses(z_CV: Tensor, target_C: Tensor) -> Tensors:
+        options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}
+        wide = torch.promote_types(z_CV.dtype, torch.float32)
+        weight_V = None if weight is None else weight.to(wide)
+        with torch.autocast(z_CV.device.type, enabled=False):
+            return (F.cross_entropy(z_CV.to(wide), target_C, weight_V, ignore_index=ignore_index, **options),)
+
+    (loss,) = by_rows(node, 1, losses, target)
+    return reference.reduce(
+        loss.flatten(),
+        reference.flat_target(target),
+        weight,
+        Options(reduction=reduction, ignore_index=ignore_index),
+    )

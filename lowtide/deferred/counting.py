@@ -1,0 +1,74 @@
+"""What a deferral counts, in eager code and in what torch.compile has compiled: there an operator counts when
+it runs. (One that a CUDA graph replays does not run.)
+"""
+
+import itertools
+import warnings
+import weakref
+
+import torch
+from torch import Tensor
+
+from lowtide.deferred.frames import user_stacklevel
+
+FUSED = ""  # the event that is no operation
+
+
+class RealLogitsWarning(UserWarning):
+    """An operation has made real logits of deferred ones."""
+
+
+class Counts:
+    """What has happened to the logits of one head."""
+
+    def __init__(self) -> None:
+        self.fused = 0
+        self.materialized: dict[str, int] = {}
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    def add(self, event: str) -> None:
+        """Count a loss (`FUSED`) or an operation that has made real logits, which the first time warns."""
+        if event == FUSED:
+            self.fused += 1
+            return
+        self.materialized[event] = self.materialized.get(event, 0) + 1
+        if self.materialized[event] == 1:
+            warnings.warn(
+                f"{event} needs real logits: they are made, exactly, in the memory that they take. "
+                "What needs none: help(lowtide.defer_logits). If real ones are wanted here, call the head in "
+                "eval mode for them (head.eval(), then head.train()), or undo() the deferral",
+                RealLogitsWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def on(self, tensor: Tensor, event: str) -> Tensor:
+        """Return the tensor, whose making is counted: now, or whenever a graph that it is part of runs."""
+        if not torch.compiler.is_compiling():
+            self.add(event)
+            return tensor
+        if torch.compiler.is_exporting():  # a program of its own, which may run elsewhere
+            return tensor
+        return _counted(tensor, self.number, event)
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Counts] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "lowtide::counted", mutates_args=(), schema="(Tensor x, int number, str event) -> Tensor"
+)
+def _counted(x: Tensor, number: int, event: str) -> Tensor:
+    counts = _by_number.get(number)
+    if counts is not None:
+        counts.add(event)
+    return x.clone()
+
+
+@_counted.register_fake
+def _(x: Tensor, number: int, event: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+_counted.register_autograd(lambda ctx, gradient: (gradient, None, None))

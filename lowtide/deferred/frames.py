@@ -1,0 +1,43 @@
+"""Who is calling: what only the frames of the interpreter tell."""
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+
+import torch
+from torch.autograd import Function
+
+APPLY: CodeType = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def enclosing_function() -> FrameType | None:
+    """The autograd.Function whose forward is at work, in which nothing has a gradient."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    return next((frame for frame in _callers() if frame.f_code is APPLY), None)
+
+
+def is_at_work(frame: FrameType) -> bool:
+    return any(each is frame for each in _callers())
+
+
+def functions_of_arguments() -> Iterator[tuple[type, tuple[object, ...]]]:
+    """Each autograd.Function whose forward is at work, and its arguments."""
+    for frame in _callers():
+        if frame.f_code is APPLY:
+            yield frame.f_locals["cls"], frame.f_locals.get("args", ())
+
+
+def user_stacklevel() -> int:
+    """For a warning: the nearest caller that is neither lowtide nor torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lowtide", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,122 @@
+"""Deferred logits as a node of torch's pytrees, with one leaf. Whoever maps a function over a model's outputs
+calls it with the leaf, and the leaf hands it to the logits.
+
+FSDP2 and DistributedDataParallel look among the leaves for the tensors that their work before backward hangs
+on. So a leaf is a tensor: an alias of the hidden states, with their place in the graph.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from lowtide.deferred import tree
+from lowtide.deferred.frames import functions_of_arguments
+from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, call
+from lowtide.deferred.proxy import replaced
+
+
+class LogitsLeaf(Tensor):
+    """Deferred logits among the leaves of a pytree."""
+
+    logits: DeferredLogits
+    copied = False
+    """Whether an autograd.Function has made it of another (DistributedDataParallel's copies it)."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name == "register_hook":
+            return _register_hook(*args, **kwargs or {})
+        if name == "__get__" and isinstance(args[0], LogitsLeaf):
+            return _attribute(args[0], function.__self__.__name__)
+        if name in ("clone", "view_as") and _is_given_to_a_function(args[0]):
+            return _made(
+                super().__torch_function__(function, types, args, kwargs), args[0].logits, copied=True
+            )
+        args, kwargs = replaced((tuple(args), kwargs or {}), LogitsLeaf, lambda leaf: leaf.logits)
+        return call(function, args, kwargs)
+
+
+def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
+    leaf.logits, leaf.copied = logits, copied
+    return leaf  # type: ignore[no-any-return]
+
+
+def _is_given_to_a_function(leaf: LogitsLeaf) -> bool:
+    """Return whether this is within the forward of an autograd.Function that has the leaf as an argument."""
+    if torch.is_grad_enabled():
+        return False
+    return any(each is leaf for _, args in functions_of_arguments() for each in args)
+
+
+def _attribute(leaf: LogitsLeaf, name: str) -> Any:
+    if name == "grad_fn":  # what hangs on it hangs on the graph, which goes through the hidden states
+        with torch._C.DisableTorchFunctionSubclass():
+            return leaf.grad_fn
+    return getattr(leaf.logits, name)
+
+
+def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
+    """For those who want to know when backward comes here, and not the gradient."""
+    own = getattr(hook, "func", hook)  # of a partial
+    own = getattr(own, "__func__", own)
+    if not str(getattr(own, "__module__", "")).startswith("torch."):
+        raise RuntimeError(f"register_hook: {NO_GRADIENT}")
+    for each in tree.linears(leaf.logits.node):
+        for tensor in (each.input.tensor, each.weight.tensor):
+            if tensor.requires_grad:
+                return tensor.register_hook(hook)
+    raise RuntimeError("cannot register a hook on logits that don't require gradient")
+
+
+def _flatten(logits: DeferredLogits) -> tuple[list[Any], DeferredLogits]:
+    if logits.tensor is not None:
+        return [logits.tensor], logits
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "a transform of torch.func (vmap, grad with has_aux, ...) cannot return deferred logits; return "
+            "what is made of them there, or logits.materialize()"
+        )
+    return [_made(_hidden(logits).as_subclass(LogitsLeaf), logits, copied=False)], logits
+
+
+def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
+    (leaf,) = leaves
+    if leaf is logits.tensor or (isinstance(leaf, LogitsLeaf) and not leaf.copied):
+        return logits
+    if isinstance(leaf, LogitsLeaf):
+        with torch._C.DisableTorchFunctionSubclass():
+            return _behind_a_function(logits, leaf.as_subclass(Tensor))
+    return _behind_a_function(logits, leaf) if _is_alias(logits, leaf) else leaf
+
+
+def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
+    """Whether an autograd.Function, which sees the tensor itself, has returned it as it is."""
+    hidden = _hidden(logits)
+    return (
+        type(leaf) is Tensor
+        and logits.tensor is None
+        and leaf.dtype == hidden.dtype
+        and leaf.shape == hidden.shape
+        and leaf.stride() == hidden.stride()
+        and leaf.data_ptr() == hidden.data_ptr()
+    )
+
+
+def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
+    """The same logits, whose gradient goes through that function."""
+    first = iter([hidden])
+    return logits.like(tree.changed(logits.node, rows=lambda x: next(first, x)), logits.meta)
+
+
+def _hidden(logits: DeferredLogits) -> Tensor:
+    return next(tree.linears(logits.node)).input.tensor
+
+
+# Where DistributedDataParallel and FSDP2 look for tensors.
+register_pytree_node(DeferredLogits, _flatten, _unflatten)

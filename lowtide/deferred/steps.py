@@ -1,0 +1,65 @@
+"""A warning for those whose training never calls the deferred head."""
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide.deferred.frames import user_stacklevel
+
+
+class HeadNotCalledWarning(UserWarning):
+    """A model has been trained for a step without a call of its deferred head."""
+
+
+class Watch:
+    """Warns once when an optimizer has stepped over parameters of the model, and the head has not been called
+    with gradients since the deferral began."""
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        self.called = False
+        self.model, self.head = weakref.ref(model), type(head).__name__
+        _listen()
+        _watches.add(self)
+
+    def end(self) -> None:
+        """Stop watching."""
+        _watches.discard(self)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer's step."""
+        model = self.model()
+        if self.called or model is None:
+            return self.end()
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        if not any(id(each) in trained for each in model.parameters()):
+            return None
+        self.end()
+        return warnings.warn(
+            f"an optimizer has stepped, and the deferred head ({self.head}) has not been called in training "
+            "mode since defer_logits: the loss of this model is not made of what its head returns, and "
+            "nothing is saved. Code that multiplies by the head's weight itself can call "
+            "lowtide.linear_cross_entropy; trainers of TRL have lowtide.integrations.trl.DeferLogits; "
+            "if another module makes the logits, pass it as head=",
+            HeadNotCalledWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Register one hook for all, which stays: one that is removed while it runs changes what torch walks
+    over."""
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(_watches):
+            watch.stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)

@@ -1,0 +1,19 @@
+"""What every callback that defers logits tells of them."""
+
+from lowtide.deferred import Deferral
+
+
+class DeferralCounts:
+    """Counts of a callback's deferral, while it is at work and after its end."""
+
+    deferral: Deferral | None = None
+
+    @property
+    def fused(self) -> int:
+        """How many losses have been computed without logits."""
+        return 0 if self.deferral is None else self.deferral.fused
+
+    @property
+    def materialized(self) -> dict[str, int]:
+        """By operation, how often real logits were made for it."""
+        return {} if self.deferral is None else dict(self.deferral.materialized)

@@ -1,0 +1,155 @@
+"""What a deferral counts, and its warning where the head is never called."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from lowtide.deferred import HeadNotCalledWarning, RealLogitsWarning
+from tests.deferred.helpers import V, make
+
+NOT_CALLED = r"the deferred head \(Linear\) has not been called in training"
+
+
+def past_the_head(model, tokens, targets):
+    """A loss of a product that is no call of the head."""
+    hidden = torch.tanh(model.mlp(model.wte(tokens)))
+    return F.cross_entropy((hidden @ model.lm_head.weight.t()).view(-1, V), targets.view(-1), ignore_index=-1)
+
+
+def train(model, loss, optimizer):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_step_without_the_head_warns_once():
+    model, tokens, targets = make()
+    optimizer = sgd(model)
+    with lowtide.defer_logits(model) as deferral:
+        with pytest.warns(HeadNotCalledWarning, match=NOT_CALLED) as caught:
+            train(model, past_the_head(model, tokens, targets), optimizer)
+        assert [warning.filename for warning in caught] == [__file__]
+        train(model, past_the_head(model, tokens, targets), optimizer)
+        assert deferral.fused == 0
+
+
+def test_a_head_that_is_only_asked_without_gradients_warns():
+    model, tokens, targets = make()
+    optimizer = sgd(model)
+    with lowtide.defer_logits(model):
+        with torch.no_grad():
+            model(tokens)
+        with pytest.warns(HeadNotCalledWarning):
+            train(model, past_the_head(model, tokens, targets), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_step_with_the_head_does_not(optimizer):
+    model, tokens, targets = make()
+    own = optimizer(model.parameters(), lr=0.1)
+    with lowtide.defer_logits(model):
+        train(model, model(tokens, targets)[1], own)
+        train(model, past_the_head(model, tokens, targets), own)
+
+
+def test_a_step_that_has_a_closure_does_not():
+    """Lightning's, in which the head is called."""
+    model, tokens, targets = make()
+    optimizer = sgd(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(tokens, targets)[1]
+        loss.backward()
+        return loss
+
+    with lowtide.defer_logits(model):
+        optimizer.step(closure)
+
+
+def test_a_step_of_another_model_does_not():
+    model, tokens, targets = make()
+    other, _, _ = make()
+    with lowtide.defer_logits(model):
+        train(other, other(tokens, targets)[1], sgd(other))
+
+
+def test_a_deferral_that_is_undone_or_gone_does_not():
+    model, tokens, targets = make()
+    optimizer = sgd(model)
+    lowtide.defer_logits(model).undo()
+    train(model, past_the_head(model, tokens, targets), optimizer)
+    lowtide.defer_logits(make()[0])
+    gc.collect()
+    train(model, past_the_head(model, tokens, targets), optimizer)
+
+
+COMPILED = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+
+
+@COMPILED
+def test_compiled_losses_count_when_they_run(backend):
+    model, tokens, targets = make()
+    optimizer = sgd(model)
+    torch._dynamo.reset()
+    with lowtide.defer_logits(model) as deferral:
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        for steps in (1, 2, 3):
+            train(model, compiled(tokens, targets)[1], optimizer)
+            assert (deferral.fused, deferral.materialized) == (steps, {})
+
+
+@COMPILED
+def test_compiled_real_logits_count_when_they_run(backend):
+    model, tokens, _ = make()
+    torch._dynamo.reset()
+    expected = model(tokens)[0].sigmoid().mean()
+    expected = [expected.detach(), *torch.autograd.grad(expected, list(model.parameters()))]
+    with lowtide.defer_logits(model) as deferral:
+        compiled = torch.compile(lambda: model(tokens)[0].sigmoid().mean(), fullgraph=True, backend=backend)
+        for runs in (1, 2):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", RealLogitsWarning)
+                loss = compiled()
+            assert [each.category for each in caught] == [RealLogitsWarning] * (runs == 1)
+            found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+            assert (deferral.fused, deferral.materialized) == (0, {"torch.sigmoid": runs})
+
+
+def test_a_compiled_step_without_the_head_warns():
+    model, tokens, targets = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(past_the_head, fullgraph=True, backend="eager")
+    with lowtide.defer_logits(model), pytest.warns(HeadNotCalledWarning, match=NOT_CALLED):
+        train(model, compiled(model, tokens, targets), sgd(model))
+
+
+class PositionsAsWideAsLayers(nn.Module):
+    """As GPT-2 medium: 1024 positions, layers of 1024 features."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(V, 16), nn.Embedding(16, 16)
+        self.mlp, self.lm_head = nn.Linear(16, 16), nn.Linear(16, V, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+
+def test_a_head_is_told_by_its_tied_weight():
+    with lowtide.defer_logits(model := PositionsAsWideAsLayers(True)) as deferral:
+        assert deferral.head is model.lm_head
+
+
+def test_without_one_the_layers_are_named():
+    with pytest.raises(ValueError, match=r"mlp, lm_head all have as many outputs .* pass head="):
+        lowtide.defer_logits(PositionsAsWideAsLayers(False))

@@ -1,0 +1,181 @@
+"""What logits are made of may change before they are made: then they are those of the old values, or an
+error."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from tests.deferred.helpers import V, check, make
+
+CHANGED = "changed in place since the head was called"
+
+
+def step(model, rate=10.0):
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+
+
+def loss_of(z, targets):
+    return F.cross_entropy(z.reshape(-1, V), targets.reshape(-1), ignore_index=-1)
+
+
+PARTS = {
+    "all": lambda z: z.argmax(-1),
+    "rows by a mask": lambda z: z[torch.ones(z.shape[:2], dtype=torch.bool)].argmax(-1),
+    "rows by indices": lambda z: z[torch.tensor([0, 1])].argmax(-1),
+    "the last": lambda z: z[:, -1].argmax(-1),
+    "shifted": lambda z: z[:, :-1].logsumexp(-1),
+    "some classes": lambda z: z[..., :9].argmax(-1),
+    "transposed": lambda z: z.transpose(0, 1).argmax(-1),
+    "flat": lambda z: z.view(-1, V).argmax(-1),
+    "split": lambda z: z.split(2, 1)[0].argmax(-1),
+    "selected": lambda z: z.select(1, 0).argmax(-1),
+    "chosen classes": lambda z: z.view(-1, V)[torch.arange(4), torch.arange(4)],
+    "a sum": lambda z: z.sum(-1),
+    "of a scale": lambda z: (z * 2.0).argmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_logits_after_a_step(name):
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        loss_of(logits, targets).backward()
+        step(model)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            PARTS[name](logits)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_taken_before_a_step(name):
+    """A view of the hidden states or the weight is told from what it was, a copy needs none of that."""
+    model, tokens, targets = make()
+    expected = PARTS[name](model(tokens)[0])
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        loss_of(logits, targets).backward()
+        found = PARTS[name](logits)
+        step(model)
+    assert torch.equal(found, expected) or torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_hidden_states_that_change():
+    model, tokens, _targets = make()
+    with lowtide.defer_logits(model):
+        hidden = torch.tanh(model.wte(tokens)).detach()
+        logits = model.lm_head(hidden)
+        rows = logits[:, 1:]
+        hidden.zero_()
+        for each in (logits, rows):
+            with pytest.raises(RuntimeError, match=CHANGED):
+                loss_of(each, torch.zeros(each.shape[:2], dtype=torch.long))
+
+
+def test_hidden_states_of_inference_mode_that_change():
+    """Their versions are not counted, so they are copied."""
+    model, tokens, targets = make()
+    with torch.inference_mode():
+        hidden = torch.tanh(model.wte(tokens))
+        expected = loss_of(model.lm_head(hidden), targets)
+        with lowtide.defer_logits(model):
+            logits = model.lm_head(hidden)
+            hidden.zero_()
+            torch.testing.assert_close(loss_of(logits, targets), expected, rtol=1e-12, atol=0)
+
+
+def filled_again(z, dtype):
+    """One buffer of a mask, for several calls."""
+    mask, losses = torch.zeros(V, dtype=dtype), []
+    for first in (0, 1):
+        mask.zero_()
+        mask[first] = -50.0
+        losses.append(z + mask)
+    return sum(each.logsumexp(-1).sum() for each in losses)
+
+
+def refilled_number(z, dtype):
+    factor = torch.tensor(2.0, dtype=dtype)
+    scaled = z * factor
+    factor.fill_(-7.0)
+    return scaled.logsumexp(-1).sum()
+
+
+def refilled_row(z, dtype):
+    factor = torch.full((1, 1), 2.0, dtype=dtype)
+    scaled = z / factor
+    factor.fill_(-7.0)
+    return scaled.logsumexp(-1).sum()
+
+
+def exchanged_data(z, dtype):
+    prior = torch.linspace(-1, 1, V, dtype=dtype)
+    shifted = z - prior
+    prior.data = torch.full((V,), 100.0, dtype=dtype)
+    return F.cross_entropy(shifted.view(-1, V), torch.arange(V)[: z[..., 0].numel()])
+
+
+def changed_bias(z, dtype):
+    """Of another kind: a vector that is differentiated."""
+    prior = torch.linspace(-1, 1, V, dtype=dtype).requires_grad_()
+    own = prior * 1.0
+    shifted = z + own
+    with torch.no_grad():
+        own.mul_(3)
+    return shifted.logsumexp(-1).sum()
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize(
+    "use",
+    [filled_again, refilled_number, refilled_row, exchanged_data, changed_bias],
+    ids=lambda f: f.__name__,
+)
+def test_operands_are_those_of_their_time(use):
+    model, tokens, _ = make()
+    expected = use(model(tokens)[0], torch.float64)
+    with lowtide.defer_logits(model):
+        torch.testing.assert_close(use(model(tokens)[0], torch.float64), expected, rtol=1e-12, atol=0)
+
+
+def test_a_learned_temperature_that_steps():
+    model, tokens, targets = make()
+
+    def use():
+        temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        z = model(tokens)[0] / temperature
+        loss_of(z, targets).backward()
+        torch.optim.SGD([temperature], lr=10.0).step()
+        return z.logsumexp(-1).sum()
+
+    expected = use()
+    with lowtide.defer_logits(model):
+        torch.testing.assert_close(use(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_data_that_is_exchanged(which, frozen):
+    """As for an evaluation with averaged weights."""
+    model, tokens, targets = make(bias=True)
+    model.lm_head.requires_grad_(not frozen)
+    parameter = getattr(model.lm_head, which)
+
+    def use(model):
+        logits, own = model(tokens)[0], parameter.data
+        parameter.data = 2 * own + 1
+        loss = loss_of(logits, targets)
+        parameter.data = own
+        return loss
+
+    check(model, use)
+
+
+def test_data_of_logits_cannot_be_exchanged():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        with pytest.raises(RuntimeError, match=r"take logits.materialize\(\) first"):
+            logits.data = torch.zeros(logits.shape)
+        assert not logits.data.requires_grad
