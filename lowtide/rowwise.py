@@ -198,8 +198,8 @@ class _Apply(torch.autograd.Function):
 
 
 def _first(term: Tensor, *, alone: bool) -> Tensor:
-    """The first term of a sum, in memory of its own. One of half precision grows in float32: the sum of many
-    terms would lose more than each of them has."""
+    """Return the first term of a sum in memory of its own. A half-precision sum grows in float32, since many
+    terms would lose more digits than one has."""
     half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
     own = term.clone(memory_format=torch.contiguous_format)
     return own.float() if half else own

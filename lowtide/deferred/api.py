@@ -103,7 +103,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
 
 
 def _reason_against(head: nn.Module) -> str | None:
-    """What needs real logits of this call of the head."""
+    """Return what needs real logits of this call of the head; None if nothing does."""
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     if any((head._backward_hooks, head._backward_pre_hooks, *everywhere)):
         return "a backward hook of the head"

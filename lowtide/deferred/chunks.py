@@ -1,5 +1,5 @@
-"""Functions of the rows of deferred logits, a chunk of rows at a time: what the fused operators do not have,
-by the very operations that were recorded.
+"""Evaluate functions of the rows of deferred logits, a chunk of rows at a time, by the recorded operations.
+They serve where the fused operators do not apply.
 
 Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked of each.
 """
@@ -22,9 +22,9 @@ RowFunction = Callable[..., Tensors]
 
 
 def by_rows(node: tree.Node, results: int, function: RowFunction, *row_tensors: Tensor) -> Tensors:
-    """The results [...] of function(logits [C, V], rows of each of row_tensors [..., K]), a chunk of rows
-    after the other; differentiable, with nothing of a chunk kept. A half-precision parameter's gradient is
-    summed over the chunks in float32."""
+    """Return the results [...] of function(logits [C, V], rows of each of row_tensors [..., K]), computed
+    chunk by chunk. They are differentiable, and nothing of a chunk is kept. A half-precision parameter's
+    gradient is summed over the chunks in float32."""
     cut: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []
@@ -56,7 +56,7 @@ def cross_entropy(
     reduction: str,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """torch's cross_entropy of the logits; float32 for half precision, as of the fused operator."""
+    """Return torch's cross_entropy of the logits, in float32 for half-precision ones."""
 
     def losses(z_CV: Tensor, target_C: Tensor) -> Tensors:
         options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}

@@ -1,5 +1,5 @@
-"""What a deferral counts, in eager code and in what torch.compile has compiled: there an operator counts when
-it runs. (One that a CUDA graph replays does not run.)
+"""Count what happens to deferred logits. In compiled code an operator counts whenever it runs; a CUDA graph
+that is replayed runs no operator.
 """
 
 import itertools
@@ -19,7 +19,7 @@ class RealLogitsWarning(UserWarning):
 
 
 class Counts:
-    """What has happened to the logits of one head."""
+    """The counts of one head: losses without logits, and operations that made real ones."""
 
     def __init__(self) -> None:
         self.fused = 0

@@ -59,7 +59,7 @@ def _meta(operand: Any) -> Any:
 
 
 def _dtype(name: str, operands: Any, device: torch.device) -> torch.dtype:
-    """What autocast makes of such operands: it does not know what is on the meta device."""
+    """Return the dtype that autocast gives the result. It ignores meta tensors, so one number is computed."""
 
     def one(each: Any) -> Any:
         if not isinstance(each, (DeferredLogits, Tensor)):

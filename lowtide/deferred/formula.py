@@ -97,8 +97,8 @@ def _applied(found: Formula, name: str, rest: list[object]) -> Formula | None:
 
 
 def _is_sound(found: Formula, dtype: torch.dtype) -> bool:
-    """Whether the operators' numbers have the digits of `dtype`, torch's own for the result, or more; float64
-    stays what it is, and nothing else becomes float64."""
+    """Return whether the operators compute with at least the digits of `dtype`, which torch gives the result.
+    float64 must stay float64, and nothing else may become it."""
     wide, sum_dtype = torch.float64, found.sum_dtype
     digits = torch.promote_types(dtype, sum_dtype) == sum_dtype and (dtype == wide) == (sum_dtype == wide)
     factors = (found.factor, found.cap or 1.0)
@@ -128,7 +128,7 @@ def _divided(found: Formula, divisor: object) -> Formula | None:
 
 
 def _shifted(found: Formula, bias_V: Tensor) -> Formula | None:
-    """Only before a scale: behind one, the bias would have to be divided by it."""
+    """Add a bias, unless there is a scale already: the bias would have to be divided by it."""
     if found.cap is not None or not _is_one(found.factor):
         return None
     return found._replace(bias=_sum_of_biases(found, found.bias, bias_V))
@@ -150,13 +150,13 @@ def _sum(one: Formula, other: Formula | None) -> Formula | None:
 
 
 def _sum_of_biases(found: Formula, one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """In the dtype of sums, so that nothing is rounded."""
+    """Add biases in the dtype of sums, so that nothing is rounded."""
     biases = [each.to(found.sum_dtype) for each in (one, other) if each is not None]
     return sum(biases[1:], biases[0]) if biases else None
 
 
 def _unscaled(found: Formula) -> Formula | None:
-    """With its scale in the inputs: of an adapter they are few numbers. Those of half precision must not
+    """Move the scale into the inputs, which are few numbers for an adapter. Half-precision inputs must not
     underflow or overflow by it."""
     factor = found.factor
     if _is_one(factor):
@@ -185,5 +185,5 @@ def _is_one(factor: object) -> bool:
 
 
 def _is_normal(factor: object) -> bool:
-    """Whether it is a number of all digits, so neither 0 nor infinite nor NaN."""
+    """Return whether the factor is a normal number: not 0, subnormal, infinite or NaN."""
     return isinstance(factor, (int, float)) and NORMAL[0] <= abs(factor) <= NORMAL[1]

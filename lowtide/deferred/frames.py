@@ -1,4 +1,4 @@
-"""Who is calling: what only the frames of the interpreter tell."""
+"""Look at the interpreter's frames for what nothing else tells: who is calling."""
 
 import sys
 from collections.abc import Iterator
@@ -11,25 +11,26 @@ APPLY: CodeType = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def enclosing_function() -> FrameType | None:
-    """The autograd.Function whose forward is at work, in which nothing has a gradient."""
+    """Return the frame of the autograd.Function whose forward is running; nothing has a gradient in it."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     return next((frame for frame in _callers() if frame.f_code is APPLY), None)
 
 
 def is_at_work(frame: FrameType) -> bool:
+    """Return whether the call of this frame has not ended."""
     return any(each is frame for each in _callers())
 
 
 def functions_of_arguments() -> Iterator[tuple[type, tuple[object, ...]]]:
-    """Each autograd.Function whose forward is at work, and its arguments."""
+    """Yield each autograd.Function whose forward is running, and its arguments."""
     for frame in _callers():
         if frame.f_code is APPLY:
             yield frame.f_locals["cls"], frame.f_locals.get("args", ())
 
 
 def user_stacklevel() -> int:
-    """For a warning: the nearest caller that is neither lowtide nor torch."""
+    """Return the stacklevel at which a warning names the nearest caller outside lowtide and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lowtide", "torch"):
         level, frame = level + 1, frame.f_back

@@ -104,7 +104,8 @@ def _fused(
 
 
 def _takes_chunks(weight: Tensor | None) -> bool:
-    """A chunk at a time is no single graph, and knows no gradient of class weights."""
+    """Return whether a loss can be computed chunk by chunk: outside a compiled graph, and without a gradient
+    for class weights."""
     differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     return not differentiated and not torch.compiler.is_compiling()
 
@@ -249,7 +250,7 @@ def _class_dim(input: Any, dim: Any) -> int | None:
 def _by_rows(
     input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Results of rows, in the rows' shape."""
+    """Return the results of chunks.by_rows in the shape of the logits' rows."""
     node = input.checked()
     cut = [each.reshape((*tree.leading(node), *each.shape[len(input.rows) :])) for each in row_tensors]
     found = chunks.by_rows(node, results, function, *cut)

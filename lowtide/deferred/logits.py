@@ -178,7 +178,7 @@ class DeferredLogits:
         return self.tensor
 
     def _counted(self, node: Node, operation: str) -> Node:
-        """The first of the hidden states is what a graph counts by: a copy of it is small beside logits."""
+        """Count with the hidden states: a compiled graph copies what it counts, and they are few numbers."""
         first = True
 
         def count(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors as they were when they were recorded.
+"""Keep tensors as they were when they were recorded.
 
 The only way from a record to a tensor is `Recorded.value`, which refuses one that has changed since. Small
 operands (a number, a number a class) are copied instead, so that they may change.
@@ -67,8 +67,8 @@ def _freed(tensor: Tensor) -> bool:
 
 
 class _Alias(torch.autograd.Function):
-    """The same numbers with a place in the graph of their own, as an output of the head has one: FSDP2 hangs
-    hooks there, DDP follows it to the weight."""
+    """Give a tensor a node of its own in the graph, as an output of the head has one: FSDP2 hangs hooks
+    there, DDP follows it to the weight."""
 
     generate_vmap_rule = True
 

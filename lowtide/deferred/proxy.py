@@ -1,4 +1,4 @@
-"""What the stand-ins for a tensor have in common: Python's operators, and how they are found among the
+"""Share what both stand-ins for a tensor need: Python's operators, and the search for stand-ins among the
 arguments of torch's functions.
 """
 
@@ -41,7 +41,7 @@ def is_torchs(function: Callable[..., Any], name: str) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """mul_, __imul__, __setitem__, ..."""
+    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ..."""
     return name[2:-2] in IN_PLACE if name[:2] == "__" else name[-1] == "_"
 
 
@@ -60,7 +60,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """The same value, with `by(each)` for each of that type in it."""
+    """Return the same value with `by(each)` in place of each instance of `kind`."""
     if isinstance(value, kind):
         return by(value)
     if isinstance(value, dict):

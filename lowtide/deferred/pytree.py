@@ -1,5 +1,5 @@
-"""Deferred logits as a node of torch's pytrees, with one leaf. Whoever maps a function over a model's outputs
-calls it with the leaf, and the leaf hands it to the logits.
+"""Make deferred logits a node of torch's pytrees, with one leaf. Whoever maps a function over a model's
+outputs calls it with the leaf, and the leaf hands the logits to it.
 
 FSDP2 and DistributedDataParallel look among the leaves for the tensors that their work before backward hangs
 on. So a leaf is a tensor: an alias of the hidden states, with their place in the graph.
@@ -62,7 +62,7 @@ def _attribute(leaf: LogitsLeaf, name: str) -> Any:
 
 
 def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
-    """For those who want to know when backward comes here, and not the gradient."""
+    """Register a hook of torch.distributed, which asks when backward comes here, not for a gradient."""
     own = getattr(hook, "func", hook)  # of a partial
     own = getattr(own, "__func__", own)
     if not str(getattr(own, "__module__", "")).startswith("torch."):
@@ -96,7 +96,7 @@ def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
 
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
-    """Whether an autograd.Function, which sees the tensor itself, has returned it as it is."""
+    """Return whether the leaf is the hidden states, as a Function that returns its input makes it."""
     hidden = _hidden(logits)
     return (
         type(leaf) is Tensor
@@ -109,7 +109,7 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 
 
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    """The same logits, whose gradient goes through that function."""
+    """Return the same logits with their gradient through that function."""
     first = iter([hidden])
     return logits.like(tree.changed(logits.node, rows=lambda x: next(first, x)), logits.meta)
 

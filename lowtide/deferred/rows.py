@@ -115,8 +115,8 @@ INDEX_DTYPES = (torch.bool, torch.int64, torch.int32)
 
 
 def _as_tensor(entry: Any, device: torch.device) -> Any:
-    """A list of integers, or of truth values, as torch reads it. What else a list may be depends on its
-    version."""
+    """Return the tensor that a list of integers or truth values stands for. Other lists mean different things
+    in different versions of torch."""
     kinds = {type(each) for each in entry} if isinstance(entry, list) else set()
     return torch.tensor(entry, device=device) if kinds in ({int}, {bool}) else entry
 
@@ -181,7 +181,7 @@ def _several(input: DeferredLogits, dim: int, entries: Iterable[Any]) -> tuple[A
 
 
 def _at(input: DeferredLogits, dim: int, entry: Any) -> tuple[Any, ...]:
-    """The index of one dimension, which exists."""
+    """Return an index that has `entry` at an existing dimension."""
     return (*(slice(None),) * (dim % input.dim()), entry)
 
 

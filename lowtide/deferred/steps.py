@@ -1,4 +1,4 @@
-"""A warning for those whose training never calls the deferred head."""
+"""Warn those whose training never calls the deferred head."""
 
 import functools
 import warnings

@@ -80,7 +80,7 @@ def as_recorded(device: torch.device, dtype: torch.dtype | None) -> torch.autoca
 
 
 def leading(node: Node) -> torch.Size:
-    """The rows' shape in the tree; logits of it may be arranged in another."""
+    """Return the shape of the rows in the tree; the logits may arrange them in another."""
     return next(linears(node)).input.tensor.shape[:-1]
 
 

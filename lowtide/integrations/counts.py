@@ -1,4 +1,4 @@
-"""What every callback that defers logits tells of them."""
+"""Share what every callback that defers logits tells."""
 
 from lowtide.deferred import Deferral
 
@@ -10,10 +10,10 @@ class DeferralCounts:
 
     @property
     def fused(self) -> int:
-        """How many losses have been computed without logits."""
+        """Return how many losses have been computed without logits."""
         return 0 if self.deferral is None else self.deferral.fused
 
     @property
     def materialized(self) -> dict[str, int]:
-        """By operation, how often real logits were made for it."""
+        """Return how often each operation made real logits."""
         return {} if self.deferral is None else dict(self.deferral.materialized)
