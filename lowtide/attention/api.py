@@ -9,10 +9,9 @@ from lowtide.attention.check import (
     check_choice,
     check_numbers,
     check_seed,
-    check_tensors,
     check_window,
 )
-from lowtide.attention.masks import AttentionBias
+from lowtide.attention.masks import AttentionBias, from_torch, is_from_torch
 from lowtide.attention.problem import Operands, Options
 
 Window = tuple[int | None, int | None]
@@ -47,23 +46,24 @@ def memory_efficient_attention(
         query [B, M, H, K], key [B, N, G, K], value [B, N, G, E], the result [B, M, H, E], where G divides H:
         the H / G query heads of a key head follow each other, and no key is repeated. Also [B, M, K] (one
         head), and [B, M, G, H, K] with key and value [B, N, G, 1, ...] or [B, N, G, H, ...]; expanded keys
-        are not copied where they need no gradient. Any sizes from K = 1 up, M or N = 0, any strides.
+        are not copied where they need no gradient. Any sizes and any strides; with K = 0 each product is 0.
 
     Args:
         attn_bias: a tensor that broadcasts to [B, H, M, N] ([B, M, N], or [B, G, H, M, N], in the other
             layouts): floating-point, which is added to the scores, or bool, where True takes part. Or a mask
-            of :mod:`lowtide.attn_bias`, with or without such a tensor (``mask.add_bias(tensor)``). The tensor
-            may require a gradient, of its own shape: a bias [1, H, 1, N] costs H N numbers. (A view that is
-            expanded first gets the gradient of that view: pass what is not expanded.)
+            of :mod:`lowtide.attn_bias`, with or without such a tensor (``mask.add_bias(tensor)``); or
+            ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias. The tensor may require
+            a gradient, of its own shape: a bias [1, H, 1, N] costs H N numbers. (A view that is expanded
+            first gets the gradient of that view: pass what is not expanded.)
         p: rate of dropout, in [0, 1]; applied whenever it is not 0. Which scores are dropped is a function of
             (seed, b, h, i, j) alone: the same on CPU and CUDA, for any tile size, forward and backward.
-        scale: s; :math:`1/\sqrt K` by default.
+        scale: s, any finite number; :math:`1/\sqrt K` by default (1 with K = 0).
         softcap: c, above 0; None for none. (Gemma 2: 50.)
         window: (left, right): query i sees keys from i + N - M - left to i + N - M + right; -1 or None is no
             limit. Beside a mask, what both let through. In a mask of several sequences, N and M are those of
             the sequence.
         seed: of dropout: an int, or a 0-d int64 tensor. By default it is drawn from `generator`, or torch's.
-        backend: "auto" runs "sdpa" (torch's own kernels) where these compute the same exactly, in O(M)
+        backend: "auto" runs "sdpa" (torch's own kernels) where these are known to compute the same, in O(M)
             memory and fast; else "triton" (our kernels), where there is a CUDA device for them; else "torch"
             (tiles of BLAS products). "reference", the plain definition, holds all scores. One that is named
             runs, or says why it cannot. docs/attention.md has the table.
@@ -81,12 +81,17 @@ def memory_efficient_attention(
         bfloat16 pieces: 1.5 times their memory. Derivatives of higher order, forward mode and vmap
         differentiate the definition, a chunk of queries at a time: O(M), exact, not fast.
 
-    The same call gives the same bits, gradients included; where torch's CUDA kernels run it ("sdpa"), under
-    ``torch.use_deterministic_algorithms(True)``.
+    On CUDA, torch's kernels ("sdpa") also hold a float32 for each number of query in backward. An upstream
+    gradient that is not in the strides of the result is copied for them, and so are, under torch.compile,
+    operands that do not begin at a multiple of 16 bytes.
+
+    The same call, of tensors with the same strides and alignment, gives the same bits, gradients included.
+    Where torch's CUDA kernels run it ("sdpa"), this holds under ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also a
-            RuntimeError, which is what torch raises.
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit; for nested, sparse and
+            distributed tensors, and those of a class with a ``__torch_function__`` of its own. Each is also
+            a RuntimeError, which is what torch raises.
 
     Transforms: torch.compile(fullgraph=True), torch.func, vmap, forward mode, derivatives of any order,
     checkpointing. Not within one another: what torch.compile compiled cannot be differentiated twice.
@@ -151,7 +156,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """:func:`torch.nn.functional.scaled_dot_product_attention`, for all that its fast kernels refuse:
-    wherever that is called, this can be.
+    wherever that is called with plain tensors, this can be.
 
     Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E]; leading
     dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
@@ -159,13 +164,14 @@ def scaled_dot_product_attention(
     Args:
         attn_mask: bool (True takes part) or floating-point, of any shape that broadcasts to [..., H, M, N]
             (of more than one leading dimension, all or none), of any floating-point dtype. It may require a
-            gradient, which has its own shape; and it may stand beside `is_causal`.
+            gradient, which has its own shape; and it may stand beside `is_causal`. Or one of torch's biases,
+            ``causal_upper_left`` or ``causal_lower_right``.
         dropout_p: drops the same scores on every device for the same state of torch's generator there.
         is_causal: query i sees the keys j <= i.
 
     A query that sees no key gets 0. For the rest see :func:`memory_efficient_attention`.
     """
-    check_bias(attn_mask)
+    check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None)
     mask, tensor = _parted(attn_mask)
     layout, *own = layouts.from_torch(query, key, value, tensor, enable_gqa)
@@ -193,8 +199,7 @@ def _attention(
     backend: str,
     with_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    check_tensors({"query": query, "key": key, "value": value})
-    check_bias(attn_bias)
+    check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
     check_choice(backend)
     check_seed(seed, generator)
@@ -207,6 +212,8 @@ def _attention(
 
 
 def _parted(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | None, Tensor | None]:
+    if is_from_torch(attn_bias):
+        return from_torch(attn_bias), None
     if isinstance(attn_bias, AttentionBias):
         return attn_bias, attn_bias.bias
     return None, attn_bias

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from lowtide.attention.masks import AttentionBias, Band, window_band
+from lowtide.attention.masks import AttentionBias, Band, is_from_torch, window_band
 from lowtide.attention.problem import Operands, sizes
 from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
 
@@ -17,16 +18,59 @@ def check_tensors(named: Mapping[str, object]) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        _check_memory(name, tensor)
 
 
-def check_bias(attn_bias: object) -> None:
-    if attn_bias is None or isinstance(attn_bias, (Tensor, AttentionBias)):
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Checks that the tensor is numbers in memory, and nothing that only its own class understands."""
+    kind = type(tensor)
+    if (kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
+        return
+    if tensor.is_nested:
+        raise ArgumentTypeError(
+            f"{name} must be a dense tensor, got a nested one; put its sequences one after the other into a "
+            "batch of one, with lowtide.attn_bias.BlockDiagonalMask.from_tensor_list(nested.unbind())"
+        )
+    _check_subclass(name, tensor, kind)
+    if tensor.layout is not torch.strided:
+        raise ArgumentTypeError(
+            f"{name} must be a dense tensor, got one of layout {tensor.layout}; use {name}.to_dense()"
+        )
+
+
+def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
+    function = kind.__torch_function__
+    # torch's own for subclasses, which computes as with a plain tensor; or none, as of fake tensors.
+    same = getattr(function, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    if not same and function is not torch._C._disabled_torch_function_impl:
+        raise ArgumentTypeError(
+            f"{name} must be a plain tensor, got {kind.__name__}, which has a meaning of its own to torch's "
+            f"functions (__torch_function__); for its numbers pass {name}.as_subclass(torch.Tensor)"
+        )
+    if hasattr(tensor, "to_local"):
+        raise ArgumentTypeError(
+            f"{name} must be a plain tensor, got {kind.__name__}; pass {name}.to_local() on each rank, with "
+            "batches or heads sharded alike in query, key and value"
+        )
+
+
+def check_bias(name: str, attn_bias: object) -> None:
+    if attn_bias is None or is_from_torch(attn_bias):
+        return
+    if isinstance(attn_bias, Tensor):
+        _check_memory(name, attn_bias)
+        return
+    if isinstance(attn_bias, AttentionBias):
+        if attn_bias.bias is not None:
+            _check_memory(name, attn_bias.bias)
         return
     hint = ""
     if isinstance(attn_bias, type):
         hint = f"; make one: {attn_bias.__name__}(...)"
+    elif type(attn_bias).__name__ == "BlockMask":
+        hint = "; call torch's flex_attention with it, or pass what it shows as a bool tensor or such a mask"
     raise ArgumentTypeError(
-        f"attn_bias must be a torch.Tensor, a mask of lowtide.attn_bias or None, "
+        f"{name} must be a torch.Tensor, a mask of lowtide.attn_bias or None, "
         f"got {type(attn_bias).__name__}{hint}"
     )
 
@@ -34,9 +78,6 @@ def check_bias(attn_bias: object) -> None:
 def check_operands(operands: Operands) -> None:
     """Of tensors in one layout; the messages speak of that of the caller, in words."""
     query, key, value, bias = operands.differentiable
-    for name, tensor in (("query", query), ("value", value)):
-        if tensor.shape[3] == 0:
-            raise ArgumentError(f"{name} must have at least one feature, got 0")
     if query.dtype not in DTYPES:
         raise ArgumentTypeError(f"query must be float32, bfloat16, float16 or float64, got {query.dtype}")
     for name, tensor in (("key", key), ("value", value)):

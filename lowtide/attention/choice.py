@@ -5,7 +5,6 @@ Their answers hang on shapes, strides, dtypes and the device, so the tensors may
 from typing import NamedTuple
 
 from lowtide.attention import engines, entry
-from lowtide.attention.check import check_operands
 from lowtide.attention.masks import AttentionBias, Band
 from lowtide.attention.problem import Operands, Options
 
@@ -24,9 +23,7 @@ def engine(
     with_logsumexp: bool = False,
 ) -> Engine:
     """Of the call that `entry.attention` takes with these. Raises what that raises."""
-    check_operands(operands)
-    if mask is not None:
-        entry.check_mask(operands, mask)
+    operands = entry.prepared(operands, mask)
     choice = entry.choose(operands, mask, window, options, with_logsumexp)
     if choice.backend == "sdpa":
         return Engine("sdpa", "torch's own kernels compute the same exactly, in O(M) memory")

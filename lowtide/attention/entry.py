@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowtide.attention import autograd, handed, reference, transforms
 from lowtide.attention.check import ArgumentError, check_operands
 from lowtide.attention.masks import AttentionBias, Band, LowerTriangularMask, intervals
-from lowtide.attention.problem import Operands, Options, sizes
+from lowtide.attention.problem import Operands, Options
 from lowtide.derivatives import active
 
 CAUSAL = LowerTriangularMask()
@@ -36,15 +37,26 @@ def attention(
     with_logsumexp: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
-    operands = _autocast(operands)
-    check_operands(operands)
-    M, N = sizes(operands).M, sizes(operands).N
-    if mask is not None:
-        check_mask(operands, mask)
+    E = operands.value.shape[3]
+    operands = prepared(operands, mask)
+    out, logsumexp = _attention(operands, mask, window, options, seed, generator, with_logsumexp)
+    return (out if E else out[..., :0]), logsumexp
+
+
+def _attention(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    seed: int | Tensor | None,
+    generator: torch.Generator | None,
+    with_logsumexp: bool,
+) -> tuple[Tensor, Tensor | None]:
     way = choose(operands, mask, window, options, with_logsumexp).backend
+    options = options._replace(backend=way)
     if way == "sdpa":
         return handed.attention(operands, mask is not None, options), None
-    options = options._replace(backend=way)
+    M, N = operands.query.shape[2], operands.key.shape[2]
     if (found := intervals(mask, window, M, N, operands.device)) is not None:
         operands = operands._replace(first=found.first_M, end=found.end_M)
     if options.dropout:
@@ -56,9 +68,23 @@ def attention(
     return autograd.attention(operands, options, with_logsumexp)
 
 
-def check_mask(operands: Operands, mask: AttentionBias) -> None:
-    B, M, N = sizes(operands).B, sizes(operands).M, sizes(operands).N
-    mask.check(M, N)
+def prepared(operands: Operands, mask: AttentionBias | None) -> Operands:
+    """Returns the checked operands in the dtype of autocast. In place of no features they have one, of 0."""
+    operands = _autocast(operands)
+    check_operands(operands)
+    if mask is not None:
+        _check_mask(operands, mask)
+    query, key, value = operands[:3]
+    if query.shape[3] == 0:
+        operands = operands._replace(query=pad(query, (0, 1)), key=pad(key, (0, 1)))
+    if value.shape[3] == 0:
+        operands = operands._replace(value=pad(value, (0, 1)))
+    return operands
+
+
+def _check_mask(operands: Operands, mask: AttentionBias) -> None:
+    B, _, M, _ = operands.query.shape
+    mask.check(M, operands.key.shape[2])
     if B != 1 and mask.blocks(operands.device) is not None:
         raise ArgumentError(f"query must be a batch of one for a mask of several sequences, got {B}")
 

@@ -42,6 +42,8 @@ class AttentionBias:
     band = Band()
     bias: Tensor | None = None
     """Added to the scores (bool: True takes part); broadcasts to [B, H, M, N]."""
+    made_for: tuple[int, int] | None = None
+    """The number of queries and that of keys; None for any."""
 
     def add_bias(self, bias: Tensor) -> "AttentionBias":
         """The same mask, with a tensor that is added to the scores besides, and may need a gradient."""
@@ -73,6 +75,9 @@ class AttentionBias:
 
     def check(self, M: int, N: int) -> None:
         """Raises if the mask is not one of M queries and N keys."""
+        if self.made_for is not None and self.made_for != (M, N):
+            queries, keys = self.made_for
+            raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
         """Where the sequences of a variable-length mask start, among queries and among keys; or None."""
@@ -141,6 +146,7 @@ class BlockDiagonalMask(AttentionBias):
             )
         self.q_starts = (0, *accumulate(q_seqlens))
         self.k_starts = (0, *accumulate(kv_seqlens))
+        self.made_for = self.q_starts[-1], self.k_starts[-1]
         self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
         self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -192,13 +198,6 @@ class BlockDiagonalMask(AttentionBias):
         causal.__class__ = BlockDiagonalCausalMask
         return causal  # type: ignore[return-value]
 
-    def check(self, M: int, N: int) -> None:
-        if (self.q_starts[-1], self.k_starts[-1]) != (M, N):
-            raise ArgumentError(
-                f"attn_bias is made for {self.q_starts[-1]} queries and {self.k_starts[-1]} keys, "
-                f"got {M} and {N}"
-            )
-
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._starts:
             self._starts[device] = (
@@ -215,6 +214,21 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     """:class:`BlockDiagonalMask` where the i-th query of a sequence sees no key after its i-th."""
 
     band = Band(right=0)
+
+
+def is_from_torch(bias: object) -> bool:
+    """Returns whether torch's causal_upper_left or causal_lower_right made it. By name: to import their
+    module takes seconds."""
+    kind = type(bias)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
+def from_torch(bias: Any) -> AttentionBias:
+    """Returns the mask that torch's causal_upper_left or causal_lower_right stands for."""
+    upper = bias.variant.name == "UPPER_LEFT"
+    mask = LowerTriangularMask() if upper else LowerTriangularFromBottomRightMask()
+    mask.made_for = bias.seq_len_q, bias.seq_len_kv
+    return mask
 
 
 def window_band(window: tuple[int | None, int | None]) -> Band:

@@ -95,7 +95,7 @@ def dense(case: Case, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
     query, key, value = (each.transpose(1, 2) for each in (case.query, case.key, case.value))
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     options = case.options
-    scale = options.get("scale") or query.shape[-1] ** -0.5
+    scale = scale_of(case)
     z_BHMN = (query @ key.mT) * scale
     if (softcap := options.get("softcap")) is not None:
         z_BHMN = softcap * torch.tanh(z_BHMN / softcap)
@@ -113,6 +113,11 @@ def dense(case: Case, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
     logsumexp_BHM = _logsumexp(safe_BHMN.to(case.sum_dtype)) if z_BHMN.shape[-1] else z_BHMN.sum(-1)
     logsumexp_BHM = logsumexp_BHM.masked_fill(nothing_BHM1[..., 0], -torch.inf)
     return (weight_BHMN @ value).transpose(1, 2), logsumexp_BHM
+
+
+def scale_of(case: Case) -> float:
+    scale = case.options.get("scale")
+    return max(case.query.shape[-1], 1) ** -0.5 if scale is None else scale
 
 
 def _logsumexp(z: Tensor) -> Tensor:
@@ -197,11 +202,10 @@ def check(
 def magnitudes(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> Result:
     """The exact results with every term of their sums taken by absolute value; `case` in float64."""
     query, key, value = (each.transpose(1, 2) for each in (case.query, case.key, case.value))
-    _, H, _, K = query.shape
-    G = key.shape[1]
+    H, G = query.shape[1], key.shape[1]
     R = H // G if G else 1
     key, value = (each.repeat_interleave(R, 1) for each in (key, value))
-    scale = abs(case.options.get("scale") or K**-0.5)
+    scale = abs(scale_of(case))
     softcap = case.options.get("softcap")
     p = case.options.get("p", 0.0)
     _, logsumexp_BHM = dense(case)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 import lowtide
 from lowtide import attn_bias as masks
@@ -19,8 +20,7 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"key": KV[..., :3]}, ValueError, "key must have query's 8 features, got 3"),
         ({"value": KV[:, :3]}, ValueError, r"value must have as many heads and keys as key \(2 and 7\)"),
         ({"query": Q[:, :, :3]}, ValueError, "query's heads must be a multiple of key's, got 3 and 2"),
-        ({"query": Q[..., :0], "key": KV[..., :0]}, ValueError, "query must have at least one feature"),
-        ({"value": KV[..., :0]}, ValueError, "value must have at least one feature, got 0"),
+        ({"query": Q[..., :0]}, ValueError, "key must have query's 0 features, got 8"),
         (
             {"key": KV.double()},
             TypeError,
@@ -31,6 +31,11 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"value": KV.to("meta")}, ValueError, r"value must be on query's device \(cpu\), got meta"),
         ({"attn_bias": "causal"}, TypeError, "a mask of lowtide.attn_bias or None, got str"),
         ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(...\)"),
+        (
+            {"attn_bias": create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")},
+            TypeError,
+            "got BlockMask; call torch's flex_attention with it, or pass what it shows",
+        ),
         (
             {"attn_bias": torch.zeros(3, 7)},
             ValueError,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import lowtide
 from lowtide import attn_bias as masks
@@ -146,6 +147,45 @@ def test_empty(device, backend, B, M, N, H):
     assert (plain == 0).all()
     plain.sum().backward()
     assert (case.key.grad == 0).all()
+
+
+FEATURELESS = {
+    "plain": {},
+    "causal": {"mask": MASKS["causal"]},
+    "bias": {"bias": (0, 1, 1, 1)},
+    "bias of keys, sequences": {
+        "B": 1,
+        "bias": (0, 1, 0, 1),
+        "mask": masks.BlockDiagonalMask.from_seqlens([9, 28], [13, 40]),
+    },
+    "all": {"bias": (1, 0, 0, 1), "mask": MASKS["causal"], "p": 0.3, "seed": 2, "softcap": 2.0, "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@pytest.mark.parametrize(("K", "E"), [(0, 5), (0, 1), (3, 0), (0, 0)])
+@pytest.mark.parametrize("name", FEATURELESS)
+def test_no_features(device, name, K, E, backend):
+    """Scores are 0 and their biases; of values without features only the logsumexp is left."""
+    run(make_case(**{"B": 2, "G": 2, "K": K, "E": E, "device": device} | FEATURELESS[name]), backend)
+
+
+@pytest.mark.parametrize("N", [4, 0])
+@pytest.mark.parametrize(("K", "E"), [(0, 5), (3, 0), (0, 0)])
+def test_no_features_as_in_torch(device, K, E, N):
+    query, key, value = (
+        torch.randn(1, 2, length, features, device=device, requires_grad=True)
+        for length, features in ((3, K), (N, K), (N, E))
+    )
+    outs = [
+        function(query, key, value, scale=0.5)
+        for function in (lowtide.scaled_dot_product_attention, F.scaled_dot_product_attention)
+    ]
+    torch.testing.assert_close(*outs)
+    for got, like in zip(torch.autograd.grad(outs[0].sum(), (query, key, value)), (query, key, value)):
+        assert got.shape == like.shape
+    two_dimensions = lowtide.scaled_dot_product_attention(query[0, 0], key[0, 0], value[0, 0])
+    torch.testing.assert_close(two_dimensions, outs[0][0, 0])
 
 
 @pytest.mark.parametrize("spread", [30.0, 1000.0])
