@@ -1,10 +1,12 @@
-"""Which engine runs an operator: the Triton kernels, or tiles in plain torch."""
+"""Which engine runs an operator: the Triton kernels, tiles in plain torch, or in a compiled graph torch's own
+kernels."""
 
 from functools import cache
 from typing import Any
 
 import torch
 
+from lowtide.attention import sdpa
 from lowtide.attention.blockwise import Blockwise
 from lowtide.attention.blockwise_backward import BlockwiseBackward
 from lowtide.attention.check import ArgumentError
@@ -14,6 +16,8 @@ from lowtide.linear_cross_entropy.operands import on_device_of
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
+    if options.backend == "sdpa":
+        return sdpa.forward(operands, options, keep_statistics)
     if chosen(operands, options) == "triton":
         from lowtide.attention.launch import Kernels  # imports Triton
 
@@ -24,6 +28,8 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
+    if options.backend == "sdpa":
+        return sdpa.backward(operands, options, wanted, *given)
     if chosen(operands, options) == "triton":
         from lowtide.attention.launch_backward import BackwardKernels
 

@@ -1,5 +1,5 @@
-"""From tensors in one layout to one of five ways: torch's own kernels, the registered operators (two
-engines), the transforms' way, or the dense reference.
+"""From tensors in one layout to one of five ways: torch's own kernels (in a compiled graph an engine of the
+operators), the registered operators (two engines more), the transforms' way, or the dense reference.
 
 Shapes: B batches; H query heads; M queries, N keys; E features of values.
 """
@@ -55,7 +55,10 @@ def _attention(
     way = choose(operands, mask, window, options, with_logsumexp).backend
     options = options._replace(backend=way)
     if way == "sdpa":
-        return handed.attention(operands, mask is not None, options), None
+        causal = mask is not None
+        if torch.compiler.is_compiling():
+            return autograd.attention(operands, options._replace(causal=causal), with_logsumexp)
+        return handed.attention(operands, causal, options), None
     M, N = operands.query.shape[2], operands.key.shape[2]
     if (found := intervals(mask, window, M, N, operands.device)) is not None:
         operands = operands._replace(first=found.first_M, end=found.end_M)
@@ -101,8 +104,6 @@ def choose(
     if backend not in ("auto", "sdpa"):
         return Choice(backend)
     reason = handed.reason_against(operands, mask, window, options, with_logsumexp)
-    if reason is None and active(*operands[:3]):
-        reason = "it knows no transforms"
     if reason is None:
         return Choice("sdpa")
     if backend == "sdpa":

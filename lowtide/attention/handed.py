@@ -8,23 +8,29 @@ transforms' way.
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import sdpa_kernel
 
 # By name: ours may have been put in its place there.
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
+from lowtide.attention import addresses
 from lowtide.attention.autograd import Gradients, again
 from lowtide.attention.masks import AttentionBias, Band, intervals, is_plain_causal
-from lowtide.attention.problem import Operands, Options, sizes
-from lowtide.derivatives import is_differentiated, placed
+from lowtide.attention.problem import Operands, Options, Sizes, sizes
+from lowtide.attention.sdpa import FUSED, FUSED_NUMBERS
+from lowtide.derivatives import active, is_differentiated, placed
 
-FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
-CUDA_DTYPES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+# These kernels multiply a causal mask's -inf by the scale, in float32: by 0 or less that gives nan.
+SCALES = torch.finfo(torch.float32)
+# The most programs along the second and third side of a CUDA grid.
+PROGRAMS = 65535
 
 
 def reason_against(
@@ -34,35 +40,52 @@ def reason_against(
     options: Options,
     with_logsumexp: bool,
 ) -> str | None:
-    """Why torch's kernels cannot take the call, or are not known to; None if they can."""
+    """Returns why torch's kernels cannot take the call, or are not known to be right; None if they are. What
+    takes the host longest to find out is asked last."""
+    if with_logsumexp:
+        return "it gives no logsumexp"
+    if options.softcap:
+        return "it takes no soft cap"
+    if options.dropout:
+        return "its dropout depends on the kernel"
+    if operands.bias is not None:
+        return "its biases are dense"
+    if window is not None:
+        return "it takes no window"
+    if active(*operands[:3]):
+        return "it knows no transforms"
     size = sizes(operands)
-    causal = mask is not None
-    own = {
-        "it gives no logsumexp": with_logsumexp,
-        "it takes no soft cap": options.softcap != 0,
-        "its dropout depends on the kernel": options.dropout != 0,
-        "its biases are dense": operands.bias is not None,
-        "it takes no mask but a causal one": mask is not None and not is_plain_causal(mask, size.M, size.N),
-        "it takes no window": window is not None,
-        "it needs as many features of values as of keys": size.K != size.E,
-        "it needs something to attend": 0 in size,
-        "it needs features that lie side by side": any(each.stride(-1) != 1 for each in operands[:3]),
-    }
+    if mask is not None and not is_plain_causal(mask, size.M, size.N):
+        return "it takes no mask but a causal one"
+    if size.K != size.E:
+        return "it needs as many features of values as of keys"
+    if 0 in size:
+        return "it needs something to attend"
+    if not SCALES.tiny <= options.scale <= SCALES.max:
+        return "its causal masks are nan where the scale is not a normal float32 above 0"
     if operands.device.type == "cuda":
-        own |= {
-            "its kernels for float32 are slower": operands.query.dtype not in CUDA_DTYPES,
-            "it takes at most 256 features, a multiple of 8": size.K > 256 or size.K % 8 != 0,
-            "its causal mask needs as many queries as keys": causal and size.M != size.N,
-            "its strides must be multiples of 8": any(
-                stride % 8 for each in operands[:3] for stride in each.stride()[:-1]
-            ),
-        }
-    return next((reason for reason, holds in own.items() if holds), None)
+        reason = _reason_against_on_cuda(operands, size, mask is not None)
+    elif operands.query.dtype in HALVES:
+        reason = "its kernels for the CPU round sums to half precision"
+    else:
+        sides = (each.stride(3) == 1 for each in operands[:3])
+        reason = None if all(sides) else "it needs features that lie side by side"
+    return reason
+
+
+def _reason_against_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
+    if operands.query.dtype not in HALVES:
+        return "its kernels for float32 are slower"
+    if size.K > 256 or size.K % 8:
+        return "it takes at most 256 features, a multiple of 8"
+    if causal and size.M != size.N:
+        return "its causal mask needs as many queries as keys"
+    if size.B * size.H > PROGRAMS:
+        return f"it is not known to be right for more than {PROGRAMS} heads in all batches"
+    return addresses.reason_against(*operands[:3])
 
 
 def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # [B, H, M, E]
-    if torch.compiler.is_compiling():
-        return _sdpa(operands, causal, options)
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in operands[:3])
     if not tracked:
         return _sdpa(operands, causal, options)
@@ -71,11 +94,8 @@ def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # 
 
 def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
     query, key, value = operands[:3]
-    shared = False
-    if query.shape[1] != key.shape[1]:  # an if: to torch.compile the comparison may be no bool
-        shared = True
-    given: dict[str, Any] = {"is_causal": causal, "scale": options.scale, "enable_gqa": shared}
-    if not torch.compiler.is_compiling() and _is_fused_already(operands, given):
+    given = {"is_causal": causal, "scale": options.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if _is_fused_already(operands, given):
         return torchs_own(query, key, value, **given)
     with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):
         return torchs_own(query, key, value, **given)
@@ -92,13 +112,20 @@ def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
     return torch._fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, causal: bool, options: Options, *tensors: Tensor) -> Tensor:
         ctx.causal, ctx.options = causal, options
         ctx.save_for_backward(*tensors)
         ctx.wanted = tuple(tensor.requires_grad for tensor in tensors)
-        with torch.enable_grad():
+        # The caller's hooks could bring a tensor back in other strides or at another address.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooks = saved_tensors_hooks(_unchanged, _unchanged) if hooked else nullcontext()
+        with torch.enable_grad(), hooks:
             ctx.own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             ctx.out = _sdpa(Operands(*ctx.own), causal, options)
         return ctx.out.detach()  # type: ignore[no-any-return]
@@ -115,6 +142,7 @@ class _Handed(torch.autograd.Function):
             gradients = again(operands, ctx.options, (*ctx.wanted, False), (upstream, None))[:3]
         else:
             wanted = [own for own in ctx.own if own.requires_grad]
+            upstream = addresses.readable_like(upstream, ctx.out)
             keep = torch._C._autograd._get_current_graph_task_keep_graph()
             found = torch.autograd.grad(ctx.out, wanted, upstream, retain_graph=keep)
             gradients = placed(found, ctx.wanted)

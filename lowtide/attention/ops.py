@@ -16,7 +16,7 @@ from lowtide.attention import engines
 from lowtide.attention.problem import Operands, Options
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
-OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend"
+OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal"
 
 
 def _operator(name: str, before: str, flags: str) -> Callable[[Any], Any]:

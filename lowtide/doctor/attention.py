@@ -113,16 +113,17 @@ class Call:
 
 # What the table of docs/attention.md has a line for, and what is different from Call() there.
 _CAUSAL: dict[str, Any] = {"mask": Mask.CAUSAL}
+_PLAIN: tuple[dict[str, Any], ...] = ({}, _CAUSAL, {"K": 512}, {"K": 20}, {**_CAUSAL, "N": 8192})
 LINES: dict[str, tuple[dict[str, Any], ...]] = {
     "no bias, no mask or a causal one; bfloat16 or float16": (
         *({}, _CAUSAL, {"mask": Mask.CAUSAL_FROM_BOTTOM_RIGHT}),
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
-    "the same, float32": ({"dtype": torch.float32}, {"dtype": torch.float32, **_CAUSAL}),
-    "the same, float64": ({"dtype": torch.float64}, {"dtype": torch.float64, **_CAUSAL}),
     "the same, K above 256 or no multiple of 8": ({"K": 512}, {"K": 260}, {"K": 20}),
     "the same, causal with M ≠ N": ({**_CAUSAL, "N": 2048}, {**_CAUSAL, "N": 8192}),
+    "any of these, float32": tuple({"dtype": torch.float32, **case} for case in _PLAIN),
+    "any of these, float64": tuple({"dtype": torch.float64, **case} for case in _PLAIN),
     "a bias of any shape, with a gradient or without": (
         {"bias": (1, 16, 4096, 4096)},
         {"bias": (1, 1, 1, 4096), "bias_gradient": False},
