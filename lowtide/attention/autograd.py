@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.attention import ops, shapes, transforms  # noqa: F401  shapes registers itself
+from lowtide.attention import engines, ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.attention.problem import Operands, Options
 from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 
@@ -19,7 +19,9 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
-    """[B, H, M, E], and the logsumexp [B, H, M] if somebody asks for it."""
+    """[B, H, M, E], and the logsumexp [B, H, M] if somebody asks for it. The engine is chosen here, once for
+    forward and backward."""
+    options = options._replace(backend=engines.chosen(operands, options))
     tracked = torch.is_grad_enabled()
     wanted = tuple(tracked and each is not None and each.requires_grad for each in operands.differentiable)
     out, logsumexp = _Attention.apply(options, wanted, with_logsumexp, *operands)

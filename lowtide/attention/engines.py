@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowtide.attention import sdpa
 from lowtide.attention.blockwise import Blockwise
@@ -18,7 +19,7 @@ from lowtide.linear_cross_entropy.operands import on_device_of
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
     if options.backend == "sdpa":
         return sdpa.forward(operands, options, keep_statistics)
-    if chosen(operands, options) == "triton":
+    if options.backend == "triton":
         from lowtide.attention.launch import Kernels  # imports Triton
 
         with torch.cuda.device_of(operands.query):
@@ -30,18 +31,31 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
     if options.backend == "sdpa":
         return sdpa.backward(operands, options, wanted, *given)
-    if chosen(operands, options) == "triton":
+    if options.backend == "triton":
         from lowtide.attention.launch_backward import BackwardKernels
 
+        upstream, logsumexp_upstream, *saved = given
+        operands, (out, statistics) = _readable(operands, *saved)
+        given = (upstream, logsumexp_upstream, out, statistics)
         with torch.cuda.device_of(operands.query):
             return BackwardKernels(operands, options, wanted).backward(*given)
     with on_device_of(operands.query):
         return BlockwiseBackward(operands, options, wanted).backward(*given)
 
 
+def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]]:
+    """Copy what the kernels cannot read as it lies. Hooks may bring saved tensors back in other strides."""
+    matrices = (each.contiguous() if is_far(each) else each for each in (*operands[:3], out))
+    query, key, value, out = matrices
+    first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))
+    operands = operands._replace(query=query, key=key, value=value, first=first, end=end)
+    return operands, (out, statistics.contiguous())
+
+
 def chosen(operands: Operands, options: Options) -> str:
-    if options.backend == "torch":
-        return "torch"
+    """Choose once a call, before it: an operator runs the engine that it is told, forward and backward."""
+    if options.backend not in ("auto", "triton"):
+        return options.backend
     reason = reason_against_triton(operands)
     if options.backend == "auto":
         # On the CPU not through the interpreter, which is for tests.
@@ -52,19 +66,29 @@ def chosen(operands: Operands, options: Options) -> str:
 
 
 def reason_against_triton(operands: Operands) -> str | None:
+    reason = _triton_refuses(operands.device, operands.query.dtype)
+    if reason is None and any(is_far(tensor) for tensor in operands[:3]):
+        reason = "its kernels count within a tile in 32 bits, and a stride is too large for that"
+    return reason
+
+
+def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
         return "triton is not installed"
-    if operands.device.type != "cuda" and not kernels_run_on_the_cpu():
-        return f"its kernels run on CUDA tensors, and query is on {operands.device}"
-    if operands.query.dtype.itemsize == 8:
+    if device.type != "cuda" and not kernels_run_on_the_cpu():
+        return f"its kernels run on CUDA tensors, and query is on {device}"
+    if dtype == torch.float64:
         return "its kernels sum in float32, and query is float64"
-    if any(is_far(tensor) for tensor in operands[:3]):
-        return "its kernels count within a tile in 32 bits, and a stride is too large for that"
-    if operands.device.type == "cuda" and not _is_known_to_run(operands.device):
+    if device.type == "cuda" and not _is_known_to_run(device):
         return "its kernels are for NVIDIA cards from compute capability 8.0 on"
     return None
+
+
+# Of machine and process: a constant of a compiled graph, and not traced.
+# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
+_triton_refuses.__dict__["_dynamo_marked_constant"] = True
 
 
 @cache

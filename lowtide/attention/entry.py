@@ -21,8 +21,7 @@ CAUSAL = LowerTriangularMask()
 
 class Choice(NamedTuple):
     backend: str
-    """"sdpa", or what was asked for: which of its engines an operator takes for "auto" is decided where it
-    runs (engines.py)."""
+    """"sdpa", or what was asked for: which engine "auto" stands for is chosen after that (engines.py)."""
     reason: str | None = None
     """Why "auto" is not "sdpa"."""
 

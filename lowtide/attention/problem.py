@@ -56,8 +56,7 @@ class Options(NamedTuple):
     rows_first: bool = True
     """Whether results lie in memory as [B, M, H, E], or as [B, H, M, E]."""
     backend: str = "auto"
-    """"auto" or the name of one; to the operators, for which "auto" is one of their own two engines, not
-    "reference"."""
+    """"auto" or the name of one; to the operators "sdpa", "triton" or "torch" (engines.chosen)."""
     causal: bool = False
     """Of "sdpa", to the operators: whether query i sees the keys j <= i. Others have that as intervals."""
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "addresses": set(),
     "reference": {"dropout", "masks", "problem"},
     "transforms": {"dropout", "masks", "problem", "reference"},
-    "autograd": {"ops", "problem", "shapes", "transforms"},
+    "autograd": {"engines", "ops", "problem", "shapes", "transforms"},
     "shapes": {"chunk", "ops", "problem"},
     "ops": {"engines", "problem"},
     "engines": {"blockwise", "blockwise_backward", "check", "launch", "launch_backward", "problem", "sdpa"},
