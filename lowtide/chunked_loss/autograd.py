@@ -94,8 +94,8 @@ def _scaled(job: Job, kept: Kept, upstream: Tensor) -> Tensor:
     factor = upstream if factor is None else upstream * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)
-    if not in_place:
-        gradient = gradient.clone()
+    if not in_place or not gradient.is_contiguous():  # as it may come back from hooks of saved tensors
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
     flat = gradient.view(job.rows, *gradient.shape[len(job.leading) :])
     for own, (start, stop) in zip(factor, job.chunks):
         scaled(flat[start:stop], own, gradient.dtype, _backend(gradient), in_place=True)

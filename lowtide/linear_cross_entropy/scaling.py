@@ -82,6 +82,8 @@ def scaled(
     tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool
 ) -> Tensor:
     """factor * tensor, rounded once to dtype; in tensor's own memory if that may be and is large enough."""
+    if not _fills_its_memory(tensor):  # as it may come back from hooks of saved tensors
+        tensor, in_place = tensor.contiguous(), True
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)
     if tensor.dim() == 0:
@@ -89,3 +91,11 @@ def scaled(
     out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     scale_into(out, tensor, factor, backend, spent=in_place)
     return out
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether its numbers lie without gaps, as kernels want them that know no strides."""
+    if tensor.is_contiguous():
+        return True
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return reach == tensor.numel()
