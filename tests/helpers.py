@@ -250,7 +250,8 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
         inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
-    return make_plan(head, told(head, Options(workspace=workspace, compute_dtype=dtype, **options)), job)
+    given = Options(workspace=workspace, compute_dtype=dtype, **options)
+    return make_plan(head, told(head, given, job), job)
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

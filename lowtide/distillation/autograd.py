@@ -17,6 +17,7 @@ from lowtide.derivatives import is_differentiated, placed
 from lowtide.distillation import ops, transforms
 from lowtide.distillation.heads import Heads, Options
 from lowtide.linear_cross_entropy.autograd import finished
+from lowtide.linear_cross_entropy.route import choose_backend
 
 
 def distillation(heads: Heads, options: Options) -> Tensor:
@@ -50,8 +51,9 @@ class _Distillation(torch.autograd.Function):
         elif options.reduction == "none":
             gradients = placed(ops.distillation_backward(upstream, *heads, wanted, *options), wanted)
         else:
+            backend = choose_backend("auto", heads.device, options.sum_dtype)
             gradients = tuple(
-                finished(next(waiting), next(waiting) * upstream, like) if grad else None
+                finished(next(waiting), next(waiting) * upstream, like, backend) if grad else None
                 for like, grad in zip(heads.student, wanted)
             )
         return (None, None, *gradients, *nothing)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.linear_cross_entropy.check import ArgumentError, check_arguments, check_loss_options
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import Plan, make_plan, told
-from lowtide.linear_cross_entropy.route import Job, Wanted
+from lowtide.linear_cross_entropy.route import Job, Wanted, choose_engine
 
 WEIGHT_GRADIENTS = {
     "at_once": "one product of all tokens, rounded as it leaves",
@@ -40,6 +40,10 @@ class Call:
 
     def plan(self) -> Plan:
         """Raises what the call itself would raise."""
+        head, options, job = self._given()
+        return make_plan(head, told(head, options, job), job)
+
+    def _given(self) -> tuple[Head, Options, Job]:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ArgumentError(
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
@@ -65,8 +69,7 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
             )
-            head = Head((input_ND,), (weight_VD,), bias_V)
-            return make_plan(head, told(head, options), job)
+            return Head((input_ND,), (weight_VD,), bias_V), options, job
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -86,7 +89,8 @@ class Call:
         if not own:
             on_cpu = self.device == "cpu" and plan.backend == "torch"
             other = "cpu_exponentials.py" if on_cpu else "exponentials.py"
-            reason = plan.against_cpu_exponentials if on_cpu else plan.against_exponentials
+            choice = choose_engine(*self._given())
+            reason = choice.against_cpu_exponentials if on_cpu else choice.against_exponentials
             found["why"] = f"not {other}: {reason}"
         found["workspace"] = f"{plan.workspace / 2**20:,.0f} MiB"
         if self.workspace is None:

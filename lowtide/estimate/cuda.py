@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.linear_cross_entropy.shapes import is_loss, workspace_of
+from lowtide.linear_cross_entropy.shapes import is_loss, told_anew, workspace_of
 
 aten = torch.ops.aten
 
@@ -147,7 +147,7 @@ class Operators(TorchDispatchMode):
         """Planned and shaped as on the device, with the workspace held while it runs."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
-            there = tree_map_only(Tensor, self._stand_in, args)
+            there = told_anew(func.name(), tree_map_only(Tensor, self._stand_in, args))
             workspace = workspace_of(func.name(), there)
             shapes = [(each.shape, each.dtype) for each in func(*there)]
         held = torch.empty(-(-workspace // self.classes), self.classes, dtype=torch.uint8)

@@ -110,6 +110,9 @@ def linear_cross_entropy(
         one after the other, each with this workspace, beside up to three float32 tensors of the input's size
         and one position's part of the weight's gradient (of which all waits in float32 for float16); with
         ``reduction="none"`` four products each, and the weight's gradient once more as it is put together.
+        Backward runs on the engine that forward took. Where hooks bring a saved tensor back in a layout which
+        that engine cannot read, or compiled code gets one that begins elsewhere, a copy of it is held beside
+        the workspace as long as the operator runs.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

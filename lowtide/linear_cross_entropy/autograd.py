@@ -22,7 +22,7 @@ from lowtide.derivatives import differentiable_gradients, is_differentiated, pla
 from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.plan import told
-from lowtide.linear_cross_entropy.route import choose_backend
+from lowtide.linear_cross_entropy.route import backend_of
 from lowtide.linear_cross_entropy.scaling import scaled
 
 Gradients = tuple[Tensor | None, ...]
@@ -30,17 +30,17 @@ Gradients = tuple[Tensor | None, ...]
 
 def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
-    options = told(head, options)
-    loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, _wanted(head), *options)
+    wanted = _wanted(head)
+    options = told(head, options, ops.job_of(head, target, class_weight, wanted, log_probs=False))
+    loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, wanted, *options)
     return loss
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Four times [N]."""
-    options = told(head, options)
-    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(
-        *head, target, _wanted(head), *options
-    )
+    wanted = _wanted(head)
+    options = told(head, options, ops.job_of(head, target, None, wanted, log_probs=True))
+    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(*head, target, wanted, *options)
     return log_prob_N, entropy_N, logsumexp_N, argmax_N
 
 
@@ -71,11 +71,11 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
             upstream, rest, *head, target, class_weight, wanted, *options
         )
         return _arguments(ctx, placed(found, wanted))
-    waiting = iter(rest)
+    waiting, backend = iter(rest), backend_of(options.engine)
     return _arguments(
         ctx,
         tuple(
-            finished(next(waiting), next(waiting) * upstream, like, options.backend) if grad else None
+            finished(next(waiting), next(waiting) * upstream, like, backend) if grad else None
             for like, grad in zip(head.tensors, wanted)
         ),
     )
@@ -150,11 +150,10 @@ def _refuse_others(ctx: Any) -> None:
         )
 
 
-def finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str = "auto") -> Tensor:
-    """The gradient of `like` itself: kept * factor, rounded once."""
+def finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
+    """The gradient of `like` itself: kept * factor, rounded once, by a kernel of that backend."""
     if torch.compiler.is_compiling() or type(kept) is not Tensor:  # traced
-        return (kept.to(factor.dtype) * factor).to(like.dtype).view(like.shape)
+        return (kept.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
     # A freed graph's tensors are ours to change; a retained one's will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-    backend = choose_backend(backend, like.device, factor.dtype)
-    return scaled(kept, factor, like.dtype, backend, in_place=in_place).view(like.shape)
+    return scaled(kept, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)

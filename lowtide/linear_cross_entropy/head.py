@@ -49,6 +49,12 @@ class Head(NamedTuple):
         """All of them, in the order of the fields."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
+    @property
+    def first_position(self) -> "Head":
+        """The head of the first position; the others have the same layout."""
+        bias = None if self.bias is None else self.bias.select(1, 0)
+        return Head(self.inputs, (self.weights[0].select(1, 0),), bias, self.scale)
+
     def at_positions(self) -> list["Head"]:
         """The head of each position. One unbind a tensor: its gradient is put together once."""
         weights = self.weights[0].unbind(1)
@@ -78,9 +84,9 @@ class Options(NamedTuple):
     few_tokens: bool = False
     """Whether these are known to be few beside the classes (plan.few_tokens): said by the caller, as a number
     of tokens that is a symbol should not decide it."""
-    own_products: bool = False
-    """Whether a CPU's bfloat16 products can be made (plan.own_products): of machine and process, so that a
-    graph, and whoever keeps it, has to know."""
+    engine: str = ""
+    """The engine that runs the call, one of ENGINES in route.py: the caller chooses it once (plan.told), and
+    forward and backward obey. "" before that."""
     compute_dtype: torch.dtype = torch.float32
     """What the operands of the products are rounded to: the input's dtype, or autocast's."""
     workspace: int | None = None

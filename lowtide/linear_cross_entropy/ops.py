@@ -7,6 +7,9 @@ running them; autograd.py registers their derivatives.
     linear_log_probs                log_prob, entropy, logsumexp, argmax, and the statistics of each row
     linear_log_probs_backward       gradients, from up to three upstream gradients and these statistics
 
+All obey the engine among their options, but for a backward from statistics: these say which engine they are
+from (`with_engine`), and that one runs. It chooses nothing.
+
 A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still
 to be applied. Gradients come in the order of Head's tensors, only those that are wanted.
 
@@ -28,7 +31,7 @@ from lowtide.linear_cross_entropy.loss_rows import LossRows
 from lowtide.linear_cross_entropy.operands import on_device_of
 from lowtide.linear_cross_entropy.plan import Plan, make_plan
 from lowtide.linear_cross_entropy.position_gradients import PositionGradients, widened
-from lowtide.linear_cross_entropy.route import Job, Wanted
+from lowtide.linear_cross_entropy.route import ENGINES, Job, Wanted, check_engine, readable
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scaled
 from lowtide.linear_cross_entropy.streamed import Stream
@@ -36,7 +39,7 @@ from lowtide.linear_cross_entropy.streamed import Stream
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
 OPTIONS = (
     "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool few_tokens, bool own_products, ScalarType compute_dtype, int? workspace, str backend"
+    "bool few_tokens, str engine, ScalarType compute_dtype, int? workspace, str backend"
 )
 
 
@@ -57,10 +60,10 @@ def linear_cross_entropy(
     head = Head(tuple(inputs), tuple(weights), bias, scale)
     if head.by_position:
         return _of_positions(head, target, class_weight, options)
-    plan = _plan(head, target, class_weight, options, log_probs=False)
+    call = _call(head, target, class_weight, options, log_probs=False)
     with on_device_of(head.inputs[0]):
-        stream = _stream(plan, head, target, class_weight)
-        if plan.options.reduction == "none":
+        stream = _stream(*call)
+        if stream.plan.options.reduction == "none":
             statistics = stream.take_statistics()
             return [stream.of_all(stream.loss_N(statistics)), *_kept_statistics(stream, statistics)]
         denominator, factor = _denominator([stream])
@@ -86,9 +89,9 @@ def linear_cross_entropy_backward(
     *options: Any,
 ) -> list[Tensor]:
     head = Head(tuple(inputs), tuple(weights), bias, scale)
-    plan = _plan(head, target, class_weight, options, log_probs=False)
+    call = _call(head, target, class_weight, options, log_probs=False, statistics=statistics)
     with on_device_of(head.inputs[0]):
-        stream = _stream(plan, head, target, class_weight)
+        stream = _stream(*call)
         terms = stream.terms(upstream.flatten())
         return _final(stream, terms, _read_statistics(stream, statistics))
 
@@ -103,9 +106,9 @@ def linear_log_probs(
     *options: Any,
 ) -> list[Tensor]:
     head = Head(tuple(inputs), tuple(weights), bias, scale)
-    plan = _plan(head, target, None, options, log_probs=True)
+    call = _call(head, target, None, options, log_probs=True)
     with on_device_of(head.inputs[0]):
-        stream = _stream(plan, head, target, None)
+        stream = _stream(*call)
         statistics = stream.take_statistics()
         log_prob_N = statistics.gap_N.neg().masked_fill_(stream.foreign_N, torch.nan)
         results = (log_prob_N, stream.entropy_N(statistics), stream.logsumexp_N(statistics))
@@ -134,9 +137,9 @@ def linear_log_probs_backward(
     *options: Any,
 ) -> list[Tensor]:
     head = Head(tuple(inputs), tuple(weights), bias, scale)
-    plan = _plan(head, target, None, options, log_probs=True)
+    call = _call(head, target, None, options, log_probs=True, statistics=statistics)
     with on_device_of(head.inputs[0]):
-        stream = _stream(plan, head, target, None)
+        stream = _stream(*call)
         known = _read_statistics(stream, statistics)
         upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
         terms = stream.log_prob_terms(known, *upstream)
@@ -153,14 +156,14 @@ def _of_positions(
     others': three products, as of a single head."""
     wide, calls = widened(head, options[0], Options(*options[1:]).sum_dtype), []
     for part, target_N in zip(wide.at_positions(), targets_at_positions(target)):
-        calls.append((_plan(part, target_N, class_weight, options, log_probs=False), part, target_N))
+        calls.append(_call(part, target_N, class_weight, options, log_probs=False))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
-        denominator, factor = _denominator(LossRows(*call, class_weight) for call in calls)
+        denominator, factor = _denominator(LossRows(*call) for call in calls)
         gradients = PositionGradients(head, plan.wanted, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            of_one, found = _sum(_stream(*call, class_weight), factor)
+            of_one, found = _sum(_stream(*call), factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
@@ -192,16 +195,27 @@ def _sum(stream: Stream, factor: Tensor) -> tuple[Tensor, Gradients | None]:
     return stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum(), gradients
 
 
-def _plan(
+Call = tuple[Plan, Head, Tensor, Tensor | None]
+
+
+def _call(
     head: Head,
     target: Tensor,
     class_weight: Tensor | None,
-    options: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     *,
     log_probs: bool,
-) -> Plan:
-    job = job_of(head, target, class_weight, options[0], log_probs=log_probs)
-    return make_plan(head, Options(*options[1:]), job)
+    statistics: Sequence[Tensor] | None = None,
+) -> Call:
+    """What an engine takes: its plan, and operands that it can read."""
+    wanted, *rest = arguments
+    options = Options(*rest)
+    if statistics is not None:
+        options = options._replace(engine=engine_of(statistics))
+    check_engine(options, head.device)
+    head = readable(head, options)
+    job = job_of(head, target, class_weight, wanted, log_probs=log_probs)
+    return make_plan(head, options, job), head, target, class_weight
 
 
 def job_of(
@@ -229,16 +243,29 @@ def _stream(plan: Plan, *operands: Any) -> Stream:
     return Stream(plan, *operands)
 
 
+def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]
+    """Record in a vector which engine made it, for whoever reads it: leading dimensions of 1, as many as the
+    engine's place among ENGINES. They go wherever the vector goes. An argument or an attribute would not:
+    a checkpoint computes anew what backward reads, and the copy of a saved tensor has other strides."""
+    return vector_N.view(*(1,) * ENGINES.index(engine), -1)
+
+
+def engine_of(statistics: Sequence[Tensor]) -> str:
+    return ENGINES[statistics[0].dim() - 1]
+
+
 def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:
     """What backward needs of each row. An ignored one has an infinite maximum: whatever its logits are, their
     exponentials are 0."""
-    kept = [stream.of_all(statistics.max_N, ignored=torch.inf), stream.of_all(statistics.sum_N, ignored=1)]
+    max_N = with_engine(stream.of_all(statistics.max_N, ignored=torch.inf), stream.plan.engine)
+    kept = [max_N, stream.of_all(statistics.sum_N, ignored=1)]
     third = statistics.mean_N if stream.plan.job.log_probs else statistics.mass_N
     return kept if third is None else [*kept, stream.of_all(third)]
 
 
 def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics:
-    max_N, sum_N, *third = (stream.of_counted(each) for each in statistics)
+    # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
+    max_N, sum_N, *third = (stream.of_counted(each.flatten().contiguous()) for each in statistics)
     if stream.plan.job.log_probs:
         return Statistics(max_N, sum_N, mean_N=third[0])
     return Statistics(max_N, sum_N, mass_N=third[0] if third else None)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from lowtide.linear_cross_entropy import cpu_products, hopper
+from lowtide.linear_cross_entropy import hopper
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
-from lowtide.linear_cross_entropy.route import Job, Route, Wanted, find_route
+from lowtide.linear_cross_entropy.route import Job, Route, Wanted, backend_of, choose_engine, route_of
 from lowtide.linear_cross_entropy.workspace import (
     ENOUGH_ROWS,
     MOST_BYTES,
@@ -40,19 +40,11 @@ PRODUCT_PART = 40
 class Plan:
     options: Options
     job: Job
-    backend: str
-    distances: bool
-    """Whether the path is that of probabilities.py, for class probabilities."""
-    against_exponentials: str | None
-    """Why not the path of exponentials.py but another, of which that of streamed.py takes any call; None if
-    it is the former."""
     workspace: int
     """Bytes that the call may hold beside inputs, outputs and gradients."""
-    against_cpu_exponentials: str | None
-    """Likewise of the path of cpu_exponentials.py."""
     compute_dtype: torch.dtype
-    """Operands of the products: that of the options, but float32 for half precision on the CPU, where that is
-    not the path of cpu_exponentials.py."""
+    """Operands of the products: that of the options, but float32 for half precision on the CPU, where the
+    engine is not that of cpu_exponentials.py."""
     copies_rows: tuple[bool, ...]
     """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
@@ -84,12 +76,24 @@ class Plan:
         return self.job.wanted
 
     @property
+    def engine(self) -> str:
+        return self.options.engine
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.engine)
+
+    @property
     def exponentials(self) -> bool:
-        return self.against_exponentials is None
+        return self.engine == "exponentials"
+
+    @property
+    def distances(self) -> bool:
+        return self.engine == "distances"
 
     @property
     def cpu_exponentials(self) -> bool:
-        return self.against_cpu_exponentials is None
+        return self.engine == "cpu_exponentials"
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -98,17 +102,13 @@ class Plan:
 
 
 def make_plan(head: Head, options: Options, job: Job) -> Plan:
-    route = find_route(head, options, job)
+    route = route_of(head, options)
     workspace, needs = _needs(head, options, job, route)
-    sizes = spend(workspace, needs, _weight_gradient(head, options, job))
+    sizes = spend(workspace, needs)
     return Plan(
         options=options,
         job=job,
-        backend=route.backend,
-        distances=route.distances,
-        against_exponentials=route.against_exponentials,
         workspace=workspace,
-        against_cpu_exponentials=route.against_cpu_exponentials,
         compute_dtype=route.compute_dtype,
         copies_rows=route.copies_rows,
         scales_in_gradient=_scales_in_gradient(head, job, route),
@@ -124,21 +124,11 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
     )
 
 
-def told(head: Head, options: Options) -> Options:
-    """With what a graph keeps of the call that it was made of."""
-    return options._replace(few_tokens=few_tokens(head), own_products=own_products(head, options))
-
-
-def own_products(head: Head, options: Options) -> bool:
-    return head.device.type == "cpu" and options.compute_dtype == torch.bfloat16 and _own_products()
-
-
-def _own_products() -> bool:
-    return cpu_products.available()
-
-
-# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
-_own_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def told(head: Head, options: Options, job: Job) -> Options:
+    """Return the options with what the caller decides for forward and backward, and a graph keeps."""
+    layout = head.first_position if head.by_position else head
+    engine = choose_engine(layout, options, job).engine
+    return options._replace(few_tokens=few_tokens(head), engine=engine)
 
 
 def few_tokens(head: Head) -> bool:
@@ -153,25 +143,17 @@ def few_tokens(head: Head) -> bool:
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
     """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
     the outputs depend on, and as little as possible of N, which may be symbolic."""
-    return _weight_gradient(head, options, job) == "accumulate"
+    return weight_gradient(*_needs(head, options, job, route_of(head, options))) == "accumulate"
 
 
 def held(head: Head, options: Options, job: Job) -> int:
     """Bytes that a call takes beside what it is given and returns: of the workspace, and under autocast on
     CUDA for its copies of the weights."""
-    route = find_route(head, options, job)
+    route = route_of(head, options)
     workspace, needs = _needs(head, options, job, route)
     cast = [each for each in head.weights if each.is_cuda and each.dtype != route.compute_dtype]
     copies = sum(each.numel() * route.compute_dtype.itemsize for each in cast)
-    return copies + spent(needs, spend(workspace, needs, _weight_gradient(head, options, job)))
-
-
-def _weight_gradient(head: Head, options: Options, job: Job) -> WeightGradient:
-    """Decided by shapes, strides and dtypes, which a compiled graph guards, and not by where in its memory a
-    tensor begins, which it does not. (One that begins where no tensor map can goes the other way, whose sum
-    in a rounded gradient's memory is class blocks.)"""
-    route = find_route(head, options, job, aligned=True)
-    return weight_gradient(*_needs(head, options, job, route))
+    return copies + spent(needs, spend(workspace, needs))
 
 
 def _scales_in_gradient(head: Head, job: Job, route: Route) -> tuple[bool, ...]:

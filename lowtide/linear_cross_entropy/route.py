@@ -1,9 +1,8 @@
-"""Which way a call goes: the backend, the dtype of its products, and the paths that its operands fit.
+"""Which engine runs a call: chosen once, by the paths that its operands fit; and what follows from it.
 
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,19 @@ from torch import Tensor
 from lowtide.linear_cross_entropy import cpu_products
 from lowtide.linear_cross_entropy.check import ArgumentError, kernels_run_on_the_cpu
 from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.layouts import (
+    address,
+    copies_rows,
+    lies_by_rows,
+    maps_input,
+    maps_weight,
+    place,
+)
 
+# streamed.py's pass in torch and in Triton, exponentials.py, probabilities.py and cpu_exponentials.py. Each
+# saves statistics of its own: the third and the last leave the target out of a row's sum.
+ENGINES = ("torch", "triton", "exponentials", "distances", "cpu_exponentials")
+TILED = ("exponentials", "distances")  # which read operands through tensor maps
 # Operands of exponential_kernels.py's tiles: float16 has not the range for exp(z), float32 not the speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)
 # Of a second term there: what a tile has room for beside its own operands.
@@ -30,8 +41,12 @@ class Wanted(NamedTuple):
     scale: bool
 
     @property
+    def all(self) -> tuple[bool, ...]:
+        return (*self.inputs, *self.weights, self.bias, self.scale)
+
+    @property
     def some(self) -> bool:
-        return any((*self.inputs, *self.weights, self.bias, self.scale))
+        return any(self.all)
 
 
 class Job(NamedTuple):
@@ -49,66 +64,127 @@ class Job(NamedTuple):
         return self.soft_dtype is not None
 
 
-class Route(NamedTuple):
-    """Of one call; plan.py's Plan says what each means."""
+class Choice(NamedTuple):
+    """The engine of a call, and why it is no other."""
 
-    backend: str
-    distances: bool
+    engine: str
     against_exponentials: str | None
     against_cpu_exponentials: str | None
+
+
+def choose_engine(head: Head, options: Options, job: Job) -> Choice:
+    """Choose by layouts, dtypes and the device: once a call, since each engine saves its own statistics."""
+    backend = choose_backend(options.backend, head.device, options.compute_dtype)
+    against_cpu_exponentials = _reason_against_cpu_exponentials(head, options, job, backend)
+    against_tiles = _reason_against_tiles(head, options, backend)
+    against_exponentials = against_tiles or _reason_against_exponentials(options, job)
+    if against_tiles is None and _fits_distances(head, options, job):
+        engine = "distances"
+    elif against_exponentials is None:
+        engine = "exponentials"
+    else:
+        engine = backend if against_cpu_exponentials else "cpu_exponentials"
+    return Choice(engine, against_exponentials, against_cpu_exponentials)
+
+
+class Route(NamedTuple):
+    """What follows from the engine of a call and the layout of its operands; plan.py's Plan says what each
+    means."""
+
+    engine: str
     compute_dtype: torch.dtype
     copies_rows: tuple[bool, ...]
 
     @property
+    def backend(self) -> str:
+        return backend_of(self.engine)
+
+    @property
+    def distances(self) -> bool:
+        return self.engine == "distances"
+
+    @property
     def exponentials(self) -> bool:
-        return self.against_exponentials is None
+        return self.engine == "exponentials"
 
     @property
     def cpu_exponentials(self) -> bool:
-        return self.against_cpu_exponentials is None
+        return self.engine == "cpu_exponentials"
 
 
-def find_route(head: Head, options: Options, job: Job, *, aligned: bool = False) -> Route:
+def route_of(head: Head, options: Options) -> Route:
     cuda = head.device.type == "cuda"
-    backend = choose_backend(options.backend, head.device, options.compute_dtype)
-    against_cpu_exponentials = _reason_against_cpu_exponentials(head, options, job, backend)
     # torch has no half-precision product with a float32 result on the CPU.
-    own = against_cpu_exponentials is None
+    own = options.engine == "cpu_exponentials"
     compute_dtype = options.compute_dtype if cuda or own else options.sum_dtype
     # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
-    selects = not cuda and backend == "torch"
-    copies_rows = tuple(
-        selects or each.dtype != compute_dtype or not _multiplies(each) for each in head.inputs
-    )
-    against_tiles = _reason_against_tiles(head, backend, compute_dtype, copies_rows, aligned)
-    return Route(
-        backend=backend,
-        distances=against_tiles is None and _fits_distances(head, options, job),
-        against_exponentials=against_tiles or _reason_against_exponentials(options, job),
-        against_cpu_exponentials=against_cpu_exponentials,
-        compute_dtype=compute_dtype,
-        copies_rows=copies_rows,
-    )
+    selects = not cuda and backend_of(options.engine) == "torch"
+    copied = tuple(selects or copies_rows(each, compute_dtype) for each in head.inputs)
+    return Route(options.engine, compute_dtype, copied)
 
 
-def _reason_against_tiles(
-    head: Head,
-    backend: str,
-    dtype: torch.dtype,
-    copies_rows: tuple[bool, ...],
-    aligned: bool,
-) -> str | None:
+def backend_of(engine: str) -> str:
+    """ "triton" where the engine's kernels are Triton's, else "torch"."""
+    return "torch" if engine in ("torch", "cpu_exponentials") else "triton"
+
+
+def check_engine(options: Options, device: torch.device) -> None:
+    """Refuse a call whose engine was chosen elsewhere, for a graph that is kept, and cannot run here."""
+    engine, reason = options.engine, None
+    if engine not in ENGINES:
+        raise ArgumentError(f"engine must be one of {ENGINES}, got {engine!r}; choose one with plan.told")
+    if backend_of(engine) == "triton":
+        reason = _triton_refuses(device, options.compute_dtype)
+    if engine in TILED and not _has_tensor_maps(device):
+        reason = reason or "this device has no tensor maps of a Hopper card"
+    if engine == "cpu_exponentials" and device.type != "cpu":
+        reason = f"it is for CPU tensors, and input is on {device}"
+    if reason is not None:
+        raise ArgumentError(
+            f"this call was compiled or exported for the engine {engine!r}, which cannot run here: {reason}; "
+            "compile or export it here"
+        )
+
+
+def readable(head: Head, options: Options) -> Head:
+    """Copy each operand that the engine cannot read as it lies. None is where the engine was chosen for these
+    tensors. A compiled graph may be given some that begin elsewhere than the example's, and saved tensors may
+    come back from hooks in another layout."""
+    if options.engine in TILED:
+        route = route_of(head, options)
+        inputs = tuple(
+            each if maps_input(each, copies, address) else _copied(each)
+            for each, copies in zip(head.inputs, route.copies_rows)
+        )
+        weights = tuple(
+            each if maps_weight(each, route.compute_dtype, address) else _copied(each)
+            for each in head.weights
+        )
+        return head._replace(inputs=inputs, weights=weights)
+    if options.engine == "cpu_exponentials" and not lies_by_rows(head.weights[0]):
+        return head._replace(weights=(_copied(head.weights[0]),))
+    return head
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _reason_against_tiles(head: Head, options: Options, backend: str) -> str | None:
     if backend != "triton":
         return f"its kernels are Triton's, and this call runs in plain torch, on {head.device.type} tensors"
     if not _has_tensor_maps(head.device):
         return "it needs the tensor maps of a Hopper card"
+    dtype = options.compute_dtype if head.device.type == "cuda" else options.sum_dtype
     if dtype not in EXPONENTIAL_DTYPES:
         return f"it takes bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
     if len(head.inputs) > 2 or any(each.shape[-1] > SECOND_FEATURES for each in head.inputs[1:]):
         return f"it takes one linear term, and one of at most {SECOND_FEATURES} features beside it"
     if not all(
-        _maps(input, weight, copies, dtype, anywhere=aligned)
-        for input, weight, copies in zip(head.inputs, head.weights, copies_rows)
+        input.shape[-1] % 8 == 0
+        and maps_input(input, copies_rows(input, dtype), place)
+        and maps_weight(weight, dtype, place)
+        for input, weight in zip(head.inputs, head.weights)
     ):
         return "it takes features that are a multiple of 8 and lie side by side, aligned to 16 bytes"
     return None
@@ -132,22 +208,19 @@ def _reason_against_exponentials(options: Options, job: Job) -> str | None:
 
 def _reason_against_cpu_exponentials(head: Head, options: Options, job: Job, backend: str) -> str | None:
     weight, *others = head.weights
-    (V, D), (outer, inner) = weight.shape, weight.stride()
     if head.device.type != "cpu" or backend != "torch":
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"
-    if inner != 1 or outer < D:
+    if not lies_by_rows(weight):
         return "it takes a weight whose features lie side by side"
     if others or job.log_probs or job.probabilities or job.wanted.scale:
         return "it takes one linear term, class indices and no learned scale, for a loss"
     if options.softcap or options.label_smoothing:
         return "it takes neither a soft cap nor label smoothing"
-    if V * D < FEWEST_WEIGHTS:
+    if weight.shape[0] * weight.shape[1] < FEWEST_WEIGHTS:
         return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
-    if not options.own_products:
-        return cpu_products.against() or "this graph was made where there are no such products"
-    return None
+    return _cpu_products_refuse()
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -178,38 +251,11 @@ def _has_tensor_maps(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _maps(input: Tensor, weight_VD: Tensor, copies_rows: bool, dtype: torch.dtype, *, anywhere: bool) -> bool:
-    """Whether both can be read through tensor maps: rows of features, 16 bytes to the unit; `anywhere`: if
-    they began at such a place."""
-
-    def aligned(tensor: Tensor) -> bool:
-        begins = 0 if anywhere else tensor.storage_offset()
-        return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], begins))
-
-    rows = input.dim() <= 3 or _flattens(input)
-    inner = input.stride(-1) == weight_VD.stride(-1) == 1 and input.shape[-1] % 8 == 0
-    # A copy is aligned by itself.
-    return (
-        rows
-        and inner
-        and (copies_rows or aligned(input))
-        and (weight_VD.dtype != dtype or aligned(weight_VD))
-    )
+def _cpu_products_refuse() -> str | None:
+    return cpu_products.against()
 
 
-def _flattens(input: Tensor) -> bool:
-    """Whether [..., D] can be seen as [N, D] without a copy."""
-    size, stride = input.shape[:-1], input.stride()[:-1]
-    return all(
-        size[i] == 1 or size[i + 1] == 1 or stride[i] == size[i + 1] * stride[i + 1]
-        for i in range(len(size) - 1)
-    )
-
-
-def _multiplies(input: Tensor) -> bool:
-    """Whether [..., D] can be seen as an [N, D] that a product reads as it is: by rows, or by columns."""
-    if not _flattens(input):
-        return False
-    flat_ND = input.view(math.prod(input.shape[:-1]), input.shape[-1])
-    (N, D), (outer, inner) = flat_ND.shape, flat_ND.stride()
-    return (inner == 1 and outer >= D) or (outer == 1 and inner >= N)
+# What depends on machine and process alone is a constant of a compiled graph, and not traced.
+# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
+for _constant in (_triton_refuses, _has_tensor_maps, _cpu_products_refuse):
+    _constant.__dict__["_dynamo_marked_constant"] = True

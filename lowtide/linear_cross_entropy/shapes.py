@@ -15,14 +15,20 @@ from torch.utils.flop_counter import register_flop_formula
 from lowtide.linear_cross_entropy import ops
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.ops import job_of
-from lowtide.linear_cross_entropy.plan import held, keeps_sum
+from lowtide.linear_cross_entropy.plan import held, keeps_sum, told
 from lowtide.linear_cross_entropy.position_gradients import held_beside, kept_dtype, widened
+from lowtide.linear_cross_entropy.route import Job
 
 # In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
 
 
 def _vector(head: Head, options: Options) -> Tensor:
     return head.inputs[0].new_empty(head.tokens, dtype=options.sum_dtype)
+
+
+def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
+    first, *others = (_vector(head, options) for _ in range(count))
+    return [ops.with_engine(first, options.engine), *others]
 
 
 @ops.linear_cross_entropy.register_fake
@@ -33,7 +39,7 @@ def _(*arguments: Any) -> list[Tensor]:
     options = Options(*rest)
     if options.reduction == "none":
         # The loss, and of each row the maximum, the sum, and with probabilities their mass.
-        return [_vector(head, options) for _ in range(3 + job.probabilities)]
+        return [_vector(head, options), *_statistics(head, options, 2 + job.probabilities)]
     number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
     waiting = []
     terms = len(head.inputs)
@@ -66,7 +72,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return [
         *(_vector(head, options) for _ in range(3)),
         argmax_N,
-        *(_vector(head, options) for _ in range(3)),
+        *_statistics(head, options, 3),
     ]
 
 
@@ -128,14 +134,24 @@ def is_loss(operator: Any) -> bool:
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     """Bytes that a call holds beside what it is given and returns."""
+    head, options, job = _parsed(operator, arguments)
+    if not head.by_position:
+        return held(head, options, job)
+    wide = widened(head, job.wanted.all, options.sum_dtype)
+    beside = held_beside(head, job.wanted.all, options.sum_dtype)
+    return beside + max(held(part, options, job) for part in wide.at_positions())
+
+
+def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments with the engine that would be chosen for these tensors: they may stand for others,
+    on another device than that of the call."""
+    head, options, job = _parsed(operator, arguments)
+    return (*arguments[: -len(options)], *told(head, options, job))
+
+
+def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, Job]:
     inputs, weights, bias, scale, target, *rest = arguments[_HEAD[operator] :]
     log_probs = "log_probs" in operator
     class_weight, wanted, *options = [None, *rest] if log_probs else rest
     head = Head(tuple(inputs), tuple(weights), bias, scale)
-    job = job_of(head, target, class_weight, wanted, log_probs=log_probs)
-    given = Options(*options)
-    if not head.by_position:
-        return held(head, given, job)
-    wide = widened(head, wanted, given.sum_dtype)
-    beside = held_beside(head, wanted, given.sum_dtype)
-    return beside + max(held(part, given, job) for part in wide.at_positions())
+    return head, Options(*options), job_of(head, target, class_weight, wanted, log_probs=log_probs)

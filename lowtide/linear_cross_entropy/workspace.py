@@ -186,7 +186,7 @@ def least(needs: Needs) -> int:
 
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
-    """`kind`, where it has been decided; a path that rounds in other ways forms class blocks in its place."""
+    """`kind`, where it has been decided."""
     N, V, tile = needs.N, needs.V, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
@@ -194,8 +194,6 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
 
     free = workspace - needs.fixed
     kind = weight_gradient(workspace, needs) if kind is None else kind
-    if (kind == "at_once" and not needs.at_once) or (kind == "split" and not needs.split_sum):
-        kind = "by_class"
     enough = needs.most_rows(free - needs.split_sum) >= min(N, ENOUGH_ROWS)
     bits = 24 if enough or not needs.split_sum_20 else 20
     room = free - _beside(needs, kind, bits)

@@ -26,6 +26,10 @@ from tests.helpers import Inputs, check, differentiate, fused, make_inputs, plan
 
 @pytest.fixture(autouse=True)
 def everywhere(device, monkeypatch):
+    put_everywhere(device, monkeypatch)
+
+
+def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if device == "cuda":
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("needs tensor maps")

@@ -25,7 +25,7 @@ from tests.helpers import (
 
 pytest.importorskip("triton")
 
-from lowtide.linear_cross_entropy import plan, route, workspace
+from lowtide.linear_cross_entropy import route, workspace
 from lowtide.linear_cross_entropy.weight_sums import SplitSum
 from tests.linear_cross_entropy.on_exponentials import (  # noqa: F401
     dtype_on,
@@ -253,27 +253,25 @@ def test_the_plan_takes_what_fits(device):
     assert not planned(bent, None, backend="triton", label_smoothing=0.1, softcap=5.0).exponentials
 
 
-@pytest.mark.parametrize(("smoothing", "seen"), [(0.0, "at_once"), (0.1, "accumulate")])
-def test_what_a_graph_is_told_does_not_depend_on_where_a_weight_begins(device, monkeypatch, smoothing, seen):
-    """Its dtype at least: a compiled graph is run with tensors that begin elsewhere."""
-    if device == "cpu":  # where a weight of another dtype than the products is copied, and so aligned
-        monkeypatch.setattr(
-            route, "_maps", lambda input, weight, *_, anywhere: anywhere or weight.storage_offset() % 8 == 0
-        )
-    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0)
-    kinds: set[str] = set()
-    inputs = make_inputs(600, 24, 203, device=device, dtype=torch.bfloat16)
-    flat = torch.randn(203 * 24 + 8, device=device).to(torch.bfloat16)
-    for bytes in range(400_000, 8_000_000, 200_000):
-        at = [flat[begin : begin + 203 * 24].view(203, 24).requires_grad_() for begin in (0, 1)]
-        plans = [
-            planned(replace(inputs, linear_weight=each), bytes, backend="triton", label_smoothing=smoothing)
-            for each in at
-        ]
-        assert [each.exponentials for each in plans] == [True, False]
-        assert len({each.weight_gradient == "accumulate" for each in plans}) == 1, bytes
-        kinds.add(plans[0].weight_gradient)
-    assert kinds >= {"split", seen}
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_graphs_engine_runs_wherever_its_operands_begin(device, monkeypatch, reduction):
+    """A compiled graph is run with tensors that begin elsewhere: a copy of them begins at 16 bytes. Without
+    one, where the engine is chosen for the tensors themselves, another is."""
+    dtype = dtype_on(device)
+    inputs = make_inputs(40, 24, 101, device=device, dtype=dtype)
+
+    def moved(tensor):
+        flat = torch.empty(tensor.numel() + 1, dtype=dtype, device=device)
+        return flat[1:].view(tensor.shape).copy_(tensor.detach()).requires_grad_()
+
+    elsewhere = replace(inputs, **{name: moved(getattr(inputs, name)) for name in ("input", "linear_weight")})
+    assert not planned(elsewhere, None, backend="triton").exponentials
+    options = {"reduction": reduction, "backend": "triton"}
+    expected = differentiate(fused, inputs, **options)
+    monkeypatch.setattr(route, "place", lambda tensor: 0)
+    assert planned(elsewhere, None, backend="triton").exponentials
+    found = differentiate(fused, elsewhere, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 OPTIONS = [

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.memory import peak_memory
 from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.shapes import told_anew
 from tests.cuda_graphs import captured
 from tests.helpers import check, differentiate, fused, make_inputs, planned, workspace_for
 from tests.linear_cross_entropy.kinds import loss_of_leaves
@@ -136,7 +137,8 @@ def test_opcheck(reduction):
         inputs.logit_scale.detach(), inputs.target,
     ]  # fmt: skip
     options = Options(reduction=reduction, **OPTIONS)
-    torch.library.opcheck(OPS.linear_cross_entropy.default, (*head, None, (True,) * 4, *options))
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, (True,) * 4, *options))
+    torch.library.opcheck(OPS.linear_cross_entropy.default, call)
 
 
 @REDUCTIONS

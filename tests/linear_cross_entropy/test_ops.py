@@ -5,6 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.linear_cross_entropy.head import Options
+from lowtide.linear_cross_entropy.ops import with_engine
+from lowtide.linear_cross_entropy.shapes import told_anew
 from tests.helpers import fused, fused_log_probs, make_inputs
 
 OPS = torch.ops.lowtide
@@ -23,23 +25,48 @@ def operands(device, **made):
 def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
     head = operands(device, probabilities=probabilities)
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1)
-    torch.library.opcheck(OPS.linear_cross_entropy.default, (*head, None, wanted, *options))
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, wanted, *options))
+    torch.library.opcheck(OPS.linear_cross_entropy.default, call)
     if reduction == "none":
-        loss_N, *statistics = OPS.linear_cross_entropy(*head, None, wanted, *options)
+        loss_N, *statistics = OPS.linear_cross_entropy(*call)
         upstream_N = torch.randn_like(loss_N)
-        arguments = (upstream_N, statistics, *head, None, wanted, *options)
+        arguments = (upstream_N, statistics, *call)
         torch.library.opcheck(OPS.linear_cross_entropy_backward.default, arguments)
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 def test_opcheck_of_log_probs(device, wanted):
     head, options = operands(device), Options(softcap=3.0)
-    torch.library.opcheck(OPS.linear_log_probs.default, (*head, wanted, *options))
-    log_prob_N, _, _, _, *statistics = OPS.linear_log_probs(*head, wanted, *options)
+    call = told_anew("lowtide::linear_log_probs", (*head, wanted, *options))
+    torch.library.opcheck(OPS.linear_log_probs.default, call)
+    log_prob_N, _, _, _, *statistics = OPS.linear_log_probs(*call)
     upstream_N = torch.randn_like(log_prob_N)
     for upstream in ((upstream_N, None, None), (None, upstream_N, upstream_N)):
-        arguments = (*upstream, statistics, *head, wanted, *options)
+        arguments = (*upstream, statistics, *call)
         torch.library.opcheck(OPS.linear_log_probs_backward.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ("exponentials", "cannot run here: .*; compile or export it here"),
+        ("distances", "cannot run here: .*; compile or export it here"),
+        ("", "engine must be one of"),
+    ],
+)
+def test_a_graph_from_elsewhere_says_that_its_engine_cannot_run(engine, reason):
+    """Neither forward nor backward takes another: their statistics would mean something else."""
+    head, options = operands("cpu"), Options(reduction="none", backend="torch")
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, (True,) * 4, *options))
+    _, *statistics = OPS.linear_cross_entropy(*call)
+    wrong = list(call)
+    wrong[-len(options) + Options._fields.index("engine")] = engine
+    with pytest.raises(ValueError, match=reason):
+        OPS.linear_cross_entropy(*wrong)
+    if engine:
+        foreign = [with_engine(statistics[0].flatten(), engine), *statistics[1:]]
+        with pytest.raises(ValueError, match=reason):
+            OPS.linear_cross_entropy_backward(torch.ones(37), foreign, *call)
 
 
 def test_flops(device):

@@ -9,7 +9,7 @@ from lowtide.linear_cross_entropy import ops, plan, route
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.route import Job, Wanted
-from lowtide.linear_cross_entropy.shapes import is_loss, workspace_of
+from lowtide.linear_cross_entropy.shapes import is_loss, told_anew, workspace_of
 
 KIB = 1 << 10
 OPERATORS = torch.ops.lowtide
@@ -18,7 +18,8 @@ OPERATORS = torch.ops.lowtide
 def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
     head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
-    return [*head, torch.randint(V, (N,)), None, (wanted, wanted, False, False), *options]
+    call = [*head, torch.randint(V, (N,)), None, (wanted, wanted, False, False), *options]
+    return list(told_anew("lowtide::linear_cross_entropy", call))
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
@@ -91,11 +92,12 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
             torch.empty(size, D, dtype=each, device="cuda")
             for size, each in ((N, torch.bfloat16), (V, dtype))
         )
-        call = (
+        head, job = (
             Head((inputs,), (weights,)),
-            Options(compute_dtype=torch.bfloat16, workspace=workspace),
             Job(Wanted((True,), (True,), False, False), False, None, False),
         )
+        options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
+        call = head, plan.told(head, options, job), job
         return plan.make_plan(*call), plan.held(*call)
 
 
@@ -109,11 +111,13 @@ def test_a_narrow_terms_sum_is_not_the_defaults():
         )
         options = Options(compute_dtype=torch.bfloat16)
         job = Job(Wanted((True, True), (False, True), False, False), False, None, False)
-        made = plan.make_plan(Head(inputs, weights), options, job)
-        assert plan.held(Head(inputs, weights), options, job) <= made.workspace
+        head = Head(inputs, weights)
+        options = plan.told(head, options, job)
+        made = plan.make_plan(head, options, job)
+        assert plan.held(head, options, job) <= made.workspace
         assert made.workspace == (64 << 20) + V * R * (4 + 4)
         with pytest.raises(ArgumentError, match="workspace must hold"):
-            plan.make_plan(Head(inputs, weights), options._replace(workspace=64 << 20), job)
+            plan.make_plan(head, options._replace(workspace=64 << 20), job)
 
 
 def test_the_operators_that_have_one():
