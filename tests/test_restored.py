@@ -1,0 +1,266 @@
+"""Saved tensors that come back in another layout, as hooks that copy bring them: every operator and engine.
+
+Forward chooses the engine, and what it saves means what that engine says. Backward chooses nothing.
+"""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import lowtide
+from lowtide.attention import engines as attention_engines
+from lowtide.linear_cross_entropy import cpu_products, plan, route
+from tests import distillation as distilled
+from tests.attention import helpers as attended
+from tests.chunked_loss import helpers as chunked
+from tests.helpers import (
+    check,
+    check_log_probs,
+    differentiate,
+    differentiate_log_probs,
+    fused,
+    fused_log_probs,
+    make_inputs,
+    skip_unless_runnable,
+)
+from tests.linear_cross_entropy.calls import make_call, outcome
+from tests.linear_cross_entropy.test_cpu_exponentials import off
+from tests.restored import LAYOUTS, Restored, transposed
+
+# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+OPS = sys.modules[plan.__package__ + ".ops"]
+HALF = {"dtype": torch.bfloat16}
+# What make_inputs is asked for, and what the call is; "by columns" is no engine, but has operands that would
+# fit another one once they are copied.
+ENGINES = {
+    "torch": ({}, {"backend": "torch"}),
+    "half": (HALF, {"backend": "torch"}),
+    "by columns": (HALF, {}),
+    "cpu_exponentials": (HALF, {}),
+    "triton": ({}, {"backend": "triton"}),
+    "exponentials": ({}, {"backend": "triton"}),
+    "distances": ({"probabilities": True}, {"backend": "triton"}),
+}
+KINDS = ("mean", "sum", "none", "log_probs")
+TILED = ("exponentials", "distances")
+
+
+def inputs_of(engine, device, monkeypatch):
+    """Confident tokens: on some engines a row's sum leaves the target out, so that it is small there."""
+    made, options = ENGINES[engine]
+    if options.get("backend") == "triton":
+        skip_unless_runnable("triton", device)
+    if engine in TILED:
+        from tests.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
+
+        put_everywhere(device, monkeypatch)
+        made = made | {"dtype": dtype_on(device)}
+    if engine in ("by columns", "cpu_exponentials"):
+        monkeypatch.setattr(route, "FEWEST_WEIGHTS", 0)
+    if engine == "cpu_exponentials" and (device == "cuda" or not cpu_products.available()):
+        pytest.skip("no bfloat16 products of the CPU's own")
+    inputs = make_inputs(37, 24, 112, device=device, bias=True, scale=6.0, ignored=0.1, **made)
+    if engine == "by columns":
+        inputs = replace(inputs, linear_weight=transposed(inputs.linear_weight.detach()).requires_grad_())
+    if not inputs.target.is_floating_point():
+        logits_NV = inputs.input.float() @ inputs.linear_weight.float().t() + inputs.linear_bias
+        target_N = logits_NV.argmax(1).where(inputs.target >= 0, inputs.target)
+        target_N[:5] = 3
+        inputs = replace(inputs, target=target_N)
+    return inputs, options
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engine of each plan that is made."""
+    found, make = [], plan.make_plan
+
+    def kept(*arguments):
+        made = make(*arguments)
+        found.append(made.engine)
+        return made
+
+    monkeypatch.setattr(OPS, "make_plan", kept)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_loss(device, monkeypatch, engines, engine, kind, layout):
+    if kind == "log_probs" and engine in ("distances", "cpu_exponentials"):
+        pytest.skip("it is for a loss")
+    inputs, options = inputs_of(engine, device, monkeypatch)
+    ours, differentiated, checked = fused, differentiate, check
+    upstream = torch.randn(37, device=device) if kind == "none" else -0.5
+    if kind == "log_probs":
+        ours, differentiated, checked = fused_log_probs, differentiate_log_probs, check_log_probs
+        upstream = tuple(torch.randn(37, device=device) for _ in range(3))
+    else:
+        options = options | {"reduction": kind, "z_loss": 0.02}
+    with Restored(layout) as restored:  # in a forward that is not differentiated nothing is saved
+        found = differentiated(ours, inputs, upstream, **options)
+    plain = differentiated(ours, inputs, upstream, **options)
+    assert restored.changed > 0 or layout in ("contiguous", "far")
+    assert len(set(engines)) == 1
+    if device == "cpu":
+        assert engines[0] == {"half": "torch", "by columns": "torch"}.get(engine, engine)
+    options = {name: value for name, value in options.items() if name != "backend"}
+    checked(found, inputs, upstream=upstream, **options)
+    same = layout == "contiguous" and engine != "by columns"
+    for name in plain if same or kind in ("mean", "sum") else ():
+        assert torch.equal(found[name], plain[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_positions(device, reduction, layout):
+    arguments = make_call((3,), device=device, rows=24, features=16, bias=True, class_weight=True)
+    names = ("input", "linear_weight", "linear_bias")
+    upstream = torch.randn(24, 3, dtype=torch.float64, device=device) if reduction == "none" else None
+    call = (lowtide.linear_cross_entropy, arguments, names, upstream)
+    plain = outcome(*call, reduction=reduction)
+    with Restored(layout):
+        found = outcome(*call, reduction=reduction)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation(device, dtype, reduction, layout):
+    inputs = distilled.make_inputs(device=device, dtype=dtype, bias=True)
+    upstream = torch.randn(len(inputs.student_input), device=device) if reduction == "none" else 0.3
+    arguments = (distilled.fused, inputs, "reverse", upstream)
+    with Restored(layout):
+        found = distilled.differentiate(*arguments, reduction=reduction)
+    distilled.check(found, *arguments[1:], reduction=reduction)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bias", [None, (0, 1, 1, 1)], ids=["plain", "bias"])
+@pytest.mark.parametrize("backend", ["auto", "torch", "triton"])
+def test_attention(device, backend, bias, layout):
+    """One query, whose stride nobody uses, and several."""
+    skip_unless_runnable(backend, device)
+    for M in (1, 11):
+        mask = None if M == 1 else lowtide.attn_bias.LowerTriangularFromBottomRightMask()
+        case = attended.make_case(2, M, 23, 2, bias=bias, mask=mask, device=device, p=0.2, seed=1)
+        upstream = attended.make_upstream(case)
+        plain = attended.differentiate(attended.ours, case, upstream, backend=backend)
+        with Restored(layout):
+            found = attended.differentiate(attended.ours, case, upstream, backend=backend)
+        attended.check(found, case, upstream)
+        if layout == "contiguous":
+            assert all(torch.equal(found[name], plain[name]) for name in ("out", "logsumexp"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("mode", chunked.MODES)
+def test_chunked_loss(device, mode, dtype, layout):
+    """Of float16 each chunk's rows have a factor of their own."""
+    head, hidden, labels = chunked.make("norm", device=device, dtype=dtype)
+
+    def gradients():
+        options = {"chunk_size": 5, "mode": mode}
+        loss = lowtide.chunked_loss(chunked.cross_entropy, head, hidden, labels, **options)
+        return torch.autograd.grad(0.3 * loss, chunked.leaves(head, hidden))
+
+    plain = gradients()
+    with Restored(layout):
+        found = gradients()
+    for ours, expected in zip(found, plain):
+        torch.testing.assert_close(ours, expected)
+
+
+# What is decided, and where.
+
+
+@pytest.fixture
+def decisions(monkeypatch):
+    """The engines that were chosen."""
+    found = []
+
+    def count(module, name):
+        choose = getattr(module, name)
+
+        def counted(*arguments):
+            found.append(choose(*arguments))
+            return found[-1]
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(plan, "choose_engine")
+    count(attention_engines, "chosen")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_decides_once(device, decisions, kind):
+    inputs = make_inputs(device=device, bias=True)
+    loss = fused_log_probs(inputs).entropy if kind == "log_probs" else fused(inputs, reduction=kind)
+    assert len(decisions) == 1
+    loss.sum().backward()
+    assert len(decisions) == 1
+
+
+@pytest.mark.parametrize(("reduction", "times"), [("mean", 1), ("none", 3)])
+def test_positions_decide_once(device, decisions, reduction, times):
+    """Without a reduction each is a call of its own."""
+    arguments = make_call((3,), device=device)
+    arguments["input"].requires_grad_()
+    loss = lowtide.linear_cross_entropy(**arguments, reduction=reduction)
+    assert len(decisions) == times
+    loss.sum().backward()
+    assert len(decisions) == times
+
+
+def test_attention_decides_once(device, decisions):
+    query = torch.randn(1, 9, 2, 8, device=device, requires_grad=True)
+    out = lowtide.memory_efficient_attention(query, query, query, p=0.2)
+    assert len(decisions) == 1
+    out.sum().backward()
+    assert len(decisions) == 1
+
+
+@pytest.mark.parametrize("made_off", [True, False])
+@pytest.mark.parametrize("compared", ["default", "none"])
+def test_a_checkpoint_chooses_again(monkeypatch, compared, made_off):
+    """It computes anew what backward reads, here where another engine runs. Which one they are from the
+    statistics say themselves; a checkpoint that compares them with the first ones refuses."""
+    inputs, _ = inputs_of("cpu_exponentials", "cpu", monkeypatch)
+    leaves = inputs.leaves()
+
+    def loss(*tensors):
+        return fused(replace(inputs, **dict(zip(leaves, tensors))), reduction="none")
+
+    with off(monkeypatch, made_off):
+        loss_N = checkpoint(loss, *leaves.values(), use_reentrant=False, determinism_check=compared)
+    with off(monkeypatch, not made_off):
+        if compared == "default":
+            with pytest.raises(CheckpointError, match="different metadata"):
+                loss_N.sum().backward()
+            return
+        found = torch.autograd.grad(loss_N, tuple(leaves.values()), torch.ones_like(loss_N))
+    check({"loss": loss_N.detach(), **dict(zip(leaves, found))}, inputs, reduction="none")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_compiled_call(monkeypatch, engines, reduction, layout):
+    inputs, _ = inputs_of("by columns", "cpu", monkeypatch)
+    torch.compiler.reset()
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    upstream = torch.randn(37) if reduction == "none" else -0.5
+    with Restored(layout):
+        found = differentiate(compiled, inputs, upstream, reduction=reduction)
+    assert set(engines) == {"torch"}
+    check(found, inputs, upstream=upstream, reduction=reduction)
+    torch.compiler.reset()
