@@ -47,8 +47,6 @@ class Counts:
         if not torch.compiler.is_compiling():
             self.add(event)
             return tensor
-        if torch.compiler.is_exporting():  # a program of its own, which may run elsewhere
-            return tensor
         return _counted(tensor, self.number, event)
 
 

@@ -223,11 +223,12 @@ def test_more_than_two_to_the_31_numbers():
     tensors = [
         torch.empty(513, 1024, 64, 64, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(3)
     ]
-    out = lowtide.memory_efficient_attention(*tensors)[-1:]
-    case = Case(*(tensor[-1:].clone() for tensor in tensors))
-    found = {"out": out, "logsumexp": ours(case)[1]}
+    found = lowtide.memory_efficient_attention(*tensors)[-1].double()
+    query, key, value = (tensor[-1].double() for tensor in tensors)
     del tensors
-    check(found, case, (None, None))
+    scores = torch.einsum("mhk,nhk->hmn", query, key) / 8
+    expected = torch.einsum("hmn,nhk->mhk", scores.softmax(-1), value)
+    assert torch.linalg.vector_norm(found - expected) <= 4e-3 * torch.linalg.vector_norm(expected)
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])

@@ -7,6 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from tests.chunked_loss.helpers import close, roundings_of
 from tests.deferred.helpers import GPT, B, T, V
-from tests.ranks import as_rank
+from tests.ranks import RANKS, as_rank
 
 
 def build(kind):
@@ -33,9 +34,10 @@ def parallel(kind, model):
         if "head" in kind:
             model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
         return FullyShardedDataParallel(model, **options)
+    mesh = init_device_mesh("cpu", (RANKS,))  # on a machine with a card, too
     if "head" in kind:
-        fully_shard(model.lm_head, reshard_after_forward="reshard" in kind)
-    return fully_shard(model)
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward="reshard" in kind)
+    return fully_shard(model, mesh=mesh)
 
 
 def step(kind, model, tokens, targets):
