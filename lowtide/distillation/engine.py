@@ -67,7 +67,7 @@ class Engine:
         statistics = Statistics(loss.view(self.N), *vectors)
         dx, dw, db = kept
         self._sweep(statistics, dx, dw if self.plan.accumulate else None, db)
-        if dw is not None and not self.plan.accumulate:
+        if dw is not None and not self.plan.accumulate and self.N:  # without rows it is zero already
             self._sweep_classes(statistics, dw)
         return self._reduced(loss), [each for each in kept if each is not None]
 
