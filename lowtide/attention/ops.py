@@ -5,42 +5,20 @@ without running them; they know no autograd, autograd.py differentiates them.
     attention_backward    the gradients of query, key, value and bias that are wanted, in this order
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.library import define, impl
 
 from lowtide.attention import engines
 from lowtide.attention.problem import Operands, Options
+from lowtide.operators import operator
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
 OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal"
 
 
-def _operator(name: str, before: str, flags: str) -> Callable[[Any], Any]:
-    """Not a custom_op, whose wrappers take the host 50 us a call."""
-    schema = f"({before}{OPERANDS}, {flags}, {OPTIONS}) -> Tensor[]"
-    define(f"lowtide::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-
-    def registered(function: Any) -> Any:
-        impl(f"lowtide::{name}", ("cpu", "cuda"), function)
-        return getattr(torch.ops.lowtide, name).default
-
-    return registered
-
-
-def _refuse_derivatives(operands: Operands) -> None:
-    tracked = torch.is_grad_enabled()
-    if tracked and any(each is not None and each.requires_grad for each in operands.differentiable):
-        raise RuntimeError(
-            "lowtide::attention has no derivative of its own; call lowtide.memory_efficient_attention, which "
-            "has, or this under torch.no_grad()"
-        )
-
-
-@_operator("attention", "", "bool keep_statistics")
+@operator("attention", f"({OPERANDS}, bool keep_statistics, {OPTIONS}) -> Tensor[]")
 def attention(
     query: Tensor,
     key: Tensor,
@@ -53,14 +31,13 @@ def attention(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    _refuse_derivatives(operands)
     return engines.forward(operands, Options(*options), keep_statistics)
 
 
-@_operator(
+@operator(
     "attention_backward",
-    "Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor statistics, ",
-    "bool[] wanted",
+    "(Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor statistics, "
+    f"{OPERANDS}, bool[] wanted, {OPTIONS}) -> Tensor[]",
 )
 def attention_backward(
     upstream: Tensor,
@@ -78,6 +55,5 @@ def attention_backward(
     *options: Any,
 ) -> list[Tensor]:
     operands = Operands(query, key, value, bias, first, end, seed)
-    _refuse_derivatives(operands)
     given = (upstream, logsumexp_upstream, out, statistics)
     return engines.backward(operands, Options(*options), wanted, *given)

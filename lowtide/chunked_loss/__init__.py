@@ -1,7 +1,8 @@
 """The generic chunked loss, from the call down, as imports go.
 
 api.py         the public function; its docstring is the contract
-run.py         a call's chunks, out of sight of torch.compile
+uncompiled.py  the same, out of sight of torch.compile
+run.py         a call's chunks
 autograd.py    the two differentiable forms of a call
 transforms.py  the loss as a function of rows: torch.func, forward mode, any order
 loop.py        the loss of each chunk and its gradients

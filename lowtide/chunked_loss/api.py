@@ -1,9 +1,11 @@
 """The public entry point of the generic chunked loss. Its docstring is the contract."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from lowtide.chunked_loss import check
@@ -124,8 +126,10 @@ def chunked_loss(
     if head is None:
         check.check_options(loss_fn, callable, chunk_size, workspace, mode)
         return functools.wraps(loss_fn)(functools.partial(chunked_loss, loss_fn, **options))
-    from lowtide.chunked_loss.run import run  # imports Dynamo
-
+    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        from lowtide.chunked_loss.uncompiled import run
+    else:
+        from lowtide.chunked_loss.run import run
     check.check_options(loss_fn, head, chunk_size, workspace, mode)
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = check.check_rows(parts, token_tensors)

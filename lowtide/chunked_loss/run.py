@@ -1,5 +1,4 @@
-"""A call's chunks, as they are, out of sight of torch.compile. To import this file is to import Dynamo, which
-takes as long as torch: api.py does it within a call."""
+"""A call's chunks, from checked arguments to the loss."""
 
 import math
 import weakref
@@ -18,10 +17,6 @@ from lowtide.chunked_loss.transforms import loss_within_transforms, transformed
 CHUNK_SIZE = 1024
 
 
-@torch.compiler.disable(
-    reason="chunked_loss runs its chunks as they are: compile the step without fullgraph=True, which goes on "
-    "before and after, or compile head"
-)
 def run(
     loss_fn: Callable[..., Any],
     head: Callable[..., Any],

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.distillation.engine import Engine
@@ -25,6 +25,7 @@ from lowtide.distillation.heads import Heads, Options
 from lowtide.distillation.sizes import keeps_sum
 from lowtide.linear_cross_entropy.operands import on_device_of
 from lowtide.linear_cross_entropy.scaling import scaled
+from lowtide.operators import operator
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -44,7 +45,7 @@ def _schema(fields: type) -> str:
 ARGUMENTS = f"{_schema(Heads)}, bool[] wanted, {_schema(Options)}"
 
 
-@custom_op("lowtide::distillation", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor[]")
+@operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
 def distillation(*arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
     with on_device_of(heads.student_input):
@@ -57,9 +58,7 @@ def distillation(*arguments: Any) -> list[Tensor]:
         return waiting
 
 
-@custom_op(
-    "lowtide::distillation_backward", mutates_args=(), schema=f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]"
-)
+@operator("distillation_backward", f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]")
 def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
     with on_device_of(heads.student_input):
@@ -81,7 +80,7 @@ def _wanted(heads: Heads, wanted: Sequence[bool]) -> list[Tensor]:
     return [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
 
 
-@distillation.register_fake
+@register_fake("lowtide::distillation")
 def _(*arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
     shape = heads.leading if options.reduction == "none" else ()
@@ -95,7 +94,7 @@ def _(*arguments: Any) -> list[Tensor]:
     return outputs
 
 
-@distillation_backward.register_fake
+@register_fake("lowtide::distillation_backward")
 def _(upstream: Tensor, *arguments: Any) -> list[Tensor]:
     heads, wanted, _ = _parsed(arguments)
     return [like.new_empty(like.shape) for like in _wanted(heads, wanted)]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import register_autograd
 
 from lowtide.derivatives import differentiable_gradients, is_differentiated, placed
 from lowtide.linear_cross_entropy import ops, shapes, transforms  # noqa: F401  shapes registers itself
@@ -102,8 +103,8 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
     return _arguments(ctx, placed(found, wanted))
 
 
-ops.linear_cross_entropy.register_autograd(_loss_gradients, setup_context=_save_loss)
-ops.linear_log_probs.register_autograd(_log_probs_gradients, setup_context=_save_log_probs)
+register_autograd("lowtide::linear_cross_entropy", _loss_gradients, setup_context=_save_loss)
+register_autograd("lowtide::linear_log_probs", _log_probs_gradients, setup_context=_save_log_probs)
 
 
 # Between the schema's arguments and Head, Options, and a gradient for each of Head's tensors.

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from lowtide.linear_cross_entropy.gradients import Gradients
 from lowtide.linear_cross_entropy.head import Head, Options, targets_at_positions
@@ -35,6 +34,7 @@ from lowtide.linear_cross_entropy.route import ENGINES, Job, Wanted, check_engin
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.scaling import scaled
 from lowtide.linear_cross_entropy.streamed import Stream
+from lowtide.operators import operator
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
 OPTIONS = (
@@ -44,7 +44,7 @@ OPTIONS = (
 
 
 def _operator(name: str, arguments: str) -> Any:
-    return custom_op(f"lowtide::{name}", mutates_args=(), schema=f"({arguments}, {OPTIONS}) -> Tensor[]")
+    return operator(name, f"({arguments}, {OPTIONS}) -> Tensor[]")
 
 
 @_operator("linear_cross_entropy", f"{HEAD}, Tensor? class_weight")

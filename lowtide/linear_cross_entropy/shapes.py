@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.linear_cross_entropy import ops
@@ -31,7 +32,7 @@ def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
     return [ops.with_engine(first, options.engine), *others]
 
 
-@ops.linear_cross_entropy.register_fake
+@register_fake("lowtide::linear_cross_entropy")
 def _(*arguments: Any) -> list[Tensor]:
     inputs, weights, bias, scale, target, class_weight, wanted, *rest = arguments
     head = Head(tuple(inputs), tuple(weights), bias, scale)
@@ -56,13 +57,13 @@ def _(*arguments: Any) -> list[Tensor]:
     return [number, *waiting]
 
 
-@ops.linear_cross_entropy_backward.register_fake
+@register_fake("lowtide::linear_cross_entropy_backward")
 def _(*arguments: Any) -> list[Tensor]:
     _upstream, _statistics, inputs, weights, bias, scale, _target, _class_weight, wanted, *_ = arguments
     return _fake_gradients((*inputs, *weights, bias, scale), wanted)
 
 
-@ops.linear_log_probs.register_fake
+@register_fake("lowtide::linear_log_probs")
 def _(*arguments: Any) -> list[Tensor]:
     inputs, weights, bias, scale, _target, _wanted, *rest = arguments
     head = Head(tuple(inputs), tuple(weights), bias, scale)
@@ -76,7 +77,7 @@ def _(*arguments: Any) -> list[Tensor]:
     ]
 
 
-@ops.linear_log_probs_backward.register_fake
+@register_fake("lowtide::linear_log_probs_backward")
 def _(*arguments: Any) -> list[Tensor]:
     *_upstream, _statistics, inputs, weights, bias, scale, _target, wanted = arguments[:10]
     return _fake_gradients((*inputs, *weights, bias, scale), wanted)

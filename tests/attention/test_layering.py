@@ -57,6 +57,7 @@ TRITON = {
 }
 OUTSIDE = {
     "lowtide.derivatives",
+    "lowtide.operators",
     "lowtide.rowwise",
     "lowtide.linear_cross_entropy.check",
     "lowtide.linear_cross_entropy.operands",
