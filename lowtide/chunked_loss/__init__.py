@@ -7,6 +7,7 @@ autograd.py    the two differentiable forms of a call
 transforms.py  the loss as a function of rows: torch.func, forward mode, any order
 loop.py        the loss of each chunk and its gradients
 call.py        the caller's two functions as a function of tensors alone; FSDP2
+constants.py   what the code of the two functions reaches beside what it is given
 operators.py   F.linear and F.cross_entropy, as chunks run them
 chunks.py      which rows, how many, and what is kept to compute them again
 sums.py        sums over chunks; float16's range

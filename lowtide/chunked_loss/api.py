@@ -99,8 +99,9 @@ def chunked_loss(
     Raises:
         ValueError, TypeError: for rows that disagree, for a result that is no sum (a mean, a value a
             row), for parameters in closures, for buffers that change in the loop, for what changes before
-            it is used again (labels in place, a frozen weight, ``head.eval()``), for batch normalisation, for
-            tensors on several devices, for a call in which nothing needs a gradient
+            it is used again (labels in place, a frozen weight, ``head.eval()``, a constant in a closure or
+            on a module; what cannot be seen is noticed by another loss, which on CUDA makes NaN), for batch
+            normalisation, for tensors on several devices, for a call in which nothing needs a gradient
             outside of torch.no_grad(). Each is also a RuntimeError.
 
     Source: the loop is that of pytorch issue 124480 (detach, ``loss.backward()`` a chunk), asked for

@@ -3,8 +3,8 @@
 Autograd needs to know every tensor that a loss depends on. Those of an nn.Module are its parameters, those
 of a bound method its module's, those of a functools.partial its arguments: they can be found, and replaced
 while a chunk runs by detached copies that share their memory, so that no hook of theirs sees a chunk's
-gradient. What a closure brings along can neither be found nor replaced; `unseen` finds it in the graph,
-and it is an error.
+gradient. What a closure brings along cannot be replaced: `unseen` finds what needs a gradient in the graph,
+and it is an error; constants are compared before a chunk is computed again.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.chunked_loss.check import ArgumentError
+from lowtide.chunked_loss.constants import constants
 
 Function = Callable[..., Any]
 Result = TypeVar("Result")
@@ -126,6 +127,14 @@ class Call:
                 found[f"{prefix}.{name}".rstrip(".") + ".training"] = 0, int(each.training)
         # These are put into their places by name, whatever the modules hold by then.
         return found | {name: _version(tensor) for name, tensor in zip(self.names, self.learned)}
+
+    def constants(self) -> dict[str, Any]:
+        """Likewise, of what is in nobody's sight: closures, globals, numbers on modules (constants.py)."""
+        known = {id(tensor) for tensor in (*self.learned, *self._brought.values())}
+        for module in self.modules.values():
+            known |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        arguments = {f"token_tensors[{k}]": each for k, each in enumerate(self.arguments) if each is not ROW}
+        return constants({"head": self.head, "loss_fn": self.loss_fn, **arguments}, known)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -160,10 +160,21 @@ def check_unchanged(names: Sequence[str]) -> None:
     """Before what a chunk is computed from is used once more."""
     if names:
         raise ArgumentError(
-            f"what the loss is computed from must not change until it is computed again, but did: "
-            f"{', '.join(names)}. mode='recompute', derivatives of higher order and a workspace run head and "
-            "loss_fn more than once: change a copy (labels = labels.clone()), or after backward"
+            "what the loss is computed from must not change until it is computed again, but did: "
+            f"{', '.join(dict.fromkeys(names))}. mode='recompute', derivatives of higher order and a "
+            "workspace run head and loss_fn more than once: change a copy (labels = labels.clone()), or "
+            "after backward; pass a number that follows a schedule as an argument after the labels; or use "
+            "mode='gradient_in_forward'"
         )
+
+
+def check_same_loss(was: float, now: float) -> None:
+    raise ArgumentError(
+        f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
+        "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "
+        "generator of its own). Read it before the call and pass it as a token tensor, or use "
+        "mode='gradient_in_forward'"
+    )
 
 
 def is_cut(argument: Any) -> bool:

@@ -18,7 +18,7 @@ from lowtide.chunked_loss import check
 from lowtide.chunked_loss.call import Call, alone
 from lowtide.chunked_loss.chunks import Meter, Replay, cut, ours
 from lowtide.chunked_loss.operators import Operators
-from lowtide.chunked_loss.sums import Kept, Sum, lift, rounded
+from lowtide.chunked_loss.sums import Kept, Sum, lift, rounded, sum_dtype
 
 Tensors = tuple[Tensor, ...]
 Found = dict[int, Tensor | None]  # gradients by place among the tensors
@@ -45,6 +45,10 @@ class Job:
     aux: dict[str, Sum] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     """Of what it is computed from, when it was first."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    """What its code reaches beside that, when it was first; once it has run, what it has not changed."""
+    values: list[Tensor] = field(default_factory=list)
+    """The loss of each chunk, when it was first."""
     meter: Callable[[int], Any] = contextlib.nullcontext
     """Of a chunk's place: what surrounds its computation."""
 
@@ -65,6 +69,16 @@ class Job:
     def changed(self, tensors: Tensors = ()) -> list[str]:
         """What is not as it was, by name."""
         return check.changed(self.state, self.state_of(tensors))
+
+    def check_unchanged(self) -> None:
+        """Before a chunk is computed once more."""
+        constants = check.changed(self.constants, self.call.constants())
+        check.check_unchanged([*self.changed(), *constants])
+
+    def settle(self) -> None:
+        """After it is computed: what its own code changes, such as a counter, is no constant."""
+        now = self.call.constants()
+        self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
 
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
         """(what the head gave, the loss) of a chunk, for the first time: everything about it is checked."""
@@ -105,14 +119,18 @@ class Job:
         total.add(term)
 
 
-def loss_alone(job: Job, tensors: Tensors, *, graph: bool) -> Tensor:
-    """The loss, or the losses of rows; with `graph`, each chunk has its own for as long as it is checked."""
+def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] | None = None) -> Tensor:
+    """The loss, or the losses of rows; with `graph`, each chunk has its own for as long as it is checked.
+    `values` gets the loss of each chunk."""
     total, losses = Sum(), None
     learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
     with torch.set_grad_enabled(graph):
         for place, (start, stop) in enumerate(job.chunks):
             value = _checked(job, place, job.piece(tensors[: job.cut], start, stop), learned, graph)
             losses = _placed(job, losses, total, value, start, stop)
+            if values is not None:
+                values.append(value.sum(dtype=sum_dtype(value.dtype)))
+    job.settle()
     return total.total if losses is None else losses
 
 
@@ -122,6 +140,7 @@ def form(job: Job, tensors: Tensors) -> tuple[Tensor, list[Kept | None]]:
     total = Sum()
     for place, (start, stop) in enumerate(job.chunks):
         total.add(loop.first(place, start, stop))
+    job.settle()
     return total.total, loop.kept()
 
 
@@ -129,7 +148,7 @@ def form_again(
     job: Job, tensors: Tensors, wanted: Sequence[bool], upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients that are wanted, given that of the loss."""
-    check.check_unchanged(job.changed())
+    job.check_unchanged()
     loop = _Loop(job, tensors, wanted)
     with job.replay.autocast(), alone(job.call.modules.values()):
         for place, (start, stop) in enumerate(job.chunks):
@@ -165,6 +184,7 @@ class _Loop:
         self.reached = False
         self.lifts: list[Tensor] = []
         dtypes = {tensor.dtype for tensor in tensors} | job.replay.autocast_dtypes
+        self.digits = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.5
         self.lifted = torch.float16 in dtypes
 
     def first(self, place: int, start: int, stop: int) -> Tensor:
@@ -184,15 +204,27 @@ class _Loop:
 
     def again(self, place: int, start: int, stop: int, upstream: Tensor) -> None:
         leaves = self._pieces(start, stop)
-        if upstream.dim():
-            upstream = cut(upstream, upstream.dim(), start, stop)
+        rows = cut(upstream, upstream.dim(), start, stop) if upstream.dim() else upstream
 
         def run() -> Found:
             with torch.enable_grad(), ours():
                 value = self.job.loss_again(place, leaves, self.learned)
-            return self._pulled_back(value, leaves, upstream.to(value.dtype))
+            seed = self._compared(place, value.detach(), stop - start, rows)
+            return self._pulled_back(value, leaves, seed.to(value.dtype))
 
         self._take(start, stop, self._within(place, run))
+
+    def _compared(self, place: int, value: Tensor, rows: int, upstream: Tensor) -> Tensor:
+        """The upstream gradient, if the chunk's loss is what it was the first time, to half the digits: what
+        changes in a way that cannot be seen (call.constants) changes it. An error; on CUDA, where looking
+        would mean waiting, NaN."""
+        was, now = self.job.values[place], value.sum(dtype=sum_dtype(value.dtype))
+        differs = (now - was).abs() > self.digits * (was.abs() + rows)
+        if type(differs) is not Tensor or differs.is_cuda:
+            return upstream.masked_fill(differs, torch.nan)
+        if differs:
+            check.check_same_loss(float(was), float(now))
+        return upstream
 
     def _within(self, place: int, run: Callable[[], Result]) -> Result:
         with self.job.meter(place), self.operators:

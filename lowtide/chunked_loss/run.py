@@ -58,7 +58,7 @@ def _run_alone(
         has_aux=options["has_aux"],
         replay=Replay(tensors),
     )
-    job.state = job.state_of(tensors)
+    job.state, job.constants = job.state_of(tensors), call.constants()
     if within_transforms:
         check.check_no_workspace(options["workspace"])
         loss = loss_within_transforms(job, tensors)

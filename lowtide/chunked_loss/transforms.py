@@ -113,7 +113,7 @@ class Rows(RowFunction):
 
     def run(self, *tensors: Tensor) -> Tensors:
         job, dims = self.job, len(self.job.leading)
-        check_unchanged(job.changed())
+        job.check_unchanged()
         results: list[Tensor] = []
         sums: list[Sum] = []
         with job.replay.autocast():

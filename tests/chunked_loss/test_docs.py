@@ -55,7 +55,7 @@ def test_every_block(device, capsys, tmp_path):
         assert all(each.strip(" .") in printed for each in promised)
         if re.search(r"^loss = ", block, re.MULTILINE) and "backward()" not in block and "grad(" not in block:
             names["loss"].backward()
-    assert len(blocks) == 13
+    assert len(blocks) == 14
     assert names["gradients"]["weight"].shape == (B, V, D)
     assert names["temperature"].grad.isfinite()
     assert 0 <= names["accuracy"] <= 1

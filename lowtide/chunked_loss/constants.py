@@ -1,0 +1,209 @@
+"""The constants that the code of head and loss_fn reaches beside what it is given: in closures, defaults and
+globals, in containers, as attributes of modules and other objects. A chunk that is computed again must find
+the same ones.
+
+Only what the code names is looked at: of an object, the attributes that occur as a name (or as a string, for
+getattr) in the code that gets it. So a trainer that a module belongs to does not count, and neither does code
+of torch and of other installed packages.
+"""
+
+import collections
+import contextlib
+import enum
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Names = frozenset[str]
+
+PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, range, slice)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+SKIPPED = {"torch", "lowtide", "numpy", "triton", *sys.stdlib_module_names} - {"__main__"}
+ENTRIES = frozenset({"forward", "__call__"})
+ALL_CHILDREN = {"children", "modules", "named_children", "named_modules", "parameters", "_modules"}
+MOST = 1000  # elements of a container that are looked at, and kilobytes of an array
+MOST_VALUES = 20_000
+
+
+class Version:
+    """A tensor as it was; kept alive, or another might take its place."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Version) and self.tensor is other.tensor and self.version == other.version
+
+    __hash__ = object.__hash__
+
+
+def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any]:
+    """What these values reach, by name: something that is different once a constant is. `known`: of which
+    tensors, by id, somebody else takes care."""
+    found = dict[str, Any]()
+    seen = dict[tuple[int, Names], Any]()
+    waiting = [(name, value, Names()) for name, value in named.items()]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            break
+        name, value, names = waiting.pop()
+        if isinstance(value, Tensor):
+            if id(value) not in known:
+                found[name] = Version(value)
+        elif isinstance(value, PLAIN):
+            found[name] = value if isinstance(value, (str, bytes)) else repr(value)  # NaN is not NaN
+        elif type(value).__module__ == "numpy":
+            found[name] = _array(value)
+        elif (id(value), names) not in seen:
+            seen[id(value), names] = value
+            waiting += [(name + inner, each, own) for inner, each, own in _inside(value, names)]
+    return found
+
+
+def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
+    """What is found in a value, and the names of the code that gets it; `names`: of the code that has it."""
+    if callable(value) and hasattr(value, "__wrapped__"):
+        yield "", value.__wrapped__, names
+    elif isinstance(value, functools.partial):
+        yield "", value.func, names
+        for key, each in (*enumerate(value.args), *value.keywords.items()):
+            yield f".{key}", each, names
+    elif inspect.ismethod(value):
+        function = inspect.unwrap(value.__func__)
+        code = getattr(function, "__code__", None)
+        yield "", value.__self__, names if code is None else names | _names(code)
+        yield "", function, names
+    elif inspect.isfunction(value):
+        if not _is_foreign(value):
+            yield from _of_function(value)
+    elif isinstance(value, CONTAINERS):
+        if len(value) <= MOST:
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                yield f"[{key!r}]", each, names
+    elif isinstance(value, types.ModuleType):
+        if _root(value.__name__) not in SKIPPED:
+            for key in names & vars(value).keys():
+                yield f".{key}", vars(value)[key], names
+    elif isinstance(value, type):
+        if _root(value.__module__) not in SKIPPED:
+            for owner, key in _members(value, names).constants:
+                yield f".{key}", vars(owner).get(key), names
+    else:
+        yield from _of_object(value, names)
+
+
+def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
+    code = function.__code__
+    names = _names(code)
+    for key, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # it is still empty
+            yield f".{key}", cell.cell_contents, names
+    defaults = function.__defaults__ or ()
+    first = code.co_argcount - len(defaults)
+    for key, each in (*zip(code.co_varnames[first:], defaults), *(function.__kwdefaults__ or {}).items()):
+        yield f".{key}", each, names
+    for key in names & function.__globals__.keys():
+        each = function.__globals__[key]
+        if not inspect.isfunction(each) or not _is_installed(each, function):
+            yield f".{key}", each, names
+
+
+def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
+    cls: Any = type(value)
+    members = _members(cls, names)
+    own = getattr(value, "__dict__", {})
+    for key in members.names & own.keys():
+        yield f".{key}", own[key], members.names
+    for key in members.slots:
+        if hasattr(value, key):
+            yield f".{key}", getattr(value, key), members.names
+    for owner, key in members.constants:
+        if key not in own:
+            yield f".{key}", vars(owner).get(key), members.names
+    for method in members.methods:
+        yield "", method, members.names
+    if isinstance(value, nn.Module):
+        # torch's own containers, and code that asks for all children.
+        every = _root(type(value).__module__) == "torch" or not ALL_CHILDREN.isdisjoint(members.names)
+        yield ".training", value.training, members.names
+        for held in (value._parameters, value._buffers, value._modules):
+            for key, each in held.items():
+                if every or key in members.names:
+                    yield f".{key}", each, members.names
+
+
+class _Members:
+    """What these names stand for in a class: `names`, and those of the methods that they lead to."""
+
+    def __init__(self, cls: type, names: Names) -> None:
+        self.methods, self.slots, self.constants = list[Any](), list[str](), list[tuple[type, str]]()
+        waiting, seen = {*names, *ENTRIES}, set[str]()
+        while waiting:
+            name = waiting.pop()
+            seen.add(name)
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            if owner is None:
+                continue
+            member = vars(owner)[name]
+            function = _function(member)
+            if function is not None:
+                # Of torch's classes, what they compute alone: all other methods have names of tensors' too.
+                if name in ENTRIES or not _is_foreign(function):
+                    self.methods.append(function)
+                    waiting |= _names(function.__code__) - seen
+            elif inspect.ismemberdescriptor(member):
+                self.slots.append(name)
+            elif not hasattr(member, "__get__") and not name.startswith("__"):
+                self.constants.append((owner, name))
+        self.names = frozenset(seen)
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(cls: type, names: Names) -> _Members:
+    return _Members(cls, names)
+
+
+def _function(member: Any) -> Any:
+    """The code behind a method or a property; None if it is something else."""
+    for inner in ("fget", "func", "__func__"):
+        member = getattr(member, inner, None) or member
+    member = inspect.unwrap(member) if callable(member) else member
+    return member if inspect.isfunction(member) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> Names:
+    """All names in it, those of attributes included, and in the functions that it defines."""
+    found = {*code.co_names, *code.co_freevars}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)
+    return frozenset(found)
+
+
+def _array(value: Any) -> Any:
+    if not hasattr(value, "tobytes") or value.nbytes > 1000 * MOST:
+        return id(value)
+    return str(value.dtype), value.shape, value.tobytes()
+
+
+def _is_foreign(function: Any) -> bool:
+    return _root(function.__module__ or "") in SKIPPED
+
+
+def _is_installed(function: Any, by: Any) -> bool:
+    """Whether it is of another installed package than the function that names it."""
+    another = _root(function.__module__ or "") != _root(by.__module__ or "")
+    return another and "site-packages" in function.__code__.co_filename
+
+
+def _root(name: str) -> str:
+    return name.partition(".")[0]
