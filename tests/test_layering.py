@@ -113,7 +113,7 @@ ALLOWED = {
     "kernels": {"rows"},
     "exponential_tiles": {"exponential_kernels", "exponential_pipeline", "hopper", "pipeline"},
     "exponential_pipeline": {"exponential_kernels", "pipeline"},
-    "exponential_kernels": {"kernels"},
+    "exponential_kernels": set(),
     "pipeline": set(),
     "hopper": set(),
     "distance_kernels": {"exponential_kernels", "rows"},
@@ -169,7 +169,9 @@ def ours(path):
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
-SHARED = {"lowtide.derivatives", "lowtide.operators", "lowtide.rowwise"}
+SHARED = {
+    f"lowtide.{name}" for name in ("derivatives", "operators", "rowwise", "soft_cap", "soft_cap_kernels")
+}
 MODULES = sorted(path for path in (ROOT / "linear_cross_entropy").glob("*.py"))
 
 

@@ -18,6 +18,7 @@ from lowtide.attention import dropout
 from lowtide.attention.chunk import Chunk, allocate
 from lowtide.attention.problem import Operands, Options, sizes
 from lowtide.attention.tiles import Columns, Seen, head_chunks, spans, tile_shape
+from lowtide.soft_cap import slope_of_tanh
 
 
 class Blockwise:
@@ -96,14 +97,13 @@ class Blockwise:
     def scores(
         self, chunk: Chunk, rows: slice, columns: Columns, query_crK: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """z, and the soft cap's slope 1 - tanh^2."""
+        """z, and the soft cap's slope."""
         key_cnK = chunk.keys(self.operands.key, columns.span)
         z_crn = self.product("scores", query_crK, key_cnK.mT, self.options.scale)
         slope_crn = None
         if softcap := self.options.softcap:
-            z_crn.div_(softcap).tanh_()
-            slope_crn = 1 - z_crn.square()
-            z_crn.mul_(softcap)
+            slope_crn = slope_of_tanh(z_crn.div_(softcap))
+            z_crn.tanh_().mul_(softcap)
         z = chunk.unpacked(z_crn, rows)
         if (bias := self.operands.bias) is not None:
             part = chunk.of_bias(bias, rows, columns.span)

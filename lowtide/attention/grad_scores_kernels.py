@@ -101,13 +101,13 @@ def scores_kernel(
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scores = over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    z, capped = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+    z, slope = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
         head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
     shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
     weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
     sloped = weight
     if SOFTCAP > 0:
-        sloped = weight * (1.0 - capped * capped)
+        sloped = weight * slope
     used, stays = weight, True
     if row_key_ptr is not None:
         stays = kept(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)

@@ -9,6 +9,8 @@ a tile the other way round passes them the other way round.
 import triton
 import triton.language as tl
 
+from lowtide.soft_cap_kernels import tanh_and_slope
+
 LOG2E = tl.constexpr(1.4426950408889634)
 # Of float32, finite: a row that has seen nothing yet is shifted by a number, and no other score is below it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -150,26 +152,16 @@ def product(
 
 
 @triton.jit
-def tanh(x):
-    """To a few units in the last place; near 0, where (1 - e) / (1 + e) loses its digits, by its series."""
-    square = x * x
-    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    power = tl.exp(-2.0 * tl.abs(x))
-    quotient = (1.0 - power) / (1.0 + power)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -quotient, quotient))
-
-
-@triton.jit
 def finished(
     product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
     BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """z, and the soft cap's tanh (without one, anything); COLUMN_BIAS: one that is the same for
+    """z, and the soft cap's slope (without one, anything); COLUMN_BIAS: one that is the same for
     all queries; MASKED: a score of the tile may be hidden."""
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
-    capped = product
+    slope = product
     if SOFTCAP > 0:
-        capped = tanh(product * (scale / SOFTCAP))
+        capped, slope = tanh_and_slope(product * (scale / SOFTCAP))
         z = capped * (SOFTCAP * unit)
     else:
         z = product * (scale * unit)
@@ -185,7 +177,7 @@ def finished(
             z += bias.to(tl.float32)
     if MASKED:
         z = tl.where((j >= first) & (j < end), z, -float("inf"))
-    return z, capped
+    return z, slope
 
 
 @triton.jit

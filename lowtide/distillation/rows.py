@@ -3,7 +3,7 @@ place, the gradient of what its product gave. `kernels.py` has the same function
 in divergences.py.
 
 A product gives u + bias; the logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft cap c,
-whose slope, temperature apart, is 1 - (z T / c)^2.
+whose slope, temperature apart, is 1 / cosh^2((u + bias) / c).
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows at once.
 """
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lowtide.soft_cap import slope_of_tanh
 
 
 class Logits(NamedTuple):
@@ -59,26 +61,30 @@ def divergence_(
     step = max(1, at_once // B)
     for start in range(0, C, step):
         rows = slice(start, start + step)
-        stat, s_cb, t_cb = statistics.of(rows), _logits_(student, rows), _logits_(teacher, rows)
+        stat = statistics.of(rows)
+        (s_cb, slope_cb), (t_cb, _) = _logits_(student, rows, g_CB is not None), _logits_(teacher, rows)
         if take_statistics:
             torch.amax(s_cb, 1, out=stat.student_max_C)
             torch.amax(t_cb, 1, out=stat.teacher_max_C)
         gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_statistics)
         if g_CB is not None:
-            if student.softcap:
-                gradient_cb.mul_((s_cb / student.largest).square_().neg_().add_(1))
+            if slope_cb is not None:
+                gradient_cb.mul_(slope_cb)
             torch.mul(gradient_cb, pull_C[rows, None], out=g_CB[rows])
-        del gradient_cb  # before the next is made
+        del gradient_cb, slope_cb  # before the next is made
     return g_CB
 
 
-def _logits_(head: Logits, rows: slice) -> Tensor:
+def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
+    """z in the place of u; and, if it is to be had, the slope of a soft cap."""
     z_cb = head.product_CB[rows]
     if head.bias_B is not None:
         z_cb.add_(head.bias_B)
     if head.softcap:
-        return z_cb.div_(head.softcap).tanh_().mul_(head.largest)
-    return z_cb if head.temperature == 1 else z_cb.div_(head.temperature)
+        z_cb.div_(head.softcap)
+        slope_cb = slope_of_tanh(z_cb) if sloped else None
+        return z_cb.tanh_().mul_(head.largest), slope_cb
+    return z_cb if head.temperature == 1 else z_cb.div_(head.temperature), None
 
 
 def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_statistics: bool) -> Tensor:

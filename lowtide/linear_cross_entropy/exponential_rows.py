@@ -7,11 +7,11 @@ Shapes: N tokens, D features, V classes; C tokens of a chunk.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from lowtide.linear_cross_entropy.rows import Statistics
 from lowtide.linear_cross_entropy.streamed import Stream
+from lowtide.soft_cap import slope_of_tanh
 
 if TYPE_CHECKING:  # it imports Triton
     from lowtide.linear_cross_entropy.linear_term import LinearTerm
@@ -36,8 +36,8 @@ class ExponentialRows(Stream):
         softcap = self.plan.options.softcap
         if not softcap:
             return logit_C, None
-        capped_C = torch.tanh(logit_C / softcap)
-        return capped_C * softcap, 1 - capped_C * capped_C
+        ratio_C = logit_C / softcap
+        return ratio_C.tanh() * softcap, slope_of_tanh(ratio_C)
 
     def logsumexp_N(self, statistics: Statistics) -> Tensor:
         return logsumexp(statistics, self.target_logit_N)

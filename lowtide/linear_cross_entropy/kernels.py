@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
+from lowtide.soft_cap_kernels import tanh_and_slope
 
 # Logits to the tile; with most options half as many, which is what the registers hold.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -21,16 +22,6 @@ WARPS = 16
 
 # Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is seen.
 LOWEST = tl.constexpr(-3.0e38)
-
-
-@triton.jit
-def tanh(x):
-    """To a few units in the last place; near 0, where (1 - e) / (1 + e) loses its digits, by its series."""
-    square = x * x
-    series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    power = tl.exp(-2.0 * tl.abs(x))
-    quotient = (1.0 - power) / (1.0 + power)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0.0, -quotient, quotient))
 
 
 @triton.jit
@@ -42,9 +33,8 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
     z_b = raw_b * scale
     slope_b = 1.0
     if SOFTCAP > 0:
-        capped_b = tanh(z_b / SOFTCAP)
+        capped_b, slope_b = tanh_and_slope(z_b / SOFTCAP)
         z_b = SOFTCAP * capped_b
-        slope_b = 1.0 - capped_b * capped_b
     return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
 
 

@@ -2,7 +2,7 @@
 
 `kernels.py` has the same function in one Triton kernel. The product gives u; the logits are
 
-    z = s u,  or with a soft cap  z = c tanh(s u / c),  whose slope is  dz/du / s = 1 - (z/c)^2
+    z = s u,  or with a soft cap  z = c tanh(s u / c),  whose slope is  dz/du / s = 1 / cosh^2(s u / c)
 
 With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient, each row i
 with target t contributes
@@ -26,6 +26,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from lowtide.soft_cap import slope_of_tanh
 
 # Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each thread.
 CACHE_BYTES = 1 << 20
@@ -157,9 +159,8 @@ def _logits_(u_cb: Tensor, columns: Columns, keep: bool) -> tuple[Tensor, Tensor
     z_cb = u_cb if columns.scale is None else u_cb.mul_(columns.scale)
     if not columns.softcap:
         return z_cb, raw_cb, None
-    z_cb.div_(columns.softcap).tanh_()
-    slope_cb = z_cb.square().neg_().add_(1)
-    return z_cb.mul_(columns.softcap), raw_cb, slope_cb
+    slope_cb = slope_of_tanh(z_cb.div_(columns.softcap))
+    return z_cb.tanh_().mul_(columns.softcap), raw_cb, slope_cb
 
 
 def _take_sums_of_shifts(

@@ -59,6 +59,8 @@ OUTSIDE = {
     "lowtide.derivatives",
     "lowtide.operators",
     "lowtide.rowwise",
+    "lowtide.soft_cap",
+    "lowtide.soft_cap_kernels",
     "lowtide.linear_cross_entropy.check",
     "lowtide.linear_cross_entropy.operands",
 }
