@@ -170,7 +170,8 @@ def ours(path):
 
 
 SHARED = {
-    f"lowtide.{name}" for name in ("derivatives", "operators", "rowwise", "soft_cap", "soft_cap_kernels")
+    f"lowtide.{name}"
+    for name in ("derivatives", "layouts", "operators", "rowwise", "soft_cap", "soft_cap_kernels")
 }
 MODULES = sorted(path for path in (ROOT / "linear_cross_entropy").glob("*.py"))
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowtide import layouts
+
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
 
@@ -47,6 +49,11 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
     if not all(isinstance(each, Tensor) for each in hidden) or first is None:
         kinds = ", ".join(type(each).__name__ for each in hidden) or "nothing"
         raise ArgumentTypeError(f"hidden must be a tensor or a tuple of tensors, got {kinds}")
+    for k, each in enumerate(hidden):
+        _check_dense(f"hidden[{k}]", each)
+    for k, each in enumerate(arguments):
+        if isinstance(each, Tensor):
+            _check_dense(f"token_tensors[{k}]", each)
     if first.dim() < 2:
         raise ArgumentError(
             f"hidden must be [..., T, D], got {list(first.shape)}; a single row is hidden[None]"
@@ -70,6 +77,7 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
 
 def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
     for name, tensor in zip(names, learned):
+        _check_dense(name, tensor)
         if tensor.is_complex():
             raise ArgumentTypeError(
                 f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "
@@ -175,6 +183,12 @@ def check_same_loss(was: float, now: float) -> None:
         "generator of its own). Read it before the call and pass it as a token tensor, or use "
         "mode='gradient_in_forward'"
     )
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    reason = layouts.reason_against(tensor)
+    if reason is not None:
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
 
 
 def is_cut(argument: Any) -> bool:

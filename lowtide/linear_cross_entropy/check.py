@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import layouts
+
 REDUCTIONS = ("mean", "sum", "none")
 BACKENDS = ("auto", "triton", "torch", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -69,6 +71,13 @@ def check_tensors(named: Mapping[str, object]) -> None:
         if not isinstance(tensor, Tensor):
             hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    reason = layouts.reason_against(tensor)
+    if reason is not None:
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
 
 
 def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:

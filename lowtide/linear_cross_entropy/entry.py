@@ -18,6 +18,7 @@ from lowtide.linear_cross_entropy.check import (
     check_head,
     check_ignore_index,
     check_loss_options,
+    check_tensors,
 )
 from lowtide.linear_cross_entropy.head import Head, Options
 
@@ -99,8 +100,8 @@ def log_probs(
     workspace: int | None = None,
     backend: str = "auto",
 ) -> LogProbs:
-    if isinstance(linear_weights[0], Tensor):
-        check_head(linear_weights[0])
+    check_tensors({"linear_weight": linear_weights[0]})
+    check_head(linear_weights[0])
     check_arguments(
         inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
     )

@@ -36,7 +36,7 @@ def cross_entropy(
     workspace: int | None,
     backend: str,
 ) -> Tensor:
-    check_tensors({"input": input, "target": target})
+    check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:
         check_tensors({"linear_bias": linear_bias})
     V, *dims = linear_weight.shape[:-1]

@@ -5,7 +5,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_choice
+from lowtide.linear_cross_entropy.check import (
+    DTYPES,
+    ArgumentError,
+    ArgumentTypeError,
+    check_choice,
+    check_dense,
+)
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -14,8 +20,10 @@ def widened(axes: str, **tensors: Tensor) -> list[Tensor]:
     """All of the first one's shape, in float32 or wider."""
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            came = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            check_dense(name, tensor)
+        came = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        if came not in DTYPES:
             raise ArgumentTypeError(f"{name} must be a floating-point torch.Tensor, got {came}")
         if tensor.dim() != len(axes):
             raise ArgumentError(f"{name} must have shape [{', '.join(axes)}], got {list(tensor.shape)}")
@@ -27,6 +35,9 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") ->
     if not isinstance(tensor, Tensor):
         came = type(tensor).__name__
         raise ArgumentTypeError(f"{name} must be a torch.Tensor of shape {list(shape)}, got {came}{hint}")
+    check_dense(name, tensor)
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in DTYPES):
+        raise ArgumentTypeError(f"{name} must hold real numbers of 16 bits or more, got {tensor.dtype}")
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 

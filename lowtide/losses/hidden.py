@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_log_probs
-from lowtide.linear_cross_entropy.check import ArgumentError, check_choice
+from lowtide.linear_cross_entropy.check import ArgumentError, check_choice, check_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,7 +82,8 @@ def sequence_log_probs(
         chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
     """
     check_choice("reduction", reduction, ("sum", "mean"))
-    if isinstance(input, Tensor) and input.dim() != 3:
+    check_tensors({"input": input})
+    if input.dim() != 3:
         hint = (
             "flatten what comes before T"
             if input.dim() > 3

@@ -22,5 +22,6 @@ def test_imports_go_down(room):
     assert all(ROOMS.index(name) > ROOMS.index(room) for name in inside)
     outside = {name for name in names if name.startswith("lowtide.")}
     assert outside <= {f"lowtide.linear_cross_entropy.{name}" for name in ("kernels", "rows", "scaling")} | {
-        "lowtide.rowwise"
+        "lowtide.layouts",
+        "lowtide.rowwise",
     }
