@@ -54,3 +54,22 @@ def test_signatures(function, arguments, options):
 
 def test_log_probs_is_a_named_tuple():
     assert lowtide.LogProbs._fields == ("log_prob", "entropy", "logsumexp", "argmax")
+
+
+ELSEWHERE = {"LogProbs", "defer_logits"}  # a tuple's fields; and what is explained by a page of its own
+
+
+def documented():
+    names = [name for name in lowtide.__all__ if callable(getattr(lowtide, name)) and name not in ELSEWHERE]
+    functions = [getattr(lowtide, name) for name in names]
+    for module in (lowtide.losses, lowtide.distillation):
+        functions += [getattr(module, name) for name in module.__all__]
+    return functions
+
+
+@pytest.mark.parametrize("function", documented(), ids=lambda function: function.__name__)
+def test_help_shows_an_example_first(function):
+    """After the summary, before formulas, shapes and arguments."""
+    summary, example, *_ = inspect.getdoc(function).split("\n\n")
+    assert summary.split()[0] != "Example::"
+    assert example == "Example::"

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from lowtide.attention import entry, layouts
 from lowtide.attention.check import (
+    Backend,
     check_bias,
     check_choice,
     check_numbers,
@@ -29,9 +30,15 @@ def memory_efficient_attention(
     window: Window | None = None,
     seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
-    r"""Attention without the scores of all queries and keys, forward or backward: exact, in O(M) memory.
+    r"""Compute attention without the scores of all queries and keys, forward or backward: exact, in
+    O(M) memory.
+
+    Example::
+
+        out = lowtide.memory_efficient_attention(q, k, v, lowtide.attn_bias.LowerTriangularMask())
+        out = lowtide.memory_efficient_attention(q, k, v, relative_bias)  # [1, H, M, N], trained
 
     With scale s, soft cap c, bias b, and dropout's :math:`D_{ij}` (0, or :math:`1 / (1 - p)`),
 
@@ -98,11 +105,6 @@ def memory_efficient_attention(
 
     Source: the signature and masks of github.com/facebookresearch/xformers; Rabe and Staats
     (arxiv.org/abs/2112.05682); FlashAttention 2 (arxiv.org/abs/2307.08691).
-
-    Example::
-
-        out = lowtide.memory_efficient_attention(q, k, v, lowtide.attn_bias.LowerTriangularMask())
-        out = lowtide.memory_efficient_attention(q, k, v, relative_bias)  # [1, H, M, N], trained
     """
     out, _ = _attention(
         query, key, value, attn_bias, p, scale, softcap, window, seed, generator, backend, False
@@ -122,21 +124,21 @@ def memory_efficient_attention_with_lse(
     window: Window | None = None,
     seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    r""":func:`memory_efficient_attention`, and the logsumexp of each query's scores.
-
-    Shapes: the logsumexp is [B, H, M] ([B, M], or [B, G, H, M], in the other layouts), in float32 (float64
-    for float64); -inf where a query sees no key. Dropout does not enter it. Both are differentiable, alone
-    or together: :math:`\partial\, \mathrm{lse}_i / \partial z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
-
-    The arguments, and what is raised, are those of :func:`memory_efficient_attention`.
+    r"""Compute :func:`memory_efficient_attention`, and the logsumexp of each query's scores.
 
     Example::
 
         out, lse = lowtide.memory_efficient_attention_with_lse(q, k, v)
         loss = task_loss(out) + 1e-4 * lse.square().mean()                     # a z-loss
         gate = torch.sigmoid(lse - sink[:, None]).movedim(1, 2)[..., None]     # an attention sink
+
+    Shapes: the logsumexp is [B, H, M] ([B, M], or [B, G, H, M], in the other layouts), in float32 (float64
+    for float64); -inf where a query sees no key. Dropout does not enter it. Both are differentiable, alone
+    or together: :math:`\partial\, \mathrm{lse}_i / \partial z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
+
+    The arguments, and what is raised, are those of :func:`memory_efficient_attention`.
     """
     out, logsumexp = _attention(
         query, key, value, attn_bias, p, scale, softcap, window, seed, generator, backend, True
@@ -157,6 +159,10 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """:func:`torch.nn.functional.scaled_dot_product_attention`, for all that its fast kernels refuse:
     wherever that is called with plain tensors, this can be.
+
+    Example::
+
+        out = lowtide.scaled_dot_product_attention(q, k, v, relative_bias, is_causal=True)
 
     Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E]; leading
     dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
@@ -196,7 +202,7 @@ def _attention(
     window: Window | None,
     seed: int | Tensor | None,
     generator: torch.Generator | None,
-    backend: str,
+    backend: Backend,
     with_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
     check_bias("attn_bias", attn_bias)

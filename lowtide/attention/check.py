@@ -1,6 +1,7 @@
 """What a call must look like, said once: the argument, what was expected, what came, and what to do."""
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from lowtide.attention.masks import AttentionBias, Band, is_from_torch, window_b
 from lowtide.attention.problem import Operands, sizes
 from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
 
-BACKENDS = ("auto", "sdpa", "triton", "torch", "reference")
+Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]
+BACKENDS = get_args(Backend)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

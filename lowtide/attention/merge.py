@@ -13,7 +13,14 @@ from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
 
 
 def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    r"""Of the same queries and several disjoint sets of keys: attention to all of them, and its logsumexp.
+    r"""Merge attention of the same queries to several disjoint sets of keys: attention to all of them,
+    and its logsumexp.
+
+    Example::
+
+        first = memory_efficient_attention_with_lse(q, k[:, :n], v[:, :n])
+        second = memory_efficient_attention_with_lse(q, k[:, n:], v[:, n:])
+        out, lse = merge_attentions([first, second])   # attention to all of k
 
     .. math::
         \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
@@ -35,12 +42,6 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
     Raises:
         ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.
-
-    Example::
-
-        first = memory_efficient_attention_with_lse(q, k[:, :n], v[:, :n])
-        second = memory_efficient_attention_with_lse(q, k[:, n:], v[:, n:])
-        out, lse = merge_attentions([first, second])   # attention to all of k
     """
     outs, logsumexps = _checked(parts)
     logsumexp_P = torch.stack(logsumexps)

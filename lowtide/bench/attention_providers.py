@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide import attn_bias, memory_efficient_attention
+from lowtide.attention.check import Backend
 from lowtide.bench.attention_cases import AttentionCase, Inputs
 from lowtide.bench.providers import Unavailable
 
@@ -34,15 +35,15 @@ class AttentionProvider:
     name: str
     distribution: str  # the installed package whose version stands in the provider's rows
     load: Load
-    backend: str | None = None  # of ours: what it asks for
+    backend: Backend | None = None  # of ours: what it asks for
     smoke: bool | None = None
 
 
-def _lowtide(name: str, backend: str, *devices: str) -> AttentionProvider:
+def _lowtide(name: str, backend: Backend, *devices: str) -> AttentionProvider:
     return AttentionProvider(name, "lowtide", partial(_own, backend, devices), backend)
 
 
-def _own(backend: str, devices: tuple[str, ...], case: AttentionCase) -> Attention:
+def _own(backend: Backend, devices: tuple[str, ...], case: AttentionCase) -> Attention:
     if case.device not in devices:
         raise Unavailable(f"measured on {' and '.join(devices)} alone")
     mask = attn_bias.LowerTriangularMask() if case.causal else None

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,77 @@ from lowtide.chunked_loss.call import gathered
 Mode = Literal["gradient_in_forward", "recompute"]
 
 
+Aux = tuple[Tensor, dict[str, Any]]
+"""The loss, and what was added up beside it: tensors, or numbers where loss_fn returned numbers."""
+
+
+@overload
+def chunked_loss(
+    loss_fn: Callable[..., Any],
+    head: Callable[..., Any],
+    hidden: Tensor | tuple[Tensor, ...],
+    *token_tensors: Any,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[False] = False,
+    mode: Mode = "gradient_in_forward",
+) -> Tensor: ...
+@overload
+def chunked_loss(
+    loss_fn: Callable[..., Any],
+    head: Callable[..., Any],
+    hidden: Tensor | tuple[Tensor, ...],
+    *token_tensors: Any,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[True],
+    mode: Mode = "gradient_in_forward",
+) -> Aux: ...
+@overload
+def chunked_loss(
+    loss_fn: Callable[..., Any],
+    head: Callable[..., Any],
+    hidden: Tensor | tuple[Tensor, ...],
+    *token_tensors: Any,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: bool,
+    mode: Mode = "gradient_in_forward",
+) -> Tensor | Aux: ...
+@overload
+def chunked_loss(
+    loss_fn: Callable[..., Any],
+    *,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[False] = False,
+    mode: Mode = "gradient_in_forward",
+) -> Callable[..., Tensor]: ...
+@overload
+def chunked_loss(
+    loss_fn: Callable[..., Any],
+    *,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[True],
+    mode: Mode = "gradient_in_forward",
+) -> Callable[..., Aux]: ...
+@overload
+def chunked_loss(
+    *,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[False] = False,
+    mode: Mode = "gradient_in_forward",
+) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]: ...
+@overload
+def chunked_loss(
+    *,
+    chunk_size: int | None = None,
+    workspace: int | None = None,
+    has_aux: Literal[True],
+    mode: Mode = "gradient_in_forward",
+) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,
     head: Callable[..., Any] | None = None,
@@ -24,7 +95,17 @@ def chunked_loss(
     has_aux: bool = False,
     mode: Mode = "gradient_in_forward",
 ) -> Any:
-    r"""Any loss of any head, a few rows at a time: one scalar in one graph, one chunk of logits in memory.
+    r"""Compute any loss of any head, a few rows at a time: one scalar in one graph, one chunk of
+    logits in memory.
+
+    Example::
+
+        def loss_fn(logits, labels):
+            return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+        loss = chunked_loss(loss_fn, model.lm_head, hidden[:, :-1], tokens[:, 1:], chunk_size=1024)
+        loss = loss / (tokens[:, 1:] != -100).sum()
+        loss.backward()
 
     With the rows :math:`h_i` of `hidden` and :math:`t_i` of the token tensors, cut into chunks :math:`C`,
 
@@ -101,20 +182,11 @@ def chunked_loss(
             row), for parameters in closures, for buffers that change in the loop, for what changes before
             it is used again (labels in place, a frozen weight, ``head.eval()``, a constant in a closure or
             on a module; what cannot be seen is noticed by another loss, which on CUDA makes NaN), for batch
-            normalisation, for tensors on several devices, for a call in which nothing needs a gradient
-            outside of torch.no_grad(). Each is also a RuntimeError.
+            normalisation, for tensors on several devices or not dense (sparse, nested), for a call in which
+            nothing needs a gradient outside of torch.no_grad(). Each is also a RuntimeError.
 
     Source: the loop is that of pytorch issue 124480 (detach, ``loss.backward()`` a chunk), asked for
     there as one scalar that can be scaled.
-
-    Example::
-
-        def loss_fn(logits, labels):
-            return F.cross_entropy(logits.float(), labels, reduction="sum")
-
-        loss = chunked_loss(loss_fn, model.lm_head, hidden[:, :-1], tokens[:, 1:], chunk_size=1024)
-        loss = loss / (tokens[:, 1:] != -100).sum()
-        loss.backward()
     """
     options: dict[str, Any] = {
         "chunk_size": chunk_size,

@@ -23,7 +23,16 @@ def forward_kl(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""KL(teacher ‖ student) of two heads over the same classes, without the logits of either.
+    r"""Compute KL(teacher ‖ student) of two heads over the same classes, without the logits of either.
+
+    Example::
+
+        with torch.no_grad():
+            teacher_hidden = teacher.model(tokens).last_hidden_state
+        hidden = student.model(tokens).last_hidden_state
+        loss = forward_kl(
+            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, ignored=labels == -100
+        )
 
     With :math:`s = \log\mathrm{softmax}((W_s x_s + b_s) / T)` of the student, t likewise of the teacher, the
     loss of a row and its gradient by the student's logits are
@@ -84,15 +93,6 @@ def forward_kl(
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
             one row. Each is also a RuntimeError, which is what torch raises for most of these.
-
-    Example::
-
-        with torch.no_grad():
-            teacher_hidden = teacher.model(tokens).last_hidden_state
-        hidden = student.model(tokens).last_hidden_state
-        loss = forward_kl(
-            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, ignored=labels == -100
-        )
     """
     student, teacher = (
         (student_input, student_weight, student_bias),
@@ -117,7 +117,11 @@ def reverse_kl(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""KL(student ‖ teacher) of two heads over the same classes, without the logits of either.
+    r"""Compute KL(student ‖ teacher) of two heads over the same classes, without the logits of either.
+
+    Example::
+
+        loss = reverse_kl(hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight)
 
     .. math::
         L = \sum_v e^{s_v} (s_v - t_v), \qquad
@@ -127,10 +131,6 @@ def reverse_kl(
     mass to a class that the teacher excludes, the loss is infinite, and its gradient NaN.
 
     Source: MiniLLM, arxiv.org/abs/2306.08543.
-
-    Example::
-
-        loss = reverse_kl(hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight)
     """
     student, teacher = (
         (student_input, student_weight, student_bias),
@@ -156,7 +156,13 @@ def jensen_shannon(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""The generalised Jensen-Shannon divergence of two heads, without the logits of either.
+    r"""Compute the generalised Jensen-Shannon divergence of two heads, without the logits of either.
+
+    Example::
+
+        loss = jensen_shannon(
+            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, beta=0.1
+        )
 
     With the mixture :math:`e^{m} = \beta e^{t} + (1-\beta) e^{s}`,
 
@@ -173,12 +179,6 @@ def jensen_shannon(
     Everything else is as in :func:`forward_kl`.
 
     Source: GKD, arxiv.org/abs/2306.13649, where P is the teacher and Q the student.
-
-    Example::
-
-        loss = jensen_shannon(
-            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, beta=0.1
-        )
     """
     check_beta(beta)
     student, teacher = (

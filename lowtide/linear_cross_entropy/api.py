@@ -1,7 +1,7 @@
 """The public entry points of the fused head and loss. Their docstrings are the contract."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lowtide.linear_cross_entropy.check import (
     check_tensors,
 )
 from lowtide.linear_cross_entropy.entry import LogProbs
-from lowtide.linear_cross_entropy.head import Reduction
+from lowtide.linear_cross_entropy.head import Backend, Reduction
 
 
 def linear_cross_entropy(
@@ -31,9 +31,14 @@ def linear_cross_entropy(
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
-    r"""`cross_entropy(linear(input, linear_weight, linear_bias), target)` without the logits.
+    r"""Compute `cross_entropy(linear(input, linear_weight, linear_bias), target)` without the logits.
+
+    Example::
+
+        loss = lowtide.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:])
+        loss.backward()
 
     With :math:`u_i = W x_i + b`, logit scale s and soft cap c, the logits of a row are :math:`z_i = s u_i`,
     or :math:`c \tanh(s u_i / c)`. With :math:`w` the class weights, :math:`\epsilon` the label smoothing,
@@ -121,9 +126,9 @@ def linear_cross_entropy(
     one ignored row without a batch is 0 on CUDA, and NaN, as here, everywhere else.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
-            one row and the vectors of N and V numbers that go with it. Each is also a RuntimeError, which is
-            what torch raises.
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse, nested,
+            mkldnn and quantized tensors, or a workspace below one row and the vectors of N and V numbers that
+            go with it. Each is also a RuntimeError, which is what torch raises.
         IndexError: see `target`. (Under vmap such a target makes NaN.)
 
     Transforms: torch.compile(fullgraph=True), torch.export, CUDA graphs, torch.func, vmap, forward mode,
@@ -134,11 +139,6 @@ def linear_cross_entropy(
     mode around this call, and what it compiled cannot be differentiated twice.
 
     Source: pytorch issue 124480; the chunk loop is that of github.com/mgmalek/efficient_cross_entropy.
-
-    Example::
-
-        loss = lowtide.linear_cross_entropy(hidden[:, :-1], model.lm_head.weight, tokens[:, 1:])
-        loss.backward()
     """
     options: dict[str, Any] = {
         "reduction": reduction,
@@ -167,10 +167,14 @@ def linear_log_probs(
     logit_scale: float | Tensor | None = None,
     ignore_index: int | None = -100,
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> LogProbs:
-    r"""What a language model says of each token, without the logits: `LogProbs(log_prob, entropy, logsumexp,
-    argmax)`, from one sweep.
+    r"""Return `LogProbs(log_prob, entropy, logsumexp, argmax)` of each token, without the logits.
+
+    Example::
+
+        found = lowtide.linear_log_probs(hidden, model.lm_head.weight, tokens, logit_scale=1 / temperature)
+        ratio = (found.log_prob - old_log_prob).exp()
 
     With the logits :math:`z_i` of :func:`linear_cross_entropy` and :math:`p_i = \mathrm{softmax}(z_i)`,
 
@@ -207,11 +211,6 @@ def linear_log_probs(
 
     Source: the per-token quantities of PPO (arxiv.org/abs/1707.06347), DPO (arxiv.org/abs/2305.18290) and
     GRPO (arxiv.org/abs/2402.03300); asked for in Liger-Kernel issue 873 and TRL issue 7244.
-
-    Example::
-
-        found = lowtide.linear_log_probs(hidden, model.lm_head.weight, tokens, logit_scale=1 / temperature)
-        ratio = (found.log_prob - old_log_prob).exp()
     """
     return entry.log_probs(
         (input,),
@@ -227,7 +226,13 @@ def linear_log_probs(
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """:func:`linear_cross_entropy` as a module that owns the head: `.linear`, a :class:`torch.nn.Linear`.
+    """Own the head, `.linear` (a :class:`torch.nn.Linear`), and compute :func:`linear_cross_entropy`.
+
+    Example::
+
+        criterion = lowtide.LinearCrossEntropyLoss(4096, 128256, device="cuda", dtype=torch.bfloat16)
+        loss = criterion(hidden, target)            # hidden [..., 4096], target [...]
+        criterion.linear.weight = embedding.weight  # a tied head
 
     Args:
         in_features, num_classes, bias, device, dtype: of `.linear`.
@@ -235,12 +240,6 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: class weights [V], kept as a buffer.
         logit_scale: a float; one that is learned is refused: keep it in your own module and call the
         function. The others are those of :func:`linear_cross_entropy`.
-
-    Example::
-
-        criterion = lowtide.LinearCrossEntropyLoss(4096, 128256, device="cuda", dtype=torch.bfloat16)
-        loss = criterion(hidden, target)            # hidden [..., 4096], target [...]
-        criterion.linear.weight = embedding.weight  # a tied head
     """
 
     weight: Tensor | None
@@ -260,7 +259,7 @@ class LinearCrossEntropyLoss(nn.Module):
         logit_scale: float | None = None,
         z_loss: float = 0.0,
         workspace: int | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -289,6 +288,10 @@ class LinearCrossEntropyLoss(nn.Module):
             "workspace": workspace,
             "backend": backend,
         }
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        def __call__(self, input: Tensor, target: Tensor) -> Tensor: ...
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         linear_weight, linear_bias = self.linear.weight, self.linear.bias

@@ -4,15 +4,16 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lowtide import layouts
+from lowtide.linear_cross_entropy.head import Backend, Reduction
 
-REDUCTIONS = ("mean", "sum", "none")
-BACKENDS = ("auto", "triton", "torch", "reference")
+REDUCTIONS = get_args(Reduction)
+BACKENDS = get_args(Backend)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
 

@@ -20,7 +20,7 @@ from lowtide.linear_cross_entropy.check import (
     check_loss_options,
     check_tensors,
 )
-from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.head import Backend, Head, Options, Reduction
 
 
 class LogProbs(NamedTuple):
@@ -43,14 +43,14 @@ def cross_entropy(
     *,
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     check_arguments(
         inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
@@ -98,7 +98,7 @@ def log_probs(
     logit_scale: float | Tensor | None = None,
     ignore_index: int | None = -100,
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> LogProbs:
     check_tensors({"linear_weight": linear_weights[0]})
     check_head(linear_weights[0])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "none"]
+Backend = Literal["auto", "triton", "torch", "reference"]
 
 
 class Head(NamedTuple):

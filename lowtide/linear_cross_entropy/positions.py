@@ -17,7 +17,7 @@ from lowtide.linear_cross_entropy.check import (
     check_loss_options,
     check_tensors,
 )
-from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.head import Backend, Head, Options, Reduction
 
 
 def cross_entropy(
@@ -27,14 +27,14 @@ def cross_entropy(
     linear_bias: Tensor | None,  # [V, d1, ..., dK]
     weight: Tensor | None,
     *,
-    reduction: str,
+    reduction: Reduction,
     ignore_index: int | None,
     label_smoothing: float,
     softcap: float | None,
     logit_scale: float | Tensor | None,
     z_loss: float,
     workspace: int | None,
-    backend: str,
+    backend: Backend,
 ) -> Tensor:
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:

@@ -1,7 +1,5 @@
 """What the losses on log-probabilities share: shapes, dtypes and reductions."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,8 +10,7 @@ from lowtide.linear_cross_entropy.check import (
     check_choice,
     check_dense,
 )
-
-Reduction = Literal["mean", "sum", "none"]
+from lowtide.linear_cross_entropy.head import Reduction
 
 
 def widened(axes: str, **tensors: Tensor) -> list[Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_cross_entropy
 from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_tensors
-from lowtide.losses.common import Reduction
+from lowtide.linear_cross_entropy.head import Backend, Reduction
 
 
 def info_nce(
@@ -15,9 +15,15 @@ def info_nce(
     logit_scale: float | Tensor,
     reduction: Reduction = "mean",
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
-    r"""InfoNCE: which key is this query's? With s the logit scale,
+    r"""Compute InfoNCE: which key is this query's?
+
+    Example::
+
+        loss = info_nce(query, torch.cat([key, queue]), logit_scale=1 / 0.07)
+
+    With s the logit scale,
 
     .. math:: \ell_i = -\log \frac{\exp(s\, q_i \cdot k_i)}{\sum_j \exp(s\, q_i \cdot k_j)}.
 
@@ -34,10 +40,6 @@ def info_nce(
     Memory: O(workspace) beside the gradients, never B K.
 
     Source: arxiv.org/abs/1807.03748
-
-    Example::
-
-        loss = info_nce(query, torch.cat([key, queue]), logit_scale=1 / 0.07)
     """
     _check_sides(query=query, key=key)
     if key.dim() != 2 or key.shape[0] < query.shape[0] or key.shape[1] != query.shape[1]:
@@ -63,9 +65,14 @@ def contrastive(
     *,
     logit_scale: float | Tensor,
     workspace: int | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
-    r"""CLIP's loss: :func:`info_nce` from images to texts and from texts to images, averaged over both.
+    r"""Compute CLIP's loss: :func:`info_nce` from images to texts and from texts to images, averaged.
+
+    Example::
+
+        image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
+        loss = contrastive(image, text, logit_scale=model.logit_scale.exp())
 
     Shapes: image [B, D], text [B, D], row i of one belonging to row i of the other; the result is 0-d.
 
@@ -82,11 +89,6 @@ def contrastive(
     Memory: O(workspace), never B²; each direction holds its own gradients of image and text until backward.
 
     Source: arxiv.org/abs/2103.00020
-
-    Example::
-
-        image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
-        loss = contrastive(image, text, logit_scale=model.logit_scale.exp())
     """
     _check_sides(image=image, text=text)
     if image.shape != text.shape:

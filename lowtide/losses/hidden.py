@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lowtide.linear_cross_entropy import linear_log_probs
 from lowtide.linear_cross_entropy.check import ArgumentError, check_choice, check_tensors
+from lowtide.linear_cross_entropy.head import Backend
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,7 +19,7 @@ class HeadOptions(TypedDict, total=False):
     softcap: float | None
     logit_scale: float | Tensor | None
     workspace: int | None
-    backend: str
+    backend: Backend
 
 
 def z_loss(
@@ -29,7 +30,12 @@ def z_loss(
     ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
-    r"""The mean of :math:`\mathrm{lse}(z_i)^2` over the rows that count: it keeps logits from drifting.
+    r"""Compute the mean of :math:`\mathrm{lse}(z_i)^2` over the rows that count: it keeps logits from
+    drifting.
+
+    Example::
+
+        loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
 
     The same number comes with the loss, in the same sweep, from ``linear_cross_entropy(..., z_loss=1e-4)``.
     Alone it is for a step whose own loss is another one.
@@ -44,10 +50,6 @@ def z_loss(
     Memory: O(workspace), never N V.
 
     Source: arxiv.org/abs/2204.02311
-
-    Example::
-
-        loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
     """
     found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
     return found.logsumexp.square().sum() / _counted(target, ignore_index).sum().clamp(min=1)
@@ -62,7 +64,11 @@ def sequence_log_probs(
     ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
-    r"""The log-probability of each sequence: the sum, or the mean, of its tokens' log-probabilities.
+    r"""Compute the log-probability of each sequence: the sum, or the mean, of its tokens'.
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
 
     Shapes: input [B, T, D], linear_weight [V, D], target [B, T]; the result is [B].
 
@@ -76,10 +82,6 @@ def sequence_log_probs(
 
     Memory: O(workspace), never B T V; three numbers a token are kept for backward. Under ``torch.no_grad()``,
     as for a reference model, nothing is kept.
-
-    Example::
-
-        chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
     """
     check_choice("reduction", reduction, ("sum", "mean"))
     check_tensors({"input": input})

@@ -26,7 +26,14 @@ def grpo(
     num_items_in_batch: float | Tensor | None = None,
     max_completion_length: int | None = None,
 ) -> Tensor:
-    r"""Group relative policy optimisation and its relatives. The loss of a token is
+    r"""Compute the loss of group relative policy optimisation (GRPO), or of one of its relatives.
+
+    Example::
+
+        found = lowtide.linear_log_probs(hidden, head.weight, target, logit_scale=1 / temperature)
+        loss = grpo(found.log_prob, old, advantages, target != -100, epsilon_high=0.28)
+
+    The loss of a token is
 
     .. math::
         r_{it} &= \frac{\pi(y_{it})}{\pi_\mathrm{old}(y_{it})}, \qquad
@@ -60,11 +67,6 @@ def grpo(
 
     Source: arxiv.org/abs/2402.03300 (GRPO), 2507.18071 (GSPO), 2503.14476 (DAPO), 2503.20783 (Dr. GRPO); the
     KL estimate is k3 of joschu.net/blog/kl-approx.html
-
-    Example::
-
-        found = lowtide.linear_log_probs(hidden, head.weight, target, logit_scale=1 / temperature)
-        loss = grpo(found.log_prob, old, advantages, target != -100, epsilon_high=0.28)
     """
     check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if loss_type == "bnpo":  # type: ignore[comparison-overlap]

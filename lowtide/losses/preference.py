@@ -18,7 +18,14 @@ def dpo(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Direct preference optimisation, and cDPO where labels are wrong at a rate :math:`\epsilon`. With
+    r"""Compute the loss of direct preference optimisation (DPO).
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target).chunk(2)
+        loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta=0.1)
+
+    With labels that are wrong at a rate :math:`\epsilon` it is cDPO's:
 
     .. math::
         \delta = \beta \left(\log \frac{\pi(y_w)}{\pi_\mathrm{ref}(y_w)}
@@ -31,11 +38,6 @@ def dpo(
         label_smoothing: :math:`\epsilon`, in [0, 0.5].
 
     Source: arxiv.org/abs/2305.18290; for cDPO its author's note, ericmitchell.ai/cdpo.pdf
-
-    Example::
-
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target).chunk(2)
-        loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta=0.1)
     """
     if not 0 <= label_smoothing <= 0.5:
         raise ArgumentError(f"label_smoothing must be in [0, 0.5], got {label_smoothing}")
@@ -61,7 +63,13 @@ def simpo(
     gamma: float = 0.5,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""SimPO: preference by length-normalised log-probability and a margin, without a reference.
+    r"""Compute SimPO's loss: preference by length-normalised log-probability and a margin, without a
+    reference.
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        loss = simpo(chosen, rejected, beta=2.0, gamma=0.5)
 
     .. math::
         \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w) - \frac{\beta}{|y_l|} \log \pi(y_l)
@@ -73,11 +81,6 @@ def simpo(
         gamma: the margin itself, as in the paper (whose code takes gamma / beta).
 
     Source: arxiv.org/abs/2405.14734
-
-    Example::
-
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
-        loss = simpo(chosen, rejected, beta=2.0, gamma=0.5)
     """
     chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
     return reduced(-F.logsigmoid(beta * (chosen_B - rejected_B) - gamma), reduction)
@@ -86,7 +89,13 @@ def simpo(
 def orpo(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""ORPO: the negative log-likelihood of the chosen sequence and the odds ratio of the two.
+    r"""Compute ORPO's loss: the negative log-likelihood of the chosen sequence, and the odds ratio of
+    the two.
+
+    Example::
+
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        loss = orpo(chosen, rejected, beta=0.1)
 
     .. math::
         \log p = \frac{1}{|y|} \log \pi(y), \qquad
@@ -98,11 +107,6 @@ def orpo(
     Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
 
     Source: arxiv.org/abs/2403.07691
-
-    Example::
-
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
-        loss = orpo(chosen, rejected, beta=0.1)
     """
     chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
     log_odds_ratio_B = _log_odds(chosen_B) - _log_odds(rejected_B)
@@ -120,7 +124,13 @@ def kto(
     undesirable_weight: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""KTO: sequences that are each desirable or not, against a baseline :math:`z_0`, without pairs.
+    r"""Compute KTO's loss: sequences that are each desirable or not, against a baseline :math:`z_0`,
+    without pairs.
+
+    Example::
+
+        policy = sequence_log_probs(hidden, head.weight, target)
+        loss = kto(policy, reference, label, policy_mismatched - reference_mismatched)
 
     .. math::
         r = \log \frac{\pi(y|x)}{\pi_\mathrm{ref}(y|x)}, \quad
@@ -141,11 +151,6 @@ def kto(
         desirable_weight, undesirable_weight: :math:`\lambda_D` and :math:`\lambda_U`.
 
     Source: arxiv.org/abs/2402.01306
-
-    Example::
-
-        policy = sequence_log_probs(hidden, head.weight, target)
-        loss = kto(policy, reference, label, policy_mismatched - reference_mismatched)
     """
     policy_B, reference_B = widened("B", policy=policy, reference=reference)
     check_shape("label", label, policy.shape, "; pass torch.tensor(label)" * isinstance(label, (list, tuple)))
