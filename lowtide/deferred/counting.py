@@ -8,8 +8,10 @@ import weakref
 
 import torch
 from torch import Tensor
+from torch.library import register_autograd, register_fake
 
 from lowtide.deferred.frames import user_stacklevel
+from lowtide.operators import operator
 
 FUSED = ""  # the event that is no operation
 
@@ -54,9 +56,7 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Counts] = weakref.WeakValueDictionary()
 
 
-@torch.library.custom_op(
-    "lowtide::counted", mutates_args=(), schema="(Tensor x, int number, str event) -> Tensor"
-)
+@operator("counted", "(Tensor x, int number, str event) -> Tensor")
 def _counted(x: Tensor, number: int, event: str) -> Tensor:
     counts = _by_number.get(number)
     if counts is not None:
@@ -64,9 +64,9 @@ def _counted(x: Tensor, number: int, event: str) -> Tensor:
     return x.clone()
 
 
-@_counted.register_fake
+@register_fake("lowtide::counted")
 def _(x: Tensor, number: int, event: str) -> Tensor:
     return torch.empty_like(x)
 
 
-_counted.register_autograd(lambda ctx, gradient: (gradient, None, None))
+register_autograd("lowtide::counted", lambda ctx, gradient: (gradient, None, None))
