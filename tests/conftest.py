@@ -62,35 +62,9 @@ def _autograd_has_a_context():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_zero_by_luck(monkeypatch):
-    """Memory that nobody has written to is full of NaN (integers: their largest), so reading it shows."""
+    from tests.unwritten import poison  # torch is imported by it
 
-    def poisoned(make):
-        def wrapper(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            with torch.no_grad():
-                if tensor.is_floating_point():
-                    tensor.fill_(torch.nan)
-                elif tensor.dtype not in (torch.bool, torch.complex64, torch.complex128):
-                    tensor.fill_(torch.iinfo(tensor.dtype).max)
-            return tensor
-
-        return wrapper
-
-    # Dynamo's table of torch's functions, which a process group drops: it has to be made of torch's own.
-    table = torch._dynamo.trace_rules.get_torch_obj_rule_map
-    if torch.empty not in table():
-        table.cache_clear()
-        table()
-    # And so does the table of those that `with torch.device(...)` gives a device, which is made once.
-    with torch.device("meta"):
-        torch.empty(0)
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch, "empty_strided"),
-        (torch.Tensor, "new_empty"),
-    ):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    poison(monkeypatch.setattr)
 
 
 @pytest.fixture

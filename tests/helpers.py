@@ -44,6 +44,7 @@ __all__ = [
     "Result",
     "budget",
     "check",
+    "check_argmax",
     "check_log_probs",
     "dense",
     "dense_log_probs",
@@ -57,6 +58,8 @@ __all__ = [
     "no_synchronisation",
     "norm",
     "planned",
+    "references",
+    "references_log_probs",
     "rows_for",
     "skip_unless_runnable",
     "smallest_workspace",
@@ -141,6 +144,13 @@ def check(
     actual: Result, inputs: Inputs, *, factor: float = 2.0, upstream: Tensor | float = 1.0, **options: Any
 ) -> None:
     """Every part of `actual` has the right dtype and shape, and an error within its budget."""
+    _compare(actual, *references(inputs, upstream, **options), inputs, factor)
+
+
+def references(
+    inputs: Inputs, upstream: Tensor | float = 1.0, **options: Any
+) -> tuple[Result, Result, Result]:
+    """What a result is held against: the exact one, eager torch's, and magnitudes."""
     upstream = torch.as_tensor(upstream, dtype=inputs.sum_dtype, device=inputs.input.device)
     exact_inputs, eager_inputs = _exact_and_eager(inputs)
     exact = differentiate(dense, exact_inputs, upstream, **options)
@@ -157,13 +167,23 @@ def check(
             for each in (eager_inputs, exact_inputs)
         )
         eager["logit_scale"] = eager["logit_scale"] + _sum_of_errors(*by_row)
-    _compare(actual, exact, eager, magnitudes(exact_inputs, upstream, **options), inputs, factor)
+    return exact, eager, magnitudes(exact_inputs, upstream, **options)
 
 
 def check_log_probs(
     actual: Result, inputs: Inputs, upstream: Sequence[Tensor | None], *, factor: float = 2.0, **options: Any
 ) -> None:
     """Likewise; `upstream` of log_prob, entropy and logsumexp."""
+    exact, eager, magnitude = references_log_probs(inputs, upstream, **options)
+    check_argmax(actual["argmax"], exact.pop("argmax"), inputs, **options)
+    actual = {name: part for name, part in actual.items() if name != "argmax"}
+    _compare(actual, exact, eager, magnitude, inputs, factor)
+
+
+def references_log_probs(
+    inputs: Inputs, upstream: Sequence[Tensor | None], **options: Any
+) -> tuple[Result, Result, Result]:
+    """What a result is held against; of argmax only the exact one."""
     exact_inputs, eager_inputs = _exact_and_eager(inputs)
     exact = differentiate_log_probs(dense_log_probs, exact_inputs, upstream, **options)
     eager = differentiate_log_probs(dense_log_probs, eager_inputs, upstream, **options)
@@ -173,10 +193,7 @@ def check_log_probs(
             for each in (eager_inputs, exact_inputs)
         )
         eager["logit_scale"] = eager["logit_scale"] + _sum_of_errors(*by_row)
-    magnitude = log_prob_magnitudes(exact_inputs, upstream, **options)
-    _check_argmax(actual["argmax"], exact.pop("argmax"), inputs, **options)
-    actual = {name: part for name, part in actual.items() if name != "argmax"}
-    _compare(actual, exact, eager, magnitude, inputs, factor)
+    return exact, eager, log_prob_magnitudes(exact_inputs, upstream, **options)
 
 
 def _compare(
@@ -197,7 +214,7 @@ def _compare(
         assert error <= allowed, f"{name}: error {error:.3e} exceeds its budget {allowed:.3e}"
 
 
-def _check_argmax(
+def check_argmax(
     actual: Tensor, exact: Tensor, inputs: Inputs, *, softcap: float | None = None, **options: Any
 ) -> None:
     """The largest logit, or one that rounding makes as large."""

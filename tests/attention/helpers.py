@@ -178,11 +178,7 @@ def check(
     factor: float = 2.0,
 ) -> None:
     """Every part of `actual` has the right dtype and shape, and an error within its budget."""
-    exact_case = case.to(torch.float64)
-    eager_case = case.to(torch.float32) if case.query.dtype == torch.float64 else case
-    exact = differentiate(dense, exact_case, upstream)
-    eager = differentiate(dense, eager_case, upstream)
-    magnitude = magnitudes(exact_case, upstream)
+    exact, eager, magnitude = references(case, upstream)
     assert actual.keys() == exact.keys()
     for name, got in actual.items():
         want = exact[name]
@@ -198,6 +194,15 @@ def check(
         assert error <= allowed, f"{name}: error {error:.3e} exceeds its budget {allowed:.3e}"
 
 
+def references(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> tuple[Result, Result, Result]:
+    """What a result is held against: the exact one, eager torch's, and magnitudes."""
+    exact_case = case.to(torch.float64)
+    eager_case = case.to(torch.float32) if case.query.dtype == torch.float64 else case
+    exact = differentiate(dense, exact_case, upstream)
+    eager = differentiate(dense, eager_case, upstream)
+    return exact, eager, magnitudes(exact_case, upstream)
+
+
 @torch.no_grad()
 def magnitudes(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> Result:
     """The exact results with every term of their sums taken by absolute value; `case` in float64."""
@@ -209,7 +214,7 @@ def magnitudes(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> Res
     softcap = case.options.get("softcap")
     p = case.options.get("p", 0.0)
     _, logsumexp_BHM = dense(case)
-    z_BHMN = (query @ key.mT) * scale
+    z_BHMN = (query @ key.mT) * scale_of(case)
     slope = 1.0
     if softcap is not None:
         slope = 1 + torch.tanh(z_BHMN / softcap) ** 2

@@ -168,11 +168,7 @@ def check(
 ) -> None:
     """Every part of `actual` has the right dtype and shape, and an error within its budget."""
     sum_dtype = torch.promote_types(inputs.student_input.dtype, torch.float32)
-    exact_inputs = inputs.to(torch.float64)
-    eager_inputs = inputs.to(torch.float32) if sum_dtype == torch.float64 else inputs
-    exact = differentiate(dense, exact_inputs, divergence, upstream, **options)
-    eager = differentiate(dense, eager_inputs, divergence, upstream, **options)
-    magnitude = magnitudes(exact_inputs, divergence, upstream, **options)
+    exact, eager, magnitude = references(inputs, divergence, upstream, **options)
     assert actual.keys() == exact.keys()
     for name, got in actual.items():
         want, dtype = exact[name], sum_dtype if name == "loss" else getattr(inputs, name).dtype
@@ -181,6 +177,17 @@ def check(
         allowed = budget(eager[name], want, magnitude[name], factor=factor, dtype=sum_dtype)
         error = norm(got.double() - want)
         assert error <= allowed, f"{name}: error {error:.3e} exceeds its budget {allowed:.3e}"
+
+
+def references(
+    inputs: Inputs, divergence: str, upstream: Tensor | float = 1.0, **options: Any
+) -> tuple[Result, Result, Result]:
+    """What a result is held against: the exact one, eager torch's, and magnitudes."""
+    exact_inputs = inputs.to(torch.float64)
+    eager_inputs = inputs.to(torch.float32) if inputs.student_input.dtype == torch.float64 else inputs
+    exact = differentiate(dense, exact_inputs, divergence, upstream, **options)
+    eager = differentiate(dense, eager_inputs, divergence, upstream, **options)
+    return exact, eager, magnitudes(exact_inputs, divergence, upstream, **options)
 
 
 @torch.no_grad()
