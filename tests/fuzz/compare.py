@@ -1,0 +1,144 @@
+"""Decides if results are close enough to float64: the budget of tests/helpers_dense.py, and a few roundings.
+
+That budget is for chosen inputs. Here there are any: results of one number, where eager torch is right by
+luck; gradients that underflow or leave the range of their dtype; half-precision factors that are rounded
+once more. So errors of eager torch count threefold, and a rounding of each result's own dtype is added.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.helpers_dense import Result, budget, norm
+
+STEP = 1e-6  # of the perturbation that `measured` takes
+FACTOR = 3.0
+SUMS = 64  # roundings of a sum of thousands of terms that all err to the same side
+
+
+class Finding(AssertionError):
+    """Something that must not be."""
+
+
+class References(NamedTuple):
+    exact: Result
+    eager: Result
+    """In the dtype under test, or float32 for float64."""
+    magnitude: Result
+    """The exact results, every term of their sums taken by absolute value, or more."""
+
+
+def compare(
+    found: Result,
+    references: References,
+    dtypes: Mapping[str, torch.dtype],
+    sum_dtype: torch.dtype,
+    *,
+    rounding: float = 0.0,
+) -> None:
+    """Raises a Finding for the first part whose shape, dtype or error is not as it should be. `rounding`:
+    of the magnitude, if something between is rounded to fewer digits than the results are (autocast)."""
+    if found.keys() != references.exact.keys():
+        raise Finding(f"results {list(found)}, not {list(references.exact)}")
+    for name, got in found.items():
+        want, eager, magnitude = (each[name].detach().double() for each in references)
+        if got.dtype != dtypes[name]:
+            raise Finding(f"{name} is {got.dtype}, not {dtypes[name]}")
+        if got.shape != want.shape:
+            raise Finding(f"{name} has shape {list(got.shape)}, not {list(want.shape)}")
+        if got.is_floating_point():
+            _compare(name, got, want, eager, magnitude, sum_dtype, rounding)
+
+
+def _compare(
+    name: str,
+    got: Tensor,
+    want: Tensor,
+    eager: Tensor,
+    magnitude: Tensor,
+    sum_dtype: torch.dtype,
+    rounding: float,
+) -> None:
+    info = torch.finfo(got.dtype)
+    # Beyond the range of its dtype, or near its end, a number may be infinite or not; and so where a sum that
+    # cancels has terms beyond the range of what it is formed in.
+    near = torch.maximum(want.abs(), magnitude.abs().nan_to_num(torch.inf)) > info.max / 8
+    certain = want.isfinite() & ~near & eager.isfinite()
+    if not got[certain].isfinite().all():
+        raise Finding(
+            f"{name} is not finite in {(~got[certain].isfinite()).sum()} elements where it should be"
+        )
+    if (finite_by_luck := got.isfinite() & want.isnan() & eager.isnan()).any():
+        raise Finding(f"{name} is finite in {finite_by_luck.sum()} elements where it should be NaN")
+    parts = [part.where(certain, 0) for part in (eager, want, magnitude)]
+    allowed = budget(*parts, factor=FACTOR, dtype=sum_dtype)
+    eps = max(info.eps, rounding)
+    allowed += (eps + SUMS * torch.finfo(sum_dtype).eps) * max(norm(parts[2]), norm(parts[1]))
+    # Numbers that underflow; and those that are nothing beside operands of about 1.
+    smallest = 2 * info.smallest_normal * info.eps + torch.finfo(sum_dtype).eps ** 1.5
+    allowed += smallest * max(1, got.numel()) ** 0.5
+    error = norm((got.double() - want).where(certain, 0))
+    if not error <= allowed:
+        raise Finding(f"{name}: error {error:.3e} exceeds {allowed:.3e} (of {norm(parts[1]):.3e})")
+
+
+Run = Callable[[Callable[[Tensor], Tensor]], Result]
+"""Computes results densely, of operands that went through what it is given."""
+
+
+def measured(run: Run, dtype: torch.dtype, *, cancels: bool = False) -> References:
+    """The references of anything. Magnitudes are how far float64 results move when all operands do; if they
+    may be sums of which nothing is left (`cancels`), no less than 1, about which operands are, and the
+    largest result."""
+    exact = run(lambda tensor: tensor.double())
+    eager = run(lambda tensor: tensor.to(torch.float32 if dtype == torch.float64 else dtype))
+    magnitude = exact
+    if cancels:
+        sizes = [part.abs().nan_to_num(0, 0, 0).max().item() for part in exact.values() if part.numel()]
+        magnitude = {name: torch.full_like(part, max(1.0, *sizes, 0.0)) for name, part in exact.items()}
+    return widened(References(exact, eager, magnitude), run)
+
+
+def widened(references: References, run: Run) -> References:
+    """Magnitudes that are no less than how far the results move, relatively to the operands."""
+    generator = torch.Generator().manual_seed(0)
+
+    def perturbed(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        return tensor.double() * (1 + STEP * noise.to(tensor.device))
+
+    moved = [run(perturbed) for _ in range(2)]
+    magnitude = {}
+    for name, want in references.exact.items():
+        shifts = [(each[name] - want).double().nan_to_num(0, 0, 0).abs() / STEP for each in moved]
+        size = want.double().nan_to_num(0, 0, 0).abs() + torch.maximum(*shifts)
+        magnitude[name] = torch.maximum(size, references.magnitude[name].double().abs())
+    return references._replace(magnitude=magnitude)
+
+
+def mapped(inputs: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """A dataclass of tensors with its floating-point ones converted; new leaves where those are leaves."""
+    changed = {}
+    for field in fields(inputs):
+        tensor = getattr(inputs, field.name)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            changed[field.name] = convert(tensor.detach()).detach().requires_grad_(tensor.requires_grad)
+    return replace(inputs, **changed)
+
+
+def is_argument_error(error: BaseException) -> bool:
+    """An error that lowtide raises of what a caller passes."""
+    return type(error).__name__ in ("ArgumentError", "ArgumentTypeError")
+
+
+def must_raise(function: Callable[[], Any], what: str) -> None:
+    try:
+        function()
+    except Exception as error:
+        if not is_argument_error(error):
+            raise
+    else:
+        raise Finding(f"no error: {what}")

@@ -1,0 +1,198 @@
+"""Runs a program on the model as it is, deferred, and in float64, and compares what comes out.
+
+A result of a half-precision head may be float32 where torch's is not (docs/deferred.md).
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.compare import FACTOR, STEP, Finding
+from tests.fuzz.deferred_program import NAMES, Program, Run
+from tests.helpers_dense import HALVES, norm
+
+REENTRANT = "use_reentrant=True|checkpoint reentrant"
+# docs/deferred.md, "Where it does not work, and says so": a line, and what the error speaks of.
+DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
+
+
+class Evaluation(NamedTuple):
+    value: Any = None
+    gradients: dict[str, Tensor] = {}  # noqa: RUF012
+    trace: tuple[Any, ...] = ()
+    error: Exception | None = None
+    backward: bool = False
+    largest: float = 0.0
+
+
+def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluation:
+    run, value, backward = Run(program, way, device, noise), None, False
+    try:
+        value = run.result()
+        trace = tuple(run.trace)
+        if hasattr(value, "materialize"):
+            value = value.materialize()
+        gradients = {}
+        if isinstance(value, Tensor) and value.requires_grad and not program.has("data"):
+            backward = True
+            generator = torch.Generator().manual_seed(5)
+            mixture = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(device)
+            (value.double() * mixture).sum().backward()
+            leaves = run.leaves().items()
+            gradients = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves}
+    except Exception as error:
+        return Evaluation(value, {}, tuple(run.trace), error, backward)
+    finally:
+        if run.deferral is not None:
+            run.deferral.undo()
+    return Evaluation(value, gradients, trace, largest=run.largest)
+
+
+def check(program: Program, device: str) -> None:
+    plain, ours = evaluate(program, "plain", device), evaluate(program, "deferred", device)
+    if isinstance(plain.error, (NameError, SyntaxError)):
+        return  # of a program that is cut short
+    if ours.error is not None:
+        _check_error(program, plain.error, ours.error)
+        return
+    if plain.error is not None:
+        refused = plain.backward and program.has("changes", "data")
+        # Torch does not let one of several views of a tensor be changed. Here they are no views.
+        if not refused and "modified inplace" not in str(plain.error):
+            raise Finding(
+                f"no error, where torch has {type(plain.error).__name__}: {first_line(plain.error)}"
+            )
+        return
+    reentrant = re.search(REENTRANT, str(program)) is not None
+    for line, (theirs, own) in enumerate(zip(plain.trace, ours.trace)):
+        # Out of a reentrant checkpoint they have no gradient, and say so when they are used.
+        if theirs[: 2 if reentrant else 3] != own[: 2 if reentrant else 3]:
+            raise Finding(f"z is {own} after line {line} of the trace, not {theirs}")
+    if isinstance(plain.value, Tensor) != isinstance(ours.value, Tensor):
+        raise Finding(f"a {type(ours.value).__name__}, not a {type(plain.value).__name__}")
+    check_values(program, plain, ours, device)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:150]
+
+
+def _check_error(program: Program, theirs: Exception | None, ours: Exception) -> None:
+    text = f"{type(ours).__name__}: {first_line(ours)}"
+    if theirs is not None:
+        alike = isinstance(ours, (RuntimeError, IndexError, ValueError, TypeError)) or type(ours) is type(
+            theirs
+        )
+        if not alike:
+            raise Finding(f"{text}, where torch has {type(theirs).__name__}: {first_line(theirs)}")
+        return
+    if isinstance(ours, RuntimeError) and (
+        program.has("changes", "data")
+        or (program.has("in place") and re.search("in.place", str(ours)))
+        or any(re.search(line, str(program)) and said in str(ours) for line, said in DOCUMENTED.items())
+    ):
+        return
+    raise Finding(f"raises where torch does not: {text}")
+
+
+# Values.
+
+
+def check_values(program: Program, plain: Evaluation, ours: Evaluation, device: str) -> None:
+    plain, ours = (each._replace(value=_as_tensor(each.value)) for each in (plain, ours))
+    got, want = ours.value, plain.value
+    widened = want.dtype in HALVES and got.dtype == torch.float32
+    if got.dtype != want.dtype and not widened:
+        raise Finding(f"the result is {got.dtype}, not {want.dtype}")
+    if got.shape != want.shape:
+        raise Finding(f"the result has shape {list(got.shape)}, not {list(want.shape)}")
+    if got.requires_grad != want.requires_grad:
+        raise Finding(f"the result's requires_grad is {got.requires_grad}, not {want.requires_grad}")
+    if not want.is_floating_point():
+        if program.dtype == "f64" and "autocast" not in str(program) and not torch.equal(got, want):
+            raise Finding(f"the result is {got.tolist()}, not {want.tolist()}")
+        return
+    if ours.gradients.keys() != plain.gradients.keys():
+        raise Finding(f"gradients of {list(ours.gradients)}, not {list(plain.gradients)}")
+    names = ["the result", *plain.gradients]
+    pairs = [
+        (own.detach().double(), theirs.detach().double()) for own, theirs in zip(_parts(ours), _parts(plain))
+    ]
+    eps = _precision(program)
+    if all(_same(own, theirs, 16 * eps) for own, theirs in pairs):
+        return
+    _check_errors(names, pairs, program, plain.largest, eps, device)
+
+
+def _check_errors(
+    names: list[str],
+    pairs: list[tuple[Tensor, Tensor]],
+    program: Program,
+    largest: float,
+    eps: float,
+    device: str,
+) -> None:
+    others = [
+        evaluate(program, way, device, noise)
+        for way, noise in (("exact", 0), ("single", 0), ("perturbed", 1), ("perturbed", 2))
+    ]
+    if any(each.error is not None or len(each.gradients) != len(names) - 1 for each in others):
+        if all(_same(own, theirs, 1e3 * eps) for own, theirs in pairs):
+            return
+        raise Finding(f"far from torch's, and no truth: {[each.error for each in others]}")
+    others = [each._replace(value=_as_tensor(each.value)) for each in others]
+    # A gradient whose terms cancel has the roundings of those that do not.
+    sizes = (each.double().nan_to_num(0, 0, 0).abs() for each in _parts(others[0]) if each.numel())
+    scale = max((each.max().item() for each in sizes), default=0.0)
+    for name, (own, theirs), exact, single, *moved in zip(names, pairs, *map(_parts, others)):
+        exact, single, *moved = (each.detach().double() for each in (exact, single, *moved))
+        sure = exact.isfinite() & theirs.isfinite() & single.isfinite()
+        if not own[sure].isfinite().all():
+            raise Finding(f"{name} is {own.tolist()}, not {exact.tolist()}")
+        own, theirs, exact, single = (each[sure] for each in (own, theirs, exact, single))
+        size = torch.stack([(each[sure] - exact).nan_to_num(0, 0, 0).abs() / STEP for each in moved]).amax(0)
+        size = size + exact.abs()
+        many = (size.sum().square() / size.square().sum().clamp_min(1e-300)).item()
+        allowed = FACTOR * (norm(theirs - exact) + 2.0**-29 * norm(single - exact))
+        # One number may be right by luck, many are not.
+        allowed += max(1 / max(many, 1), 0.02) * eps * norm(size)
+        if name != names[0]:
+            allowed += 0.25 * eps * scale * own.numel() ** 0.5
+        allowed += 64 * torch.finfo(torch.float64).eps * (norm(size) + largest * max(1, own.numel()) ** 0.5)
+        if not (error := norm(own - exact)) <= allowed:
+            raise Finding(
+                f"{name}: error {error:.3e} exceeds {allowed:.3e}; torch's own is {norm(theirs - exact):.3e} "
+                f"of {norm(exact):.3e}"
+            )
+
+
+def _parts(evaluation: Evaluation) -> list[Tensor]:
+    return [evaluation.value, *evaluation.gradients.values()]
+
+
+def _same(own: Tensor, theirs: Tensor, eps: float) -> bool:
+    finite = theirs.isfinite()
+    if not torch.equal(own.isfinite(), finite):
+        return False
+    return norm((own - theirs)[finite]) <= eps * norm(theirs[finite])
+
+
+def _as_tensor(value: Any) -> Tensor:
+    """A result as a tensor: numbers, and lists of them, too."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, (bool, int, float, list, tuple, torch.Size)):
+        raise Finding(f"the result is a {type(value).__name__}")
+    made = torch.tensor(value)
+    return made.double() if made.is_floating_point() else made
+
+
+def _precision(program: Program) -> float:
+    """The coarsest rounding that the program speaks of."""
+    text = str(program)
+    named = {name for name in NAMES if re.search(rf"\b{name}\b", text)}
+    methods = {"half": "f16", "bfloat16": "bf16", "float": "f32"}
+    named |= {name for method, name in methods.items() if f".{method}()" in text}
+    return max(torch.finfo(NAMES[name]).eps for name in named)

@@ -1,0 +1,137 @@
+"""The fuzzer itself: a few seconds of each subject without a finding, and that it does find what is wrong."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tests.fuzz.pool import Finding, Pool
+from tests.fuzz.worker import SUBJECTS, run_case
+
+CASES = 30
+SEED = 20_000  # of the first
+
+WRONG = """
+import os, sys, time
+import torch, lowtide
+from tests.fuzz import worker
+{change}
+worker.main()
+"""
+
+SCALED = """
+right = lowtide.linear_cross_entropy
+def wrong(input, linear_weight, target, **options):
+    weight = 1.01 * linear_weight - 0.01 * linear_weight.detach()
+    return right(input, weight, target, **options)
+lowtide.linear_cross_entropy = wrong
+"""
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + CASES))
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_few_cases(subject, seed):
+    outcome = run_case(subject, seed)
+    assert outcome.finding is None, f"{outcome.description}: {outcome.finding}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_few_cases_on_a_gpu(subject):
+    for seed in range(SEED, SEED + CASES):
+        outcome = run_case(subject, seed, "cuda")
+        assert outcome.finding is None, f"{outcome.description}: {outcome.finding}"
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_seed_determines_the_case(subject):
+    descriptions = [run_case(subject, seed).description for seed in (5, 6, 5)]
+    assert descriptions[0] == descriptions[2] != descriptions[1]
+
+
+def scaled(function, name, at):
+    """`function`, whose gradient of one argument is 1 % too large."""
+
+    def wrong(*args, **kwargs):
+        args = list(args)
+        tensor = kwargs.get(name) if name in kwargs else args[at]
+        changed = 1.01 * tensor - 0.01 * tensor.detach()
+        if name in kwargs:
+            kwargs[name] = changed
+        else:
+            args[at] = changed
+        return function(*args, **kwargs)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("subject", "owner", "function", "argument"),
+    [
+        ("loss", "lowtide", "linear_cross_entropy", ("linear_weight", 1)),
+        ("positions", "lowtide", "linear_cross_entropy", ("input", 0)),
+        ("log_probs", "lowtide", "linear_log_probs", ("linear_weight", 1)),
+        ("attention", "lowtide", "memory_efficient_attention_with_lse", ("key", 1)),
+        ("attention", "lowtide", "scaled_dot_product_attention", ("value", 2)),
+        ("distillation", "tests.distillation", "forward_kl", ("student_weight", 1)),
+        ("chunked_loss", "tests.fuzz.chunked_loss", "chunked_loss", ("hidden", 2)),
+        ("deferred", "lowtide.linear_cross_entropy.entry", "cross_entropy", ("linear_bias", 3)),
+    ],
+)
+def test_a_wrong_gradient_is_found(monkeypatch, subject, owner, function, argument):
+    """One of 1.01 times its size; and the same seed shows it again, and without it nothing."""
+    __import__(owner)
+    module, seeds = sys.modules[owner], range(SEED, SEED + 200)
+    right = getattr(module, function)
+    monkeypatch.setattr(module, function, scaled(right, *argument))
+    seed = next(seed for seed in seeds if "exceeds" in str((first := run_case(subject, seed)).finding))
+    assert run_case(subject, seed)[:2] == first[:2]
+    monkeypatch.setattr(module, function, right)
+    assert run_case(subject, seed).finding is None
+
+
+def pool_of(change, timeout=60.0, subjects=("loss",)):
+    found: list[Finding] = []
+    command = (sys.executable, "-c", WRONG.format(change=change))
+    return Pool(subjects, "cpu", found.append, timeout=timeout, command=command), found
+
+
+def test_processes_report_what_they_find():
+    pool, found = pool_of(SCALED)
+    pool.run(SEED, count=25)
+    assert pool.cases == {"loss": 25}
+    assert pool.found["loss"] == len(found) > 0
+    assert all("exceeds" in each.text and "wants=" in each.description for each in found)
+    assert any("linear_weight" in each.text for each in found)
+
+
+def test_a_crash_is_a_finding_and_the_rest_goes_on():
+    pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: os.abort()")
+    pool.run(SEED, count=2)
+    assert pool.cases == {"loss": 2}
+    assert [each.seed for each in found] == [SEED, SEED + 1]
+    assert all("SIGABRT" in each.text and "wants=" in each.description for each in found)
+
+
+def test_a_case_that_does_not_end_is_a_finding():
+    pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: time.sleep(600)", timeout=2.0)
+    begin = time.monotonic()
+    pool.run(SEED, count=1)
+    assert "no answer after 2 s" in found[0].text
+    assert time.monotonic() - begin < 100
+
+
+def test_the_command():
+    """Its status is 0 without findings; and it says what it did."""
+    command = [sys.executable, "-m", "tests.fuzz", "--seed", str(SEED), "--count", "2", "--workers", "1"]
+    for subject in ("positions", "distillation"):
+        command += ["--subject", subject]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"seeds from {SEED}" in done.stdout
+    assert re.search(r"positions +2 +0", done.stdout)
+    assert re.search(r"all +4 +0", done.stdout)
