@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-builds test-gpu lint bench bench-trained clean
+SECONDS ?= 60
+FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
+
+.PHONY: demo test test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
@@ -18,6 +21,12 @@ test-builds: $(READY)  ## compiles every kernel ahead of time that make test lea
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu
+
+fuzz: $(READY)  ## random calls of everything against float64, for SECONDS; SEED and SUBJECT choose which
+	$(BIN)/python $(FUZZ)
+
+fuzz-gpu:  ## the same on a CUDA device, with the torch of the current environment
+	$(PYTHON) $(FUZZ) --device cuda
 
 lint: $(READY)
 	$(BIN)/ruff check .
