@@ -26,6 +26,7 @@ from lowtide.attention.tile_kernels import (
     tiles_seen,
     weights,
 )
+from lowtide.soft_cap_kernels import slope_of_tanh
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def query_gradient_kernel(
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
-            z, slope = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+            z, room = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
                 bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
             of_weight = product(
                 upstream,
@@ -170,7 +171,7 @@ def query_gradient_kernel(
             weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
             grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
             if SOFTCAP > 0:
-                grad *= slope
+                grad *= slope_of_tanh(room)
             if BLOCKS_K > 1:
                 key = load_tile(key_place, own_k, K, MASKED, CUT_K)
             grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
@@ -253,7 +254,7 @@ def key_value_gradient_kernel(
                 first, end = i, i
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
-                z, slope = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+                z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
                     head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
                 )  # fmt: skip
                 shift_m, log2_sum_m = load_shift(head_rows_ptr, i, M, MASKED, BASE_2)
@@ -284,7 +285,7 @@ def key_value_gradient_kernel(
                         store_scores(ptr, grad_scores_strides, row_n, i, grad, MASKED)
                     sloped = grad
                     if SOFTCAP > 0:
-                        sloped = grad * slope
+                        sloped = grad * slope_of_tanh(room)
                     if grad_scores_ptr is not None and tl.program_id(1) == 0:
                         ptr = scores_of(
                             grad_scores_ptr, grad_scores_strides, unit * R + r, start_n - first_key

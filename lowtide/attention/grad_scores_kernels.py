@@ -36,6 +36,7 @@ from lowtide.attention.tile_kernels import (
     tiles_seen,
     weights,
 )
+from lowtide.soft_cap_kernels import slope_of_tanh
 
 # What differs from strip to strip: no reason to compile another kernel.
 OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
@@ -101,13 +102,13 @@ def scores_kernel(
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scores = over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    z, slope = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+    z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
         head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
     shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
     weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
     sloped = weight
     if SOFTCAP > 0:
-        sloped = weight * slope
+        sloped = weight * slope_of_tanh(room)
     used, stays = weight, True
     if row_key_ptr is not None:
         stays = kept(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)

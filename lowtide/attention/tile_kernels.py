@@ -9,7 +9,7 @@ a tile the other way round passes them the other way round.
 import triton
 import triton.language as tl
 
-from lowtide.soft_cap_kernels import tanh_and_slope
+from lowtide.soft_cap_kernels import tanh_and_room
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Of float32, finite: a row that has seen nothing yet is shifted by a number, and no other score is below it.
@@ -156,12 +156,12 @@ def finished(
     product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
     BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """z, and the soft cap's slope (without one, anything); COLUMN_BIAS: one that is the same for
+    """z, and what its slope is made of (without a soft cap, anything); COLUMN_BIAS: one that is the same for
     all queries; MASKED: a score of the tile may be hidden."""
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
-    slope = product
+    room = product
     if SOFTCAP > 0:
-        capped, slope = tanh_and_slope(product * (scale / SOFTCAP))
+        capped, room = tanh_and_room(product * (scale / SOFTCAP))
         z = capped * (SOFTCAP * unit)
     else:
         z = product * (scale * unit)
@@ -177,7 +177,7 @@ def finished(
             z += bias.to(tl.float32)
     if MASKED:
         z = tl.where((j >= first) & (j < end), z, -float("inf"))
-    return z, slope
+    return z, room
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
-from lowtide.soft_cap_kernels import tanh_and_slope
+from lowtide.soft_cap_kernels import slope_of_tanh, tanh_and_room
 
 # Logits to the tile; with most options half as many, which is what the registers hold.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -33,8 +33,9 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
     z_b = raw_b * scale
     slope_b = 1.0
     if SOFTCAP > 0:
-        capped_b, slope_b = tanh_and_slope(z_b / SOFTCAP)
+        capped_b, room_b = tanh_and_room(z_b / SOFTCAP)
         z_b = SOFTCAP * capped_b
+        slope_b = slope_of_tanh(room_b)
     return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
 
 
