@@ -6,7 +6,7 @@ high as its line ends, or as near as the others let it.
 Legend: N tokens, D features, V classes.
 """
 
-import csv
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LETTERS = {"tokens": "N", "features": "D", "classes": "V"}
+MEASURED = ("ms", "peak_bytes", "grad_input_error", "grad_weight_error")
 COLUMNS = (
     *("case", "mode", "provider", "status", "card", "torch", "lowtide", "dtype", *AXES),
-    *("ms", "peak_bytes", "loss_error", "grad_input_error", "grad_weight_error"),
+    *(*MEASURED, "loss_error"),
 )
 VARIANTS = ("-", "--", ":", "-.")  # of one kind, which has one colour
 LABEL_POINTS = 9.5
@@ -71,26 +72,15 @@ MEASURES = (
 
 
 def draw(path: Path, out: Path) -> None:
-    if out.suffix not in (".svg", ".png"):
-        raise UserError(f"--out {out}: name a file that ends in .svg or .png")
-    try:
-        sweeps = read(path)
-        with style.figure(10, 9.2) as figure:
-            draw_sweeps(figure, sweeps)
-            with files.whole_file(out) as file:
-                metadata = {"Date": None} if out.suffix == ".svg" else None
-                figure.savefig(file, format=out.suffix[1:], metadata=metadata)
-    except ModuleNotFoundError as missing:
-        raise UserError(f"figures need {missing.name}: pip install 'lowtide[plot]'") from missing
+    style.check_picture(out)
+    sweeps = read(path)
+    with style.figure(10, 9.2) as figure:
+        draw_sweeps(figure, sweeps)
+        style.save(figure, out)
 
 
 def read(path: Path) -> Sweeps:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        absent = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        if absent:
-            raise UserError(f"{path} has no column {absent[0]!r}: it is no CSV of a sweep")
-        rows = list(reader)
+    rows = files.read_table(path, COLUMNS, "a sweep")
     # Shapes that are off the center are named after it and their axis.
     names = [re.fullmatch(rf"(.+)-({'|'.join(AXES)})-\d+", row["case"]) for row in rows]
     centers = {name[1] for name in names if name}
@@ -131,8 +121,10 @@ def read(path: Path) -> Sweeps:
 
 def _point(row: dict[str, str], axis: str) -> Point:
     N, D, V = (int(row[name]) for name in ("tokens", "features", "classes"))
-    error = max(float(row["grad_input_error"]), float(row["grad_weight_error"]))
-    return Point(int(row[axis]), 6e-9 * N * D * V / float(row["ms"]), float(row["peak_bytes"]), error)
+    ms, peak, *errors = (float(row[name]) for name in MEASURED)
+    if not (min(N, D, V) > 0 and ms > 0 and all(0 <= each < math.inf for each in (ms, peak, *errors))):
+        raise ValueError(f"a row of {row['provider']} on {row['case']} has a number that is out of range")
+    return Point(int(row[axis]), 6e-9 * N * D * V / ms, peak, max(errors))
 
 
 def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:

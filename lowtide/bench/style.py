@@ -4,20 +4,26 @@
         left, right = figure.subplots(1, 2)
         left.plot(x, y, color=style.COLORS["lowtide"])
         style.label(left, "lowtide", (x[-1], y[-1]), style.COLORS["lowtide"])
-        figure.savefig("figure.png")  # or .svg
+        style.save(figure, Path("figure.png"))  # or .svg
 
 No window is opened and no state of pyplot is touched.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lowtide.train import files
+from lowtide.train.config import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
+ENDINGS = (".svg", ".png")
 INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
 
 # lowtide and what it is compared with first are the strongest; a variant has the colour of its kind.
@@ -61,6 +67,22 @@ def figure(width: float, height: float) -> Iterator["Figure"]:
 
     with matplotlib.rc_context(STYLE):
         yield Figure(figsize=(width, height), layout="constrained")
+
+
+def check_picture(path: Path) -> None:
+    """Raise a UserError if no figure can be saved under this name, or none can be drawn."""
+    if path.suffix.lower() not in ENDINGS:
+        raise UserError(f"{path} is no name for a picture: give one that ends in {' or '.join(ENDINGS)}")
+    if find_spec("matplotlib") is None:
+        raise UserError("figures need matplotlib; install it with: pip install 'lowtide[plot]'")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Whole or not at all; the same drawing is the same file."""
+    check_picture(path)
+    ending = path.suffix.lower()[1:]
+    with files.whole_file(path) as file:
+        figure.savefig(file, format=ending, metadata={"Date": None} if ending == "svg" else None)
 
 
 def label(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import IO, Any, NamedTuple
 
 import torch
 from rich import box
@@ -65,7 +65,7 @@ class Format(NamedTuple):
 class CsvWriter:
     """Writes each row as it comes: a run that is cut short keeps what it has measured."""
 
-    def __init__(self, file: TextIO, environment: Environment, form: Format):
+    def __init__(self, file: IO[str], environment: Environment, form: Format):
         self.file, self.environment, self.form = file, environment, form
         self.writer = csv.DictWriter(file, form.columns, restval="", lineterminator="\n")
         self.writer.writeheader()

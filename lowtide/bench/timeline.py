@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens of each, D features, V classes.
 """
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from lowtide.bench import style
 from lowtide.bench.table import Environment
 from lowtide.profile.record import recording
 from lowtide.profile.timeline import Timeline, plot, timeline, unit_of
+from lowtide.train import files
+from lowtide.train.config import UserError
 
 STEPS = 3
 OUT_OF_MEMORY = "out of memory"
@@ -99,8 +102,7 @@ def _record(step: Callable[[], None], device: str) -> tuple[str, Timeline]:
 
 
 def write(lines: Iterable[Line], path: Path, device: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with files.growing_file(path) as file:
         writer = csv.DictWriter(file, (*COLUMNS, *OWN), lineterminator="\n")
         writer.writeheader()
         environment = asdict(Environment.of(device))
@@ -113,20 +115,20 @@ def write(lines: Iterable[Line], path: Path, device: str) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """ValueError where it is no such CSV."""
+    """UserError where it is no such CSV."""
     lines: dict[tuple[Shape, str], Line] = {}
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if set(rows.fieldnames or ()) != {*COLUMNS, *OWN}:
-            raise ValueError(f"{path} is not a CSV of lowtide bench memory-timeline")
-        for row in rows:
+    try:
+        for row in files.read_table(path, (*COLUMNS, *OWN), "lowtide bench memory-timeline"):
             shape = Shape(*(int(row[name]) for name in ("batch", "length", "features", "classes")))
             fresh = Line(shape, row["provider"], row["end"], Timeline([], []))
             line = lines.setdefault((shape, row["provider"]), fresh)
-            line.timeline.ms.append(float(row["ms"]))
-            line.timeline.bytes.append(int(row["bytes"]))
-    if not lines:
-        raise ValueError(f"{path} has no rows")
+            ms, held = float(row["ms"]), int(row["bytes"])
+            if not (0 <= ms < math.inf and held >= 0):
+                raise ValueError(f"{ms} ms and {held} bytes are out of range")
+            line.timeline.ms.append(ms)
+            line.timeline.bytes.append(held)
+    except ValueError as problem:
+        raise UserError(f"{path}: {problem}") from problem
     return list(lines.values())
 
 
@@ -147,5 +149,4 @@ def draw(lines: list[Line], path: Path) -> None:
             axes.set_ylim(0, 1.05 * top / unit)
             style.names_above(axes)
         panels.flat[0].set_ylabel(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        style.save(figure, path)

@@ -21,6 +21,7 @@ from lowtide.train import files
 from lowtide.train.config import UserError
 from lowtide.train.data import load_corpus
 from lowtide.train.model import GPT
+from lowtide.train.trainer import CHECKPOINT
 
 CHUNK = 1024
 
@@ -61,13 +62,13 @@ def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> H
     path, saved = _checkpoint(directory)
     try:
         identity = saved["identity"]
-        T = identity["context"]
+        T, vocab_size, text = (identity[name] for name in ("context", "vocab_size", "text"))
         model = GPT(*(identity[name] for name in ("vocab_size", "width", "depth", "tied")))
         model.load_state_dict(saved["model"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as problem:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as problem:
         raise UserError(f"{path} cannot be read as a checkpoint of lowtide train") from problem
-    corpus = load_corpus(data, identity["vocab_size"], T)
-    if corpus.name != identity["text"]:
+    corpus = load_corpus(data, vocab_size, T)
+    if corpus.name != text:
         given = "Python's standard library" if data is None else f"--data {data}"
         raise UserError(f"{path} was trained on another text than {given}: give the --data of lowtide train")
     sequences = -(-tokens // T)
@@ -87,7 +88,7 @@ def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> H
 def _checkpoint(directory: Path) -> tuple[Path, dict]:
     """Of the directory itself, or of a loss in it, ours first: what `lowtide train --out` makes."""
     for place in (directory, directory / "lowtide", directory / "eager"):
-        path = place / "checkpoint.pt"
+        path = place / CHECKPOINT
         try:
             return path, files.load(path)
         except (FileNotFoundError, NotADirectoryError):

@@ -1,23 +1,38 @@
 """`lowtide`: the command line, a small module a command. Its libraries come with the extra `lowtide[cli]`."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    import typer
 
 
 def main() -> None:
     try:
-        import rich  # noqa: F401
-        import typer
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8
+        make_app()()
     except ModuleNotFoundError as missing:
+        if missing.name not in ("rich", "tokenizers", "typer"):
+            raise
         sys.exit(
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
+    except KeyboardInterrupt:  # before a command is there to take it, or after
+        sys.exit(130)
+
+
+def make_app() -> "typer.Typer":
+    import rich  # noqa: F401
+    import typer
 
     from lowtide import __version__
-    from lowtide.cli import bench, doctor, estimate, profile, timeline, train
+    from lowtide.cli import bench, doctor, estimate, profile, train
+    from lowtide.cli.errors import Commands
 
     app = typer.Typer(
         name="lowtide",
+        cls=Commands,
         help="Keep the high-water mark of training memory low.",
         no_args_is_help=True,
         add_completion=False,
@@ -32,10 +47,9 @@ def main() -> None:
             print(f"lowtide {__version__}")
             raise typer.Exit
 
-    bench.app.command("memory-timeline")(timeline.memory_timeline)
     app.add_typer(bench.app, name="bench")
     app.add_typer(doctor.app, name="doctor")
     app.command("estimate")(estimate.estimate)
     app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
     app.command("train")(train.train)
-    app()
+    return app

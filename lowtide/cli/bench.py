@@ -6,7 +6,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
-import torch
 import typer
 from rich.console import Console
 
@@ -19,10 +18,15 @@ from lowtide.bench.chunked import entries as chunked_entries
 from lowtide.bench.draw import draw as draw_figure
 from lowtide.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.bench.options import WORKSPACE, options
-from lowtide.bench.providers import GIB, PROVIDERS, SWEPT, Provider
+from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
 from lowtide.bench.trained import trained_cases
-from lowtide.train.config import UserError
+from lowtide.cli.errors import Commands
+from lowtide.cli.parameters import DeviceOption, output_file, output_picture
+from lowtide.cli.parameters import workspace as workspace_option
+from lowtide.cli.timeline import memory_timeline
+from lowtide.train.config import Device, choose_device
+from lowtide.train.files import growing_file
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
@@ -45,13 +49,16 @@ class Named(Protocol):
 
 NamedT = TypeVar("NamedT", bound=Named)
 
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")]
 Smoke = Annotated[bool, typer.Option("--smoke", help="Run a tiny shape, and exit with 1 if a row fails.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", "--csv", help="Write the rows to this CSV file.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        "--out", "--csv", parser=output_file, metavar="FILE", help="Write the rows to this CSV file."
+    ),
 ]
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(cls=Commands, no_args_is_help=True)
+app.command("memory-timeline")(memory_timeline)
 
 
 @app.callback()
@@ -82,7 +89,7 @@ def linear_cross_entropy(
         Path | None,
         typer.Option(help="Its --data, if it was given one.", show_default="Python's standard library"),
     ] = None,
-    device: Device = None,
+    device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
@@ -92,14 +99,16 @@ def linear_cross_entropy(
     floor timed in turn with it, its peak memory beyond inputs, loss and
     gradients, and its errors against products in a wider dtype.
     """
-    device = _known_device(device)
+    on = choose_device(device)
     trained = logits is Logits.trained
     if trained != (checkpoint is not None):
         raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
+    if data is not None and not trained:
+        raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
     if trained and along:
         raise typer.BadParameter("takes random logits: a trained head has one shape", param_hint="--sweep")
-    named = case if case or smoke or not (trained or along) else [SWEPT_CASE[device]]
-    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
+    named = case if case or smoke or not (trained or along) else [SWEPT_CASE[on]]
+    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
     known: Sequence[Provider] = PROVIDERS
     budget_ms = BUDGET_MS
     if along:
@@ -108,12 +117,11 @@ def linear_cross_entropy(
         budget_ms = SWEEP_BUDGET_MS
     providers = _choose(known, provider, smoke, "--provider")
     if checkpoint is not None:
-        with _said():
-            cases = trained_cases(cases, checkpoint, data)
+        cases = trained_cases(cases, checkpoint, data)
     tables = [
         _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
     ]
-    _print(tables, device, smoke, out)
+    _print(tables, on, smoke, out)
 
 
 @app.command("options")
@@ -129,9 +137,9 @@ def options_(
         Mode | None, typer.Option(help="Results and gradients, or results alone.", show_default="both")
     ] = None,
     workspace: Annotated[
-        float, typer.Option(min=0, help="GiB that a call with gradients may hold.")
-    ] = WORKSPACE / GIB,
-    device: Device = None,
+        int | None, workspace_option("What a call with gradients may hold", f"{WORKSPACE // 2**20}MiB")
+    ] = None,
+    device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
@@ -142,10 +150,12 @@ def options_(
     peak memory beyond inputs, results and gradients. The floor of results and
     gradients is three products, that of results alone is one.
     """
-    device = _known_device(device)
-    named = case if case or smoke else [OPTIONS_CASE[device]]
-    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
-    by_mode = {each: options(each, int(workspace * GIB)) for each in ([mode] if mode else Mode)}
+    on = choose_device(device)
+    named = case if case or smoke else [OPTIONS_CASE[on]]
+    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
+    if workspace is not None and mode is Mode.FORWARD:
+        raise typer.BadParameter("is for calls with gradients", param_hint="--workspace")
+    by_mode = {each: options(each, workspace or WORKSPACE) for each in ([mode] if mode else Mode)}
     every = [entry for entries in by_mode.values() for entry in entries]
     chosen = {entry.name for entry in _choose(every, option, smoke, "--option")}
     tables = []
@@ -154,7 +164,7 @@ def options_(
             entries = [entry for entry in (plain, *others) if entry.name in chosen]
             if entries:
                 tables.append(_Table(one_case, len(entries), rows(one_case, entries, one_mode, plain)))
-    _print(tables, device, smoke, out)
+    _print(tables, on, smoke, out)
 
 
 @app.command("chunked-loss")
@@ -165,7 +175,7 @@ def chunked_loss(
     entry: Annotated[
         list[str] | None, typer.Option(help="A way to call it by name; repeatable.", show_default="all")
     ] = None,
-    device: Device = None,
+    device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
@@ -175,13 +185,13 @@ def chunked_loss(
     ratio to the floor and the cost over the dense step, both timed in turn with
     it, and its peak memory beyond inputs, the loss and gradients.
     """
-    device = _known_device(device)
-    named = case if case or smoke else [CHUNKED_CASE[device]]
-    cases = _choose([one for one in CASES if one.device == device], named, smoke, "--case")
-    every = chunked_entries(device)
+    on = choose_device(device)
+    named = case if case or smoke else [CHUNKED_CASE[on]]
+    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
+    every = chunked_entries(on)
     chosen = _choose(every, entry, smoke, "--entry")
     tables = [_Table(each, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
-    _print(tables, device, smoke, out)
+    _print(tables, on, smoke, out)
 
 
 @app.command("attention")
@@ -193,7 +203,7 @@ def attention(
     provider: Annotated[
         list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
     ] = None,
-    device: Device = None,
+    device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
@@ -205,36 +215,27 @@ def attention(
     dtype. The providers of a case take turns. The cases million, half-million
     and quarter-million run by name only.
     """
-    device = _known_device(device)
-    known = [one for one in ATTENTION_CASES if one.device == device and (case or not one.by_name)]
+    on = choose_device(device)
+    known = [one for one in ATTENTION_CASES if one.device == on and (case or not one.by_name)]
     cases = _choose(known, case, smoke, "--case")
     chosen = _choose(ATTENTION_PROVIDERS, provider, smoke, "--provider")
     tables = []
     for one in cases:
         providers = [each for each in chosen if provider or each.name not in one.without]
         tables.append(_Table(one, len(providers), attention_rows(one, providers)))
-    _print(tables, device, smoke, out, ATTENTION)
+    _print(tables, on, smoke, out, ATTENTION)
 
 
 @app.command("draw")
 def draw(
     rows: Annotated[Path, typer.Argument(help="A CSV that `linear-cross-entropy --sweep` has written.")],
-    out: Annotated[Path, typer.Option("--out", help="The figure, .svg or .png.", dir_okay=False)],
+    out: Annotated[
+        Path, typer.Option(parser=output_picture, metavar="FILE", help="The figure, .svg or .png.")
+    ],
 ) -> None:
     """Draw throughput, memory and accuracy along each axis of a sweep, from its CSV alone."""
-    with _said():
-        draw_figure(rows, out)
+    draw_figure(rows, out)
     Console().print(f"figure: {out}", soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    """What the user can put right is one line, without a traceback."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        Console(stderr=True).print(f"lowtide bench: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
 
 
 class _Table(NamedTuple):
@@ -252,8 +253,7 @@ def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None,
     with contextlib.ExitStack() as stack:
         writer = None
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            writer = CsvWriter(stack.enter_context(out.open("w", newline="")), Environment.of(device), form)
+            writer = CsvWriter(stack.enter_context(growing_file(out)), Environment.of(device), form)
         for table in tables:
             measured: list[Any] = []
             with console.status(table.case.name) as spinner:
@@ -265,14 +265,6 @@ def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None,
             console.print(form.render(measured))
             failed |= any(row.failed for row in measured)
     raise typer.Exit(int(smoke and failed))
-
-
-def _known_device(device: str | None) -> str:
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    device = device or devices[0]
-    if device not in devices:
-        raise typer.BadParameter(f"{device!r} is not one of {', '.join(devices)}", param_hint="--device")
-    return device
 
 
 def _choose(known: Sequence[NamedT], names: list[str] | None, smoke: bool, option: str) -> list[NamedT]:

@@ -1,7 +1,6 @@
 """`lowtide doctor`: what this machine has, and which way a call takes on it."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any
 
@@ -12,10 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.errors import Commands
+from lowtide.cli.parameters import DeviceOption, refuse_given
+from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.doctor import attention as of_attention
 from lowtide.doctor import linear_cross_entropy as of_loss
 from lowtide.doctor.attention import Layout, Mask
+from lowtide.doctor.cpu import cpu
 from lowtide.doctor.environment import environment
+from lowtide.train.config import Device, choose_device
 
 
 class DType(str, Enum):
@@ -30,26 +34,34 @@ class DType(str, Enum):
 
 
 Dtype = Annotated[DType, typer.Option(help="Of the tensors.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda where there is one")]
 Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
 Backend = Annotated[str, typer.Option(help="As the call is told.")]
 
 STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left"}
 
-app = typer.Typer(invoke_without_command=True)
+app = typer.Typer(cls=Commands, invoke_without_command=True)
 
 
 @app.callback()
 def doctor(context: typer.Context) -> None:
     """Say what this machine has, and which way a call takes on it.
 
-    Alone it prints versions and devices, and which engine of attention takes
-    which calls. The commands below describe one call, and are answered by the
+    Alone it prints which engine takes the loss here, what the CPU has for
+    bfloat16 and how its threads wait, versions and devices, and which engine of
+    attention takes which calls. The commands below describe one call, and are answered by the
     functions that choose when it runs; nothing is computed, but a CPU's
     bfloat16 products are compiled where that is still to be done.
     """
     if context.invoked_subcommand is None:
         console = _console()
+        N, D, V = of_loss.USUAL
+        losses = Table(title=f"linear_cross_entropy, {N:,} x {D:,} x {V:,}, backend='auto'", **STYLE)
+        for heading in ("call", "engine", "kernels", "why"):
+            losses.add_column(heading)
+        for line in of_loss.table():
+            losses.add_row(*map(Text, line))
+        console.print(losses)
+        _print(console, "This CPU", cpu())
         _print(console, "This machine", environment())
         table = Table(title="memory_efficient_attention, backend='auto'", **STYLE)
         for heading in ("call", "on the CPU", "on CUDA"):
@@ -61,6 +73,7 @@ def doctor(context: typer.Context) -> None:
 
 @app.command("attention")
 def attention(
+    context: typer.Context,
     batch: Annotated[int, typer.Option(min=0, help="B.")] = 1,
     queries: Annotated[int, typer.Option(min=0, help="M, of each sequence.")] = 4096,
     keys: Annotated[int | None, typer.Option(min=0, help="N.", show_default="as many as queries")] = None,
@@ -71,7 +84,7 @@ def attention(
         int | None, typer.Option(min=0, help="E, of a value.", show_default="as many as features")
     ] = None,
     dtype: Dtype = DType.bfloat16,
-    device: Device = None,
+    device: DeviceOption = Device.auto,
     layout: Annotated[
         Layout, typer.Option(help="BHMK is that of scaled_dot_product_attention.")
     ] = Layout.BMHK,
@@ -90,6 +103,8 @@ def attention(
 ) -> None:
     """Which engine memory_efficient_attention takes for a call, and why."""
     sizes = {"B": batch, "H": heads, "M": queries, "N": queries if keys is None else keys}
+    if bias is None:
+        refuse_given(context, ["bias_gradient"], "goes together with --bias")
     call = of_attention.Call(
         B=batch,
         M=queries,
@@ -110,8 +125,7 @@ def attention(
         with_logsumexp=logsumexp,
         backend=backend,
     )
-    with _answered():
-        found = call.engine()
+    found = call.engine()
     heads_of_keys = heads if key_heads is None else key_heads
     title = (
         f"memory_efficient_attention: B {batch} M {queries} N {sizes['N']} H {heads}/{heads_of_keys} "
@@ -126,15 +140,13 @@ def linear_cross_entropy(
     features: Annotated[int, typer.Option(min=1, help="D.")] = 4096,
     classes: Annotated[int, typer.Option(min=1, help="V.")] = 128_256,
     dtype: Dtype = DType.bfloat16,
-    device: Device = None,
+    device: DeviceOption = Device.auto,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
     gradients: Annotated[bool, typer.Option(help="Whether the call needs them.")] = True,
     softcap: Softcap = None,
     label_smoothing: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
-    workspace: Annotated[
-        float | None, typer.Option(help="MiB that the call may hold.", show_default="the default")
-    ] = None,
+    workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
 ) -> None:
     """Which way linear_cross_entropy takes for a call, and in what pieces."""
@@ -149,11 +161,10 @@ def linear_cross_entropy(
         softcap=softcap,
         label_smoothing=label_smoothing,
         reduction=reduction,
-        workspace=None if workspace is None else int(workspace * 2**20),
+        workspace=workspace,
         backend=backend,
     )
-    with _answered():
-        found = call.describe()
+    found = call.describe()
     title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"
     _print(_console(), title, found)
 
@@ -174,26 +185,18 @@ def _console() -> Console:
     return console
 
 
-@contextlib.contextmanager
-def _answered() -> Iterator[None]:
-    """What the call itself would raise, in its words."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        Console(stderr=True).print(f"lowtide doctor: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
-
-
-def _device(device: str | None) -> str:
-    if device not in (None, "cpu", "cuda"):
-        raise typer.BadParameter(f"{device!r} is not one of cpu, cuda", param_hint="--device")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+def _device(device: Device) -> str:
+    """CUDA may be asked about where there is none."""
+    return choose_device(device) if device is Device.auto else device.value
 
 
 def _shape(words: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
     try:
-        return tuple(sizes[word] if word in sizes else int(word) for word in words.split(","))
+        shape = tuple(sizes[word] if word in sizes else int(word) for word in words.split(","))
     except ValueError:
+        shape = (-1,)
+    if min(shape) < 0:
         raise typer.BadParameter(
             f"{words!r} must be sizes or {', '.join(sizes)} between commas", param_hint="--bias"
-        ) from None
+        )
+    return shape

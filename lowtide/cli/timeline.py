@@ -1,7 +1,6 @@
 """`lowtide bench memory-timeline`: the memory of a decoder's last stage over time, eager against lowtide."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -9,21 +8,24 @@ import typer
 from rich.console import Console
 
 from lowtide.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
+from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
 from lowtide.profile.timeline import unit_of
 from lowtide.train.config import Device, UserError, choose_device
 
 
 def memory_timeline(
-    csv: Annotated[Path, typer.Option("--csv", help="Measure, and write this file.", dir_okay=False)] = Path(
-        "memory_timeline.csv"
-    ),
+    context: typer.Context,
+    csv: Annotated[
+        Path, typer.Option("--csv", metavar="FILE", help="Measure, and write this file.", dir_okay=False)
+    ] = Path("memory_timeline.csv"),
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the CSV to this file, .png or .svg.", dir_okay=False)
+        Path | None,
+        typer.Option(parser=output_picture, metavar="FILE", help="Draw the CSV to this file, .png or .svg."),
     ] = None,
     draw_only: Annotated[
         bool, typer.Option("--draw-only", help="Measure nothing: the CSV is there.")
     ] = False,
-    device: Annotated[Device, typer.Option(help="Auto: the GPU if there is one.")] = Device.auto,
+    device: DeviceOption = Device.auto,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny shapes.")] = False,
 ) -> None:
     """Record three steps of norm, head and loss of Llama 3 8B's shape in the allocator.
@@ -32,26 +34,22 @@ def memory_timeline(
     for the loss, as Transformers has it, and lowtide. Needs about 130 GB.
     """
     console = Console()
-    try:
-        if picture is not None and find_spec("matplotlib") is None:
-            raise UserError("--picture needs matplotlib; install it with: pip install 'lowtide[plot]'")
-        if not draw_only:
-            # Read when CUDA starts. The host hands out memory, and would do so seconds ahead of the GPU.
-            os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
-            chosen = choose_device(device)
-            if chosen == "cpu" and not smoke:
-                raise UserError("these shapes are for a GPU of 140 GB, and torch sees none here; add --smoke")
-            write(measure(SMOKE if smoke else SHAPES, chosen), csv, chosen)
-        lines = read(csv)
-        for line in lines:
-            unit, name = unit_of(line.timeline.peak)
-            peak = f"{line.timeline.peak / unit:,.2f} {name}"
-            shape = f"[{line.shape.batch}, {line.shape.length}]"
-            console.print(f"{shape} {line.provider}: {peak} {line.end}", markup=False, highlight=False)
-        if picture is not None:
-            draw(lines, picture)
-            console.print(f"picture: {picture}", soft_wrap=True)
-    except (UserError, ValueError, OSError) as error:
-        message = f"lowtide bench memory-timeline: {error}"
-        Console(stderr=True).print(message, style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    if draw_only:
+        refuse_given(context, ("device", "smoke"), "is for measuring, and --draw-only measures nothing")
+    else:
+        # Read when CUDA starts. The host hands out memory, and would do so seconds ahead of the GPU.
+        os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+        chosen = choose_device(device)
+        if chosen == "cpu" and not smoke:
+            raise UserError("these shapes are for a GPU of 140 GB, and torch sees none here; add --smoke")
+        check_output(csv)
+        write(measure(SMOKE if smoke else SHAPES, chosen), csv, chosen)
+    lines = read(csv)
+    for line in lines:
+        unit, name = unit_of(line.timeline.peak)
+        peak = f"{line.timeline.peak / unit:,.2f} {name}"
+        shape = f"[{line.shape.batch}, {line.shape.length}]"
+        console.print(f"{shape} {line.provider}: {peak} {line.end}", markup=False, highlight=False)
+    if picture is not None:
+        draw(lines, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)

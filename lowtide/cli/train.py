@@ -6,10 +6,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lowtide.bench.style import check_picture
+from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
 from lowtide.train.compare import train_both
-from lowtide.train.config import Config, Device, Loss, UserError, choose_device, choose_sizes
+from lowtide.train.config import Config, Device, Loss, choose_device, choose_sizes
 from lowtide.train.loop import train as train_one
 from lowtide.train.report import draw, table
+from lowtide.train.trainer import CHECKPOINT, LOG, LOSSES
+
+FIGURE = "comparison.png"
 
 
 def train(
@@ -21,17 +26,25 @@ def train(
         typer.Option(help="A text file or a directory of them.", show_default="Python's standard library"),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Checkpoints, logs and the figure; a run found here continues.")
+        Path,
+        typer.Option(
+            parser=output_directory,
+            metavar="DIRECTORY",
+            help="Checkpoints, logs and the figure; a run found here continues.",
+        ),
     ] = Path("runs/train"),
     device: Annotated[Device, typer.Option(help="Auto: the GPU if there is one, in bfloat16.")] = Device.auto,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Entries of the byte-level BPE.")] = 32_768,
-    width: Annotated[int | None, typer.Option(min=64, show_default="128, GPU 512")] = None,
-    depth: Annotated[int | None, typer.Option(min=1, show_default="2, GPU 8")] = None,
+    vocab_size: Annotated[
+        int, typer.Option(min=257, max=MOST, help="Entries of the byte-level BPE.")
+    ] = 32_768,
+    width: Annotated[int | None, typer.Option(min=64, max=MOST, show_default="128, GPU 512")] = None,
+    depth: Annotated[int | None, typer.Option(min=1, max=MOST, show_default="2, GPU 8")] = None,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence.", show_default="256, GPU 1024")
+        int | None,
+        typer.Option(min=2, max=MOST_TOKENS, help="Tokens of a sequence.", show_default="256, GPU 1024"),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step.", show_default="12, GPU 16")
+        int | None, typer.Option(min=1, max=MOST, help="Sequences of a step.", show_default="12, GPU 16")
     ] = None,
     steps: Annotated[
         int | None,
@@ -50,23 +63,18 @@ def train(
 ) -> None:
     """Train a small GPT, end with a sample of its text, and measure what the loss step costs."""
     console = Console()
-    try:
-        chosen = choose_device(device)
-        sizes = choose_sizes(
-            chosen,
-            width=width,
-            depth=depth,
-            context=context,
-            batch=batch,
-            steps=steps,
-            save_every=save_every,
-        )
-        config = Config(loss.value, chosen, out, data, vocab_size=vocab_size, tied=tied, seed=seed, **sizes)
-        runs = train_both(config) if loss is Loss.both else [train_one(config)]
-        console.print(table(runs))
-        if loss is Loss.both:
-            draw(runs, out / "comparison.png")
-            console.print(f"figure: {out / 'comparison.png'}")
-    except (UserError, OSError) as error:
-        Console(stderr=True).print(f"lowtide train: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+    chosen = choose_device(device)
+    sizes = choose_sizes(
+        chosen, width=width, depth=depth, context=context, batch=batch, steps=steps, save_every=save_every
+    )
+    config = Config(loss.value, chosen, out, data, vocab_size=vocab_size, tied=tied, seed=seed, **sizes)
+    both = loss is Loss.both
+    if both:
+        check_picture(out / FIGURE)
+        check_output(out / FIGURE)
+    check_output(*(out / each / name for each in (LOSSES if both else [loss]) for name in (CHECKPOINT, LOG)))
+    runs = train_both(config) if both else [train_one(config)]
+    console.print(table(runs))
+    if both:
+        draw(runs, out / FIGURE)
+        console.print(f"figure: {out / FIGURE}", soft_wrap=True)

@@ -41,7 +41,8 @@ class Call:
     def plan(self) -> Plan:
         """Raises what the call itself would raise."""
         head, options, job = self._given()
-        return make_plan(head, told(head, options, job), job)
+        with FakeTensorMode(), torch.no_grad():
+            return make_plan(head, told(head, options, job), job)
 
     def _given(self) -> tuple[Head, Options, Job]:
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -77,6 +78,7 @@ class Call:
     def describe(self) -> dict[str, str]:
         """Each decision by its name, in the order to be read."""
         if self.backend == "reference":
+            self._given()
             return {"engine": "reference", "why": "it is named: all logits at once"}
         plan = self.plan()
         chunks = -(-self.N // plan.rows) if self.N else 0
@@ -109,6 +111,22 @@ class Call:
                 block_rows=plan.block_rows,
             )
         return found
+
+
+# The head of Llama 3 8B, and enough tokens for its loss to matter.
+USUAL = (8192, 4096, 128_256)
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Each line: dtype and device of a usual call, its engine, its kernels, and the engine's reason."""
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    lines = []
+    for device in devices:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found = Call(*USUAL, dtype=dtype, device=device).describe()
+            kernels = f"{found['kernels']}, products in {found['products in']}"
+            lines.append((f"{_name(dtype)} on {device}", found["engine"], kernels, found.get("why", "")))
+    return lines
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.deferred.find import check_head, find_head
+from lowtide.estimate.offline import plain, stay_offline
 from lowtide.estimate.setting import Dtype, Setting
 from lowtide.linear_cross_entropy.check import ArgumentError
 from lowtide.train.config import SIZES, UserError
@@ -83,6 +85,7 @@ def _built_in(setting: Setting, sizes: dict[str, int]) -> Model:
 
 def _from_file(setting: Setting) -> Model:
     content, path = _read(Path(setting.model))
+    stay_offline()
     try:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ModuleNotFoundError as missing:
@@ -90,28 +93,49 @@ def _from_file(setting: Setting) -> Model:
             f"{path} needs {missing.name}; install it with: pip install 'lowtide[hf]'"
         ) from missing
     kind = content.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(content)
+        config = CONFIG_MAPPING[kind].from_dict(plain(content))
         module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
+        text = config.get_text_config()
+        sizes = text.vocab_size, text.hidden_size, text.num_hidden_layers
     except Exception as problem:  # a config can be wrong in as many ways as there are models
-        reason = " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
-        if "Unrecognized configuration class" in reason:
-            reason = f"{kind} is no causal language model of transformers"
-        raise UserError(f"{path}: {reason}") from problem
+        if "Unrecognized configuration class" in str(problem):
+            raise UserError(f"{path}: {kind} is no causal language model of transformers") from problem
+        raise UserError(
+            f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
+        ) from problem
     if setting.checkpointing:
         # The second is the name before transformers 5.20 or so.
         enable = (
             getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    text = config.get_text_config()
 
     def loss(tokens_BT: Tensor) -> Tensor:
-        return module(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        try:
+            return module(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        except (ArgumentError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:
+            raise UserError(f"{path}: {_reason(problem, kind, setting.length, text)}") from problem
 
-    return Model(module, loss, text.vocab_size, text.hidden_size, text.num_hidden_layers)
+    return Model(module, loss, *sizes)
+
+
+def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
+    """Why a step of a model cannot run."""
+    if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"a step of this model looks at data ({problem}), and fake tensors have none"
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and most < length:
+        return f"its sequences have at most {most} tokens (max_position_embeddings): give --length {most}"
+    return f"a step of this {kind} fails ({_in_a_line(problem)})"
+
+
+def _in_a_line(problem: Exception) -> str:
+    return " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Path]:
@@ -123,7 +147,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
         raise UserError(
             f"{path}: no such file, and no model of this name; there are {names}, or a config.json"
         ) from missing
-    except ValueError as damaged:
+    except (ValueError, RecursionError) as damaged:
         raise UserError(f"{path} is not JSON: {damaged}") from damaged
     if not isinstance(content, dict):
         raise UserError(f"{path} is not the config of a model: no JSON object")

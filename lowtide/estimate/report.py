@@ -108,8 +108,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
             loc="lower left", bbox_to_anchor=(0, 1), ncols=len(CATEGORIES), frameon=False, borderpad=0
         )
         style.room_at_the_right(figure, axes, labels)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        style.save(figure, path)
 
 
 def _name(estimate: Estimate) -> str:

@@ -12,6 +12,7 @@ from lowtide.estimate.report import Result
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.estimate.step import Estimate
 from lowtide.estimate.tracker import CATEGORIES
+from lowtide.train import files
 from lowtide.train.config import UserError
 
 OUT_OF_MEMORY = "out of memory"
@@ -23,10 +24,9 @@ COLUMNS = (*ENVIRONMENT, *SETTING, *OWN)
 
 
 def write(results: Iterable[Result], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Of the card at hand: which way the loss takes depends on it where nothing is measured, too.
     environment = asdict(Environment.of("cuda" if torch.cuda.is_available() else "cpu"))
-    with path.open("w", newline="") as file:
+    with files.whole_file(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(environment | _row(each) for each in results)
@@ -49,17 +49,11 @@ def _row(result: Result) -> dict[str, object]:
 
 
 def read(path: Path) -> list[Result]:
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if tuple(rows.fieldnames or ()) != COLUMNS:
-            raise UserError(f"{path} is no CSV of lowtide estimate --csv")
-        try:
-            results = [_result(row) for row in rows]
-        except (ValueError, TypeError) as problem:
-            raise UserError(f"{path}: {problem}") from problem
-    if not results:
-        raise UserError(f"{path} has no rows")
-    return results
+    rows = files.read_table(path, COLUMNS, "lowtide estimate --csv")
+    try:
+        return [_result(row) for row in rows]
+    except ValueError as problem:
+        raise UserError(f"{path}: {problem}") from problem
 
 
 def _result(row: dict[str, str]) -> Result:

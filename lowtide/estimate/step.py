@@ -1,14 +1,14 @@
 """One training step on fake tensors: what it holds at its highest moment, by category."""
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
@@ -16,7 +16,8 @@ from lowtide.estimate.cuda import Functions, Operators, Workspace
 from lowtide.estimate.model import Model, fake, masks_as_on_data
 from lowtide.estimate.setting import Loss, Setting
 from lowtide.estimate.tracker import OPTIMIZER, Tracker
-from lowtide.train.config import UserError
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,17 @@ class Estimate:
         return sum(self.held.values())
 
 
-def estimate(setting: Setting, loss: Loss, device: str = "cuda") -> Estimate:
+def estimate(
+    setting: Setting, loss: Loss, device: str = "cuda", report: Report = lambda words: None
+) -> Estimate:
     """The second of two steps, where optimizer states are; what the first would leave behind is made here.
 
     `device` "cuda" is the promise; "cpu" is what the CPU's own operators save, for comparison with it.
+    `report` is told what is being done, in a few words.
     """
     with ExitStack() as stack:
+        report("building the model")
+        stack.enter_context(_errors_are_raised_alone())
         stack.enter_context(FakeTensorMode())
         model = fake(setting)
         stack.enter_context(masks_as_on_data(model.module))
@@ -52,12 +58,8 @@ def estimate(setting: Setting, loss: Loss, device: str = "cuda") -> Estimate:
             stack.enter_context(Workspace(setting.workspace))
         if loss is Loss.lowtide:
             stack.enter_context(defer_logits(model.module))
-        try:
-            run(setting, model, tracker)
-        except (DataDependentOutputException, DynamicOutputShapeException) as problem:
-            raise UserError(
-                f"{setting.model}: a step of this model looks at data ({problem}), and fake tensors have none"
-            ) from problem
+        stack.enter_context(_modules_reported(model.module, report))
+        run(setting, model, tracker, report)
     itemsize = 2 if setting.dtype.value == "autocast" else setting.dtype.weights.itemsize
     return Estimate(
         setting,
@@ -70,10 +72,38 @@ def estimate(setting: Setting, loss: Loss, device: str = "cuda") -> Estimate:
     )
 
 
-def run(setting: Setting, model: Model, tracker: Tracker) -> None:
-    optimizer = setting.optimizer.of(model.module.parameters())
+@contextlib.contextmanager
+def _errors_are_raised_alone() -> Iterator[None]:
+    """Fake tensors log the traceback of an operator that refuses its arguments, before they raise it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _modules_reported(module: nn.Module, report: Report) -> Iterator[None]:
+    count, called = sum(1 for _ in module.modules()), 0
+
+    def tell(*_: object) -> None:
+        nonlocal called
+        called += 1
+        report(f"forward, module {called:,} of about {count:,}")
+
+    handle = nn.modules.module.register_module_forward_pre_hook(tell)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> None:
+    parameters = [each for each in model.module.parameters() if each.requires_grad]
+    optimizer = setting.optimizer.of(parameters)
     tracker.start("optimizer")
-    for parameter in model.module.parameters():
+    for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
@@ -88,11 +118,13 @@ def run(setting: Setting, model: Model, tracker: Tracker) -> None:
     with setting.dtype.precision("cpu"):
         loss = model.loss(tokens_BT)
     tracker.start("backward")
+    report("backward")
     # From an edge, not from the tensor: whose backward would be handed to Functions, and run without it.
     root, upstream = get_gradient_edge(loss), torch.ones_like(loss)
     del loss
     torch.autograd.backward(root, upstream)
     del root
     tracker.start("optimizer")
+    report("optimizer")
     optimizer.step()
     optimizer.zero_grad()

@@ -37,7 +37,7 @@ class Tracker(TorchDispatchMode):
         self._known = WeakIdKeyDictionary()  # of storages: [category, bytes]
         for tensor in (*module.parameters(), *module.buffers()):
             self.put(tensor, WEIGHTS)
-        for parameter in module.parameters():
+        for parameter in (each for each in module.parameters() if each.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda tensor: self.put(tensor.grad, GRADIENTS))
 
     def put(self, tensor: Tensor, category: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowtide.bench.memory import Allocation, cpu_allocations
+from lowtide.train import files
 
 MAX_EVENTS = 1_000_000
 PICKLE_PROTOCOL = 4  # the last that the viewer reads
@@ -104,6 +105,5 @@ def _segment(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(snapshot: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with files.whole_file(path) as file:
         pickle.dump(snapshot, file, PICKLE_PROTOCOL)

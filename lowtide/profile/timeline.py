@@ -74,8 +74,7 @@ def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
         axes.set(title=title, xlabel="ms", ylabel=name)
         style.names_above(axes)
         axes.set_ylim(0, 1.05 * max(line.peak for line in lines.values()) / unit)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        style.save(figure, path)
 
 
 def plot(axes: Any, label: str, line: Timeline, unit: int, name: str, color: str | None = None) -> None:

@@ -2,11 +2,11 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
@@ -17,10 +17,6 @@ from lowtide.train.trainer import LOSSES, read_checkpoint
 
 
 def train_both(config: Config) -> list[Run]:
-    if find_spec("matplotlib") is None:
-        raise UserError(
-            "--loss both ends with a figure; install matplotlib with: pip install 'lowtide[plot]'"
-        )
     configs = [replace(config, loss=loss) for loss in LOSSES]
     corpus = load_corpus(config.data, config.vocab_size, config.context)
     for one in configs:  # refused now, and not when the other has trained for minutes
@@ -35,12 +31,22 @@ def train_apart(config: Config) -> Run:
     """In a fresh process, so that memory which one loss left behind is not held against the other."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=die_with_parent) as child:
+        # Ctrl-C is for this process alone, which ends the child: two would answer, one with a traceback.
+        answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            return child.submit(train, config).result()
+            result = child.submit(train, config)
+        finally:
+            signal.signal(signal.SIGINT, answer)
+        try:
+            return result.result()
         except (BrokenProcessPool, torch.OutOfMemoryError) as death:
             raise UserError(
                 f"the {config.loss} run died, most likely for want of memory; try a smaller --batch"
             ) from death
+        except BaseException:
+            for each in multiprocessing.active_children():
+                each.kill()
+            raise
 
 
 def die_with_parent() -> None:

@@ -4,6 +4,7 @@ A byte-level BPE tokenizer is trained on the spot. It and the token ids are cach
 text and the vocabulary size, so that neither a changed text nor another vocabulary ever meets an old cache.
 """
 
+import contextlib
 import hashlib
 import os
 import random
@@ -39,11 +40,11 @@ def load_corpus(path: Path | None, vocab_size: int, context: int) -> Corpus:
     cache = cache_directory() / f"tokens-{name}-{vocab_size}.pt"
     try:
         saved = files.load(cache)
-    except (FileNotFoundError, files.DamagedFile):
+    except (OSError, files.DamagedFile):
         saved = {}
     if saved.get("format") != CACHE_FORMAT:
         saved = tokenize(texts, vocab_size)
-        with files.whole_file(cache) as file:
+        with contextlib.suppress(OSError), files.whole_file(cache) as file:  # it only saves time
             torch.save(saved, file)
 
     ids = saved["ids"]
@@ -82,6 +83,8 @@ def read_standard_library() -> list[str]:
 def read_texts(path: Path) -> list[str]:
     if not path.exists():
         raise UserError(f"--data {path}: there is no such file or directory")
+    if path.is_char_device() or path.is_block_device():
+        raise UserError(f"--data {path}: a device is no text; give a file or a directory of files")
     paths = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     texts = [read_text(file) for file in paths]
     if not any(text.strip() for text in texts):
@@ -128,4 +131,4 @@ def tokenize(texts: list[str], vocab_size: int) -> dict:
 
 
 def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lowtide"

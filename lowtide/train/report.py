@@ -8,7 +8,6 @@ from rich.table import Table
 
 from lowtide.bench import style
 from lowtide.bench.style import COLORS, INK
-from lowtide.train import files
 from lowtide.train.loop import Run
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ def draw(runs: list[Run], path: Path) -> None:
         losses, memory = figure.subplots(1, 2)
         draw_losses(losses, runs)
         draw_memory(memory, runs)
-        with files.whole_file(path) as file:
-            figure.savefig(file, format="png")
+        style.save(figure, path)
 
 
 def draw_losses(axes: "Axes", runs: list[Run]) -> None:

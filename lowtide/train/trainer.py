@@ -17,6 +17,7 @@ from lowtide.train.config import Config, UserError
 from lowtide.train.data import Corpus, batch
 from lowtide.train.model import GPT
 
+CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
 PEAK_RATE = 4e-3
 WARMUP = 10
 MEASURE_EVERY = 10
@@ -112,9 +113,9 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "history": [asdict(step) for step in self.history],
         }
-        with files.whole_file(self.config.directory / "checkpoint.pt") as file:
+        with files.whole_file(self.config.directory / CHECKPOINT) as file:
             torch.save(content, file)
-        with files.whole_file(self.config.directory / "log.csv", "w") as file:
+        with files.whole_file(self.config.directory / LOG, "w") as file:
             log = csv.writer(file, lineterminator="\n")
             log.writerow(field.name for field in fields(Step))
             log.writerows(astuple(step) for step in self.history)
@@ -128,7 +129,7 @@ class Trainer:
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.history = [Step(**step) for step in saved["history"]]
-        except (KeyError, TypeError, ValueError, RuntimeError) as problem:
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as problem:
             raise unreadable(self.config) from problem
 
 
@@ -137,7 +138,7 @@ ADVICE = "nothing was changed; give another --out, or move the file away"
 
 def read_checkpoint(config: Config, corpus_name: str) -> dict | None:
     """What this run would continue from; None if it starts afresh, an error if that is another run's."""
-    path = config.directory / "checkpoint.pt"
+    path = config.directory / CHECKPOINT
     try:
         saved = files.load(path)
         theirs, done = dict(saved["identity"]), len(saved["history"])
@@ -160,5 +161,5 @@ def read_checkpoint(config: Config, corpus_name: str) -> dict | None:
 
 
 def unreadable(config: Config) -> UserError:
-    path = config.directory / "checkpoint.pt"
+    path = config.directory / CHECKPOINT
     return UserError(f"{path} cannot be read as a checkpoint of lowtide train: {ADVICE}")

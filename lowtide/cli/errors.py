@@ -1,0 +1,76 @@
+"""The one place where an error becomes a sentence: on the standard error, with exit status 1.
+
+What is a defect of lowtide keeps its traceback.
+"""
+
+import errno
+import os
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError
+from lowtide.train.config import UserError
+
+# A host that has no memory is a plain RuntimeError of torch; its text is all that tells it from others.
+NO_MEMORY = (
+    *("can't allocate memory", "not enough memory", "alloc_cpu", "bad allocation", "std::bad_alloc"),
+    *("Storage size calculation overflowed", "invalid size, tried to allocate"),
+)
+REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EROFS: "the disk can only be read",
+}
+
+
+class Commands(TyperGroup):
+    """A group whose commands answer an error that the user can put right by a sentence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            said = sentence(error)
+            if said is None:
+                raise
+            show(f"{_name(ctx)}: {said}")
+            raise typer.Exit(1) from error
+
+
+def sentence(error: Exception) -> str | None:
+    """Return None for an error that no user can put right."""
+    if isinstance(error, (UserError, ArgumentError, ArgumentTypeError)):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the GPU has not enough memory: choose smaller sizes, or stop what else runs on it"
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in NO_MEMORY)
+    ):
+        return "this machine has not enough memory: choose smaller sizes"
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        return describe(error)
+    return None
+
+
+def describe(error: OSError) -> str:
+    if error.errno is None:
+        return str(error)
+    reason = REASONS.get(error.errno) or os.strerror(error.errno).lower()
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
+def show(message: str) -> None:
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _name(context: Any) -> str:
+    """The command's words, as in "lowtide bench draw"."""
+    words = [context.invoked_subcommand]
+    while context.parent is not None:
+        words.insert(0, context.info_name)
+        context = context.parent
+    return " ".join(("lowtide", *words))

@@ -1,0 +1,93 @@
+"""What the options of several commands have in common: bytes, and files that will be written.
+
+An option is checked when it is read, before any work starts.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.bench import style
+from lowtide.cli.errors import describe
+from lowtide.train import files
+from lowtide.train.config import Device, UserError
+
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
+MOST_BYTES = 2**63 - 1
+
+# A product of three sizes fits in 64 bits.
+MOST = 2**20
+MOST_TOKENS = 2**24
+
+DeviceOption = Annotated[Device, typer.Option(help="Auto: the GPU if there is one.")]
+
+
+def size_in_bytes(words: str) -> int:
+    """256MiB is 256 * 2**20, 256MB is 256 * 10**6; a number alone is bytes."""
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) ?([a-z]*)", str(words), re.IGNORECASE)
+    if found is None or (unit := UNITS.get(found[2].lower())) is None:
+        raise typer.BadParameter(f"{words!r} must be a number of bytes, as 256MiB, 1.5GB or 268435456")
+    try:
+        size = int(found[1]) * unit if found[1].isdigit() else float(found[1]) * unit
+    except ValueError:
+        size = math.inf
+    if not 1 <= size <= MOST_BYTES:
+        raise typer.BadParameter(
+            f"{words!r} must be from 1 to 2**63 - 1 bytes; a number without a unit, as in 256MiB, is bytes"
+        )
+    return int(size)
+
+
+def workspace(help: str, show_default: str = "lowtide's own default") -> Any:
+    """--workspace, the same in every command."""
+    return typer.Option(
+        "--workspace",
+        parser=size_in_bytes,
+        metavar="BYTES",
+        help=f"{help}: 256MiB, 1GB, or a number of bytes.",
+        show_default=show_default,
+    )
+
+
+def output_file(words: str) -> Path:
+    if not str(words):
+        raise typer.BadParameter("must name a file, got ''")
+    check_output(Path(words))
+    return Path(words)
+
+
+def output_picture(words: str) -> Path:
+    try:
+        style.check_picture(Path(words))
+    except UserError as reason:
+        raise typer.BadParameter(str(reason)) from reason
+    return output_file(words)
+
+
+def output_directory(words: str) -> Path:
+    if not str(words):
+        raise typer.BadParameter("must name a directory, got ''")
+    check_output(Path(words) / ".lowtide")
+    return Path(words)
+
+
+def check_output(*paths: Path) -> None:
+    for path in paths:
+        try:
+            files.check_writable(path)
+        except OSError as problem:
+            raise typer.BadParameter(f"cannot write there: {describe(problem)}") from problem
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Refuse the options among these that were given: they would be ignored in silence."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise typer.BadParameter(reason, param_hint=f"--{name.replace('_', '-')}")

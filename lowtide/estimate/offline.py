@@ -1,0 +1,35 @@
+"""A config.json is data: nothing that it names is looked up on a hub, downloaded or run."""
+
+import os
+import sys
+from typing import Any
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO", "TRANSFORMERS_VERBOSITY": "error"}
+
+# By these a config names code or weights that are elsewhere.
+NAMES = {
+    *("auto_map", "custom_pipelines", "quantization_config", "kernel_config", "use_kernels"),
+    *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
+    *("use_pretrained_backbone", "backbone", "use_timm_backbone", "_name_or_path"),
+}
+ATTENTION = {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
+IN_TRANSFORMERS = ("eager", "sdpa")  # any other attention is a package, or a kernel of the hub
+
+
+def stay_offline() -> None:
+    """For the rest of this process, whether Transformers has been imported before or not."""
+    os.environ.update(ENVIRONMENT)
+    constants: Any = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        constants.HF_HUB_OFFLINE = True
+
+
+def plain(content: Any) -> Any:
+    """The config without such names, at any depth."""
+    if isinstance(content, dict):
+        return {name: plain(value) for name, value in content.items() if not _elsewhere(name, value)}
+    return [plain(each) for each in content] if isinstance(content, list) else content
+
+
+def _elsewhere(name: str, value: Any) -> bool:
+    return name in NAMES or (name in ATTENTION and value not in IN_TRANSFORMERS)
