@@ -37,6 +37,7 @@ Dtype = Annotated[DType, typer.Option(help="Of the tensors.")]
 Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
 Backend = Annotated[str, typer.Option(help="As the call is told.")]
 
+MOST_SIZE = 2**31 - 1
 STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left"}
 
 app = typer.Typer(cls=Commands, invoke_without_command=True)
@@ -74,14 +75,19 @@ def doctor(context: typer.Context) -> None:
 @app.command("attention")
 def attention(
     context: typer.Context,
-    batch: Annotated[int, typer.Option(min=0, help="B.")] = 1,
-    queries: Annotated[int, typer.Option(min=0, help="M, of each sequence.")] = 4096,
-    keys: Annotated[int | None, typer.Option(min=0, help="N.", show_default="as many as queries")] = None,
-    heads: Annotated[int, typer.Option(min=0, help="H, of queries.")] = 16,
-    key_heads: Annotated[int | None, typer.Option(min=0, show_default="as many as heads")] = None,
-    features: Annotated[int, typer.Option(min=0, help="K, of a head.")] = 64,
+    batch: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="B.")] = 1,
+    queries: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="M, of each sequence.")] = 4096,
+    keys: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SIZE, help="N.", show_default="as many as queries")
+    ] = None,
+    heads: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="H, of queries.")] = 16,
+    key_heads: Annotated[
+        int | None, typer.Option(min=0, max=MOST_SIZE, show_default="as many as heads")
+    ] = None,
+    features: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="K, of a head.")] = 64,
     value_features: Annotated[
-        int | None, typer.Option(min=0, help="E, of a value.", show_default="as many as features")
+        int | None,
+        typer.Option(min=0, max=MOST_SIZE, help="E, of a value.", show_default="as many as features"),
     ] = None,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = Device.auto,
@@ -136,9 +142,9 @@ def attention(
 
 @app.command("linear-cross-entropy")
 def linear_cross_entropy(
-    tokens: Annotated[int, typer.Option(min=0, help="N.")] = 8192,
-    features: Annotated[int, typer.Option(min=1, help="D.")] = 4096,
-    classes: Annotated[int, typer.Option(min=1, help="V.")] = 128_256,
+    tokens: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="N.")] = 8192,
+    features: Annotated[int, typer.Option(min=1, max=MOST_SIZE, help="D.")] = 4096,
+    classes: Annotated[int, typer.Option(min=1, max=MOST_SIZE, help="V.")] = 128_256,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = Device.auto,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
@@ -195,7 +201,7 @@ def _shape(words: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
         shape = tuple(sizes[word] if word in sizes else int(word) for word in words.split(","))
     except ValueError:
         shape = (-1,)
-    if min(shape) < 0:
+    if not 0 <= min(shape) <= max(shape) <= MOST_SIZE:
         raise typer.BadParameter(
             f"{words!r} must be sizes or {', '.join(sizes)} between commas", param_hint="--bias"
         )

@@ -50,7 +50,7 @@ def sentence(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(each in str(error) for each in NO_MEMORY)
     ):
-        return "this machine has not enough memory: choose smaller sizes"
+        return "there is not enough memory for these sizes: choose smaller ones"
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return describe(error)
     return None
@@ -73,4 +73,4 @@ def _name(context: Any) -> str:
     while context.parent is not None:
         words.insert(0, context.info_name)
         context = context.parent
-    return " ".join(("lowtide", *words))
+    return " ".join(("lowtide", *filter(None, words)))

@@ -15,9 +15,9 @@ from lowtide.train.config import Device, UserError, choose_device
 
 def memory_timeline(
     context: typer.Context,
-    csv: Annotated[
-        Path, typer.Option("--csv", metavar="FILE", help="Measure, and write this file.", dir_okay=False)
-    ] = Path("memory_timeline.csv"),
+    csv: Annotated[Path, typer.Option("--csv", metavar="FILE", help="Measure, and write this file.")] = Path(
+        "memory_timeline.csv"
+    ),
     picture: Annotated[
         Path | None,
         typer.Option(parser=output_picture, metavar="FILE", help="Draw the CSV to this file, .png or .svg."),

@@ -29,6 +29,7 @@ from lowtide.train.model import GPT
 BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
 BUILT_IN_CLASSES = 32_768
 FILE = "config.json"
+MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
 
 
 def usual_dtype(model: str) -> Dtype:
@@ -97,9 +98,11 @@ def _from_file(setting: Setting) -> Model:
         raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(plain(content))
-        module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
         text = config.get_text_config()
-        sizes = text.vocab_size, text.hidden_size, text.num_hidden_layers
+        sizes = [_size(text, name) for name in MOST]
+        module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
+    except UserError as reason:
+        raise UserError(f"{path}: {reason}") from reason
     except Exception as problem:  # a config can be wrong in as many ways as there are models
         if "Unrecognized configuration class" in str(problem):
             raise UserError(f"{path}: {kind} is no causal language model of transformers") from problem
@@ -124,6 +127,14 @@ def _from_file(setting: Setting) -> Model:
     return Model(module, loss, *sizes)
 
 
+def _size(config: Any, name: str) -> int:
+    """Checked before a model of a billion layers is built."""
+    size = getattr(config, name)
+    if not isinstance(size, int) or not 1 <= size <= MOST[name]:
+        raise UserError(f"{name} must be a number from 1 to {MOST[name]:,}, got {size!r}")
+    return size
+
+
 def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
     """Why a step of a model cannot run."""
     if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
@@ -134,8 +145,13 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
     return f"a step of this {kind} fails ({_in_a_line(problem)})"
 
 
-def _in_a_line(problem: Exception) -> str:
-    return " ".join(f"{type(problem).__name__}: {problem}".split())[:300]
+def _in_a_line(problem: BaseException) -> str:
+    """The reason of a check that a config fails is the cause of the error that it raises."""
+    reason = problem.__cause__ or problem
+    words = (
+        str(reason) if isinstance(reason, (TypeError, ValueError)) else f"{type(reason).__name__}: {reason}"
+    )
+    return " ".join(words.split())[:300]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], Path]:

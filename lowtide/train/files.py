@@ -30,7 +30,7 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not path.is_file():
-            with open(path, mode, **options) as file:
+            with open(path, mode, **options) as file, _own_errors():
                 yield file
             return
         _make_directory(path.parent)
@@ -38,18 +38,24 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with open(unfinished, mode, **options) as file:
-                try:
+                with _own_errors():
                     yield file
-                except RuntimeError as problem:
-                    # torch's zip writer puts an error of its own in place of the file's.
-                    if isinstance(problem.__context__, OSError):
-                        raise problem.__context__ from problem
-                    raise
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Those of a file, in whose place torch's zip writer raises one of its own."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if isinstance(problem.__context__, OSError):
+            raise problem.__context__ from problem
+        raise
 
 
 def _make_directory(path: Path) -> None:

@@ -3,11 +3,10 @@
 import csv
 
 import torch
-from typer.testing import CliRunner
 
 from lowtide.bench.cases import CASES
 from lowtide.bench.chunked import entries
-from lowtide.cli import bench
+from tests.commands import invoke
 
 CASE = next(case for case in CASES if case.name == "smoke-cpu")
 
@@ -25,7 +24,7 @@ def test_every_entry_gives_the_gradients_of_the_dense_step():
 
 def test_a_smoke_run(tmp_path):
     out = tmp_path / "chunked.csv"
-    done = CliRunner().invoke(bench.app, ["chunked-loss", "--device", "cpu", "--smoke", "--csv", str(out)])
+    done = invoke("bench", "chunked-loss", "--device", "cpu", "--smoke", "--csv", out)
     assert done.exit_code == 0, done.output
     with out.open() as file:
         found = {row["provider"]: row for row in csv.DictReader(file)}
@@ -38,6 +37,6 @@ def test_a_smoke_run(tmp_path):
 
 
 def test_an_unknown_entry_is_answered_with_the_known_ones():
-    done = CliRunner().invoke(bench.app, ["chunked-loss", "--device", "cpu", "--entry", "fast"])
+    done = invoke("bench", "chunked-loss", "--device", "cpu", "--entry", "fast")
     assert done.exit_code == 2
     assert "gradient_in_forward-128" in done.output

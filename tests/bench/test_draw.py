@@ -5,15 +5,14 @@ from itertools import pairwise
 
 import pytest
 from matplotlib.text import Text
-from typer.testing import CliRunner
 
 from lowtide.bench import draw
 from lowtide.bench.cases import AXES, CASES, Case, sweep
 from lowtide.bench.measure import Figures, Mode, Row
 from lowtide.bench.providers import Provider
 from lowtide.bench.table import LOSS, CsvWriter, Environment
-from lowtide.cli import bench
 from lowtide.train.config import UserError
+from tests.commands import invoke
 
 CENTER = next(case for case in CASES if case.name == "A")
 HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab")
@@ -63,7 +62,7 @@ def test_a_sweep_along_one_axis_is_a_column_of_panels(tmp_path):
 
 def test_the_command_draws_a_csv(tmp_path):
     rows, out = write(tmp_path / "sweep.csv"), tmp_path / "docs" / "sweep.png"
-    done = CliRunner().invoke(bench.app, ["draw", str(rows), "--out", str(out)])
+    done = invoke("bench", "draw", rows, "--out", out)
     assert (done.exit_code, done.stderr) == (0, "")
     picture = out.read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
@@ -80,8 +79,10 @@ def test_a_missing_column_is_one_line(tmp_path):
         writer.writeheader()
         writer.writerows(rows)
     chosen = ["draw", str(tmp_path / "less.csv"), "--out", str(tmp_path / "sweep.svg")]
-    done = CliRunner().invoke(bench.app, chosen)
-    said = f"lowtide bench: {tmp_path / 'less.csv'} has no column 'peak_bytes': it is no CSV of a sweep\n"
+    done = invoke("bench", *chosen)
+    said = (
+        f"lowtide bench draw: {tmp_path / 'less.csv'} has no column 'peak_bytes': it is no CSV of a sweep\n"
+    )
     assert (done.exit_code, done.output) == (1, said)
     assert not (tmp_path / "sweep.svg").exists()
 

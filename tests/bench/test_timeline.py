@@ -4,12 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from lowtide.bench.timeline import COLUMNS, OWN, SMOKE, STEPS, Line, Shape, draw, read, write
-from lowtide.cli.timeline import memory_timeline
 from lowtide.profile.timeline import Timeline
+from tests.commands import invoke
 from tests.drawings import drawn
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +15,7 @@ MEASURED = ROOT / "benchmarks" / "h200" / "memory_timeline.csv"
 
 
 def run(*arguments):
-    app = typer.Typer()
-    app.command()(memory_timeline)
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return invoke("bench", "memory-timeline", *arguments)
 
 
 def test_a_smoke_run_measures_writes_and_draws(tmp_path, monkeypatch):
@@ -60,7 +56,7 @@ def test_what_is_written_is_read_again(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "No such file"), ("a,b\n1,2\n", "is not a CSV of"), (",".join((*COLUMNS, *OWN)), "has no rows")],
+    [(None, "no such file"), ("a,b\n1,2\n", "is no CSV of"), (",".join((*COLUMNS, *OWN)), "has no rows")],
 )
 def test_another_file_is_one_clear_line(tmp_path, content, message):
     path = tmp_path / "timeline.csv"

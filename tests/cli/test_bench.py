@@ -8,15 +8,14 @@ import subprocess
 import sys
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from lowtide.bench.cases import CASES
 from lowtide.bench.measure import Mode
 from lowtide.bench.options import OPTIONS, WORKSPACE
 from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.cli import bench
-from lowtide.cli.train import train
+from tests.commands import invoke as in_this_process
+from tests.commands import said
 
 
 def lowtide(*arguments):
@@ -62,8 +61,12 @@ def test_a_smoke_run_measures_every_provider(tmp_path):
     assert all(int(row["peak_bytes"]) < eager_peak for name, row in ours.items() if name != "eager")
 
 
+def lowtide_bench(*arguments):
+    return in_this_process("bench", *arguments)
+
+
 def invoke(*arguments):
-    return CliRunner().invoke(bench.app, ["linear-cross-entropy", *arguments])
+    return lowtide_bench("linear-cross-entropy", *arguments)
 
 
 def test_a_forward_alone_of_one_provider(tmp_path):
@@ -83,9 +86,7 @@ def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny = "--device cpu --vocab-size 512 --width 64 --depth 1 --context 32 --batch 8 --steps 60"
-    app = typer.Typer()
-    app.command()(train)
-    done = CliRunner().invoke(app, f"{tiny} --data text.txt --out head".split())
+    done = in_this_process("train", *f"{tiny} --data text.txt --out head".split())
     assert done.exit_code == 0, done.output
     chosen = "--device cpu --case smoke-cpu --logits trained --checkpoint head --csv trained.csv"
     done = invoke(*f"{chosen} --data text.txt --provider lowtide --provider eager".split())
@@ -103,7 +104,7 @@ def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--logits trained", "goes together with --logits trained"),
         ("--checkpoint head", "goes together with --logits trained"),
@@ -111,17 +112,20 @@ def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch
         ("--sweep depth", "'depth' is not one of 'tokens', 'classes', 'features'"),
     ],
 )
-def test_what_does_not_go_together(arguments, said):
-    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", "--device", "cpu", *arguments.split()])
+def test_what_does_not_go_together(arguments, message):
+    done = invoke("--device", "cpu", *arguments.split())
     assert done.exit_code == 2
-    assert said in " ".join(done.output.replace("│", " ").split())
+    assert message in said(done)
 
 
 def test_a_checkpoint_that_is_not_there_is_one_line():
     chosen = ["--device", "cpu", "--logits", "trained", "--checkpoint", "nowhere"]
-    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", *chosen])
-    said = "there is no checkpoint.pt; make one with: lowtide train --out nowhere"
-    assert (done.exit_code, done.output) == (1, f"lowtide bench: --checkpoint nowhere: {said}\n")
+    done = invoke(*chosen)
+    advice = "there is no checkpoint.pt; make one with: lowtide train --out nowhere"
+    assert (done.exit_code, done.output) == (
+        1,
+        f"lowtide bench linear-cross-entropy: --checkpoint nowhere: {advice}\n",
+    )
 
 
 def test_a_sweep_is_measured_and_drawn(tmp_path):
@@ -137,7 +141,7 @@ def test_a_sweep_is_measured_and_drawn(tmp_path):
         "--sweep",
         "tokens",
     ]
-    done = CliRunner().invoke(bench.app, ["linear-cross-entropy", *chosen, "--csv", str(out)])
+    done = invoke(*chosen, "--csv", out)
     assert done.exit_code == 0, done.output
     with out.open() as file:
         rows = list(csv.DictReader(file))
@@ -145,7 +149,7 @@ def test_a_sweep_is_measured_and_drawn(tmp_path):
     assert ours == [(size, "ok") for size in (32, 64, 128, 256, 512)]
     assert {(row["features"], row["classes"]) for row in rows} == {("64", "1024")}
     assert {row["reason"] for row in rows if row["provider"] == "liger"} == {"its kernels need CUDA"}
-    done = CliRunner().invoke(bench.app, ["draw", str(out), "--out", str(figure)])
+    done = lowtide_bench("draw", out, "--out", figure)
     assert done.exit_code == 0, done.output
     assert figure.read_text().startswith("<?xml")
 
@@ -155,7 +159,7 @@ def test_a_sweep_is_of_few_providers_and_around_one_case_unless_told(monkeypatch
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(tables))
     for more in ([], ["--case", "smoke-cpu", "--case", "cpu", "--provider", "liger-fp32"]):
         chosen = ["linear-cross-entropy", "--device", "cpu", "--sweep", "classes", *more]
-        assert CliRunner().invoke(bench.app, chosen).exit_code == 0
+        assert lowtide_bench(*chosen).exit_code == 0
     assert [table.case.name for table in seen[:5]] == [
         *(f"cpu-small-classes-{size}" for size in (1024, 2048, 4096)),
         "cpu-small",
@@ -169,7 +173,7 @@ def test_a_sweep_is_of_few_providers_and_around_one_case_unless_told(monkeypatch
 
 
 def options(*arguments):
-    return CliRunner().invoke(bench.app, ["options", "--device", "cpu", *arguments])
+    return lowtide_bench("options", "--device", "cpu", *arguments)
 
 
 def test_a_smoke_run_measures_every_option(tmp_path):
@@ -199,14 +203,17 @@ def test_a_smoke_run_measures_every_option(tmp_path):
 
 def test_options_of_one_mode_with_another_workspace(tmp_path):
     out = tmp_path / "options.csv"
-    chosen = ("--case", "smoke-cpu", "--option", "none", "--option", "softcap", "--workspace", "0.5")
+    chosen = ("--case", "smoke-cpu", "--option", "none", "--option", "softcap", "--workspace", "512MiB")
     done = options(*chosen, "--out", str(out))
     assert done.exit_code == 0, done.output
     with out.open() as file:
         rows = [(row["mode"], row["provider"], row["workspace"]) for row in csv.DictReader(file)]
     half = str(2**29)
     assert rows == [("step", "softcap", half), ("step", "none", half), ("forward", "none", "")]
-    done = options(*chosen, "--mode", "forward", "--out", str(out))
+    done = options(*chosen, "--mode", "forward")
+    assert done.exit_code == 2, "a call without gradients has none"
+    assert "--workspace: is for calls with gradients" in said(done)
+    done = options(*chosen[:-2], "--mode", "forward", "--out", str(out))
     assert "softcap" in done.output
     assert done.exit_code == 2, "no forward of this name"
 
@@ -227,7 +234,7 @@ def test_options_are_of_one_case_unless_told(monkeypatch):
 def test_an_unknown_name_is_answered_with_the_known_ones(command, option, typo, known):
     if command == "options" and option == "--provider":
         option, typo, known = "--option", "softcup", "softcap"
-    done = CliRunner().invoke(bench.app, [command, option, typo])
+    done = lowtide_bench(command, option, typo)
     assert done.exit_code == 2
     assert typo in done.output
     assert known in done.output
@@ -239,6 +246,6 @@ def test_a_failure_is_a_row_and_only_a_smoke_run_exits_with_it(monkeypatch):
 
     monkeypatch.setattr(bench, "PROVIDERS", (Provider("broken", "torch", broken),))
     for arguments, exit_code in ((["--smoke"], 1), (["--case", "smoke-cpu"], 0)):
-        done = CliRunner().invoke(bench.app, ["linear-cross-entropy", "--device", "cpu", *arguments])
+        done = invoke("--device", "cpu", *arguments)
         assert done.exit_code == exit_code, done.output
         assert "broken failed: RuntimeError: out of luck" in done.output

@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 from lowtide.bench.attention_cases import ATTENTION_CASES
 from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
 from lowtide.cli import bench
+from tests.commands import invoke as in_this_process
 
 SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"]
 
@@ -52,7 +52,7 @@ def test_a_smoke_run_measures_every_provider(tmp_path):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(bench.app, ["attention", "--device", "cpu", *arguments])
+    return in_this_process("bench", "attention", "--device", "cpu", *arguments)
 
 
 def test_named_cases_and_providers(tmp_path):
@@ -67,7 +67,7 @@ def test_named_cases_and_providers(tmp_path):
 def test_the_longest_cases_run_by_name_only(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
-    monkeypatch.setattr(bench, "_known_device", lambda device: "cuda")
+    monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
     assert invoke().exit_code == 0
     assert "bias-scores" in seen
     assert "million" not in seen
@@ -79,7 +79,7 @@ def test_the_longest_cases_run_by_name_only(monkeypatch):
 def test_some_cases_leave_out_providers_that_are_not_named(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: None)
-    monkeypatch.setattr(bench, "_known_device", lambda device: "cuda")
+    monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
     monkeypatch.setattr(
         bench, "attention_rows", lambda case, providers: seen.append([p.name for p in providers])
     )

@@ -5,14 +5,16 @@ import sys
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lowtide.cli import doctor
+from lowtide.doctor import linear_cross_entropy as of_loss
 from lowtide.doctor.attention import table
+from lowtide.doctor.cpu import cpu
+from tests.commands import invoke as in_this_process
+from tests.commands import said
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(doctor.app, arguments)
+    return in_this_process("doctor", *arguments)
 
 
 def test_the_machine_and_the_table(plain_environment):
@@ -22,9 +24,49 @@ def test_the_machine_and_the_table(plain_environment):
     assert done.returncode == 0, done.stderr
     assert torch.__version__ in done.stdout
     assert "triton" in done.stdout
+    assert done.stdout.startswith("linear_cross_entropy, 8,192 x 4,096 x 128,256, backend='auto'")
+    names = ("bfloat16 on cpu", "bfloat16 units", "C++ compiler", "OMP_WAIT_POLICY", "lowtide", "K ≠ E")
+    places = [done.stdout.index(f"\n  {name} ") for name in names]
+    assert places == sorted(places)
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     for row in table():
         assert " ".join(row) in lines
+
+
+def test_the_loss_as_the_calls_themselves_choose(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines = of_loss.table()
+    assert [call for call, *_ in lines] == ["bfloat16 on cpu", "float16 on cpu", "float32 on cpu"]
+    for (_, engine, kernels, _), dtype in zip(lines, (torch.bfloat16, torch.float16, torch.float32)):
+        described = of_loss.Call(*of_loss.USUAL, dtype=dtype).describe()
+        assert engine == described["engine"]
+        assert kernels == f"{described['kernels']}, products in {described['products in']}"
+
+
+def test_what_a_cpu_lacks_and_how_its_threads_wait(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    found = cpu()
+    assert list(found) == [
+        "bfloat16 units",
+        "C++ compiler",
+        "bfloat16 products",
+        "threads",
+        "OMP_WAIT_POLICY",
+    ]
+    assert (
+        found["C++ compiler"]
+        == "there is no C++ compiler (no-such-compiler); install g++, or name one in CXX"
+    )
+    assert found["OMP_WAIT_POLICY"].startswith("not set: threads that wait spin")
+    assert found["OMP_WAIT_POLICY"].endswith("start Python with OMP_WAIT_POLICY=passive")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert cpu()["OMP_WAIT_POLICY"].startswith("active: threads that wait spin")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert cpu()["OMP_WAIT_POLICY"].startswith("passive: ")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert "one thread" in cpu()["OMP_WAIT_POLICY"]
 
 
 def test_a_call_of_attention():
@@ -42,7 +84,7 @@ def test_a_call_of_attention():
 
 def test_a_call_of_the_loss():
     sizes = ("--tokens", "1000", "--features", "64", "--classes", "3000")
-    done = invoke("linear-cross-entropy", "--device", "cpu", *sizes, "--workspace", "20")
+    done = invoke("linear-cross-entropy", "--device", "cpu", *sizes, "--workspace", "20MiB")
     assert done.exit_code == 0, done.output
     assert "20 MiB" in done.output
     assert "1000 a chunk, 1 chunk" in done.output
@@ -56,11 +98,15 @@ def test_a_call_of_the_loss():
         (("attention", "--device", "cpu", "--heads", "6", "--key-heads", "4"), 1, "must be a multiple"),
         (("attention", "--bias", "1,H,X"), 2, "must be sizes or"),
         (("attention", "--mask", "diagonal"), 2, "causal-from-bottom-right"),
-        (("attention", "--device", "tpu"), 2, "not one of cpu, cuda"),
-        (("linear-cross-entropy", "--device", "cpu", "--workspace", "0.1"), 1, "workspace must hold"),
+        (("attention", "--device", "tpu"), 2, "'tpu' is not one of"),
+        (("linear-cross-entropy", "--backend", "reference", "--softcap", "-1"), 1, "softcap must be"),
+        (("attention", "--bias", "1,-1"), 2, "must be sizes or"),
+        (("attention", "--queries", "9" * 23), 2, "2147483647"),
+        (("attention", "--queries", "2147483647", "--batch", "2147483647"), 1, "not enough memory"),
+        (("linear-cross-entropy", "--device", "cpu", "--workspace", "100KB"), 1, "workspace must hold"),
     ],
 )
 def test_what_cannot_be_run_is_answered_in_the_words_of_the_call(arguments, code, message):
     done = invoke(*arguments)
     assert done.exit_code == code
-    assert message in done.output.replace("\n", " ")
+    assert message in said(done)

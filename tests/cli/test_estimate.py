@@ -1,15 +1,21 @@
 import json
+import os
 import re
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from lowtide.cli import main
-from lowtide.cli.estimate import estimate
+from lowtide.cli import main, progress
+from lowtide.estimate.offline import plain
+from lowtide.estimate.setting import Dtype, Loss, Setting
+from lowtide.estimate.step import estimate as estimated
+from tests.commands import invoke as in_this_process
+from tests.commands import said
 from tests.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
 
 
@@ -18,10 +24,14 @@ def _nothing_is_zero_by_luck():
     """Not here, where tensors have no data."""
 
 
+@pytest.fixture(autouse=True)
+def _no_progress_is_shown(monkeypatch):
+    """However long a busy machine takes to import Transformers."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 1e6)
+
+
 def invoke(*arguments):
-    app = typer.Typer()
-    app.command()(estimate)
-    return CliRunner().invoke(app, list(map(str, arguments)))
+    return in_this_process("estimate", *arguments)
 
 
 def refused(*arguments):
@@ -74,7 +84,10 @@ def test_a_built_in_model_needs_nothing_else(tmp_path):
     shown, drawn = (each.output.replace("\n", "") for each in (done, again))  # a long path is broken
     assert drawn.replace("later.png", "early.png") == shown
     assert "1 x 64 tokens, autocast, adamw" in invoke("demo-cuda", "--length", 64).output
-    assert f"{table} is shown as it was written" in refused(table, "--csv", tmp_path / "other.csv")
+    for option in (("--csv", tmp_path / "other.csv"), ("--measure",), ("--batch", 2), ("--workspace", "1MB")):
+        done = invoke(table, *option)
+        assert done.exit_code == 2
+        assert f"Invalid value for {option[0]}: is for a model" in said(done)
 
 
 @pytest.mark.gpu
@@ -101,6 +114,10 @@ def test_what_cannot_be_estimated_is_one_clear_line(tmp_path):
     assert f"{path}: no such file" in refused(tmp_path)
     path.write_text("not json")
     assert f"{path} is not JSON" in refused(path)
+    path.write_text("[" * 100_000)
+    assert f"{path} is not JSON" in refused(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert f"{path} is not JSON" in refused(path)
     path.write_text("[1]")
     assert "is not the config of a model" in refused(path)
     half = refused("demo-cpu", "--dtype", "bfloat16")
@@ -109,11 +126,160 @@ def test_what_cannot_be_estimated_is_one_clear_line(tmp_path):
         assert "torch sees no CUDA device" in refused("demo-cpu", "--measure")
 
 
+NETWORK = """
+import sys
+
+def refuse(event, arguments):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+        print("the network was asked", event, arguments, file=sys.stderr, flush=True)
+        raise OSError("no network here")
+
+sys.addaudithook(refuse)
+from lowtide.cli import main
+main()
+"""
+ELSEWHERE = {
+    "attn_implementation": "somebody/kernel",
+    "_attn_implementation": "somebody/kernel",
+    "_attn_implementation_internal": "somebody/kernel",
+    "experts_implementation": "somebody/kernel",
+    "auto_map": {"AutoConfig": "somebody/model--c.C", "AutoModelForCausalLM": "somebody/model--m.M"},
+    "quantization_config": {"quant_method": "somebody/kernel"},
+    "_name_or_path": "somebody/model",
+    "use_kernels": True,
+    "kernel_config": {"RMSNorm": "somebody/kernel:RMSNorm"},
+    "backbone": "somebody/backbone",
+    "use_pretrained_backbone": True,
+    "use_timm_backbone": True,
+}
+
+
+def test_nothing_that_a_config_names_is_looked_up(tmp_path):
+    """Nor said to be missing; and the numbers are those of the config without it."""
+    pytest.importorskip("transformers")
+    nested = {"deeper": ELSEWHERE | {"more": [ELSEWHERE]}}
+    for name, content in (("plain", TINY_LLAMA), ("elsewhere", TINY_LLAMA | ELSEWHERE | nested)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", NETWORK, "estimate", str(tmp_path / "elsewhere"), "--length", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "network" not in done.stderr
+    assert "kernel" not in done.stdout + done.stderr
+    assert "somebody" not in done.stdout + done.stderr
+    assert done.stdout == invoke(tmp_path / "plain", "--length", 16).stdout
+    # What Transformers might still ask of the hub by itself is refused within it.
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    assert constants.HF_HUB_OFFLINE
+    with pytest.raises(LocalEntryNotFoundError):
+        hf_hub_download("somebody/model", "config.json", cache_dir=tmp_path)
+
+
+def test_what_a_config_names_elsewhere_is_left_out_at_any_depth():
+    kept = {"hidden_size": 4, "attn_implementation": "eager", "layers": [{"_attn_implementation": "sdpa"}]}
+    assert plain(kept) == kept
+    nested = (
+        kept | ELSEWHERE | {"attn_implementation": "eager", "layers": [{**kept["layers"][0], "auto_map": {}}]}
+    )
+    assert plain(nested) == kept
+    assert plain({"attn_implementation": {"text_config": "somebody/kernel"}}) == {}
+
+
+def test_a_frozen_parameter_has_neither_gradient_nor_optimizer_state(tmp_path):
+    """AFMoE has one: it was refused by autograd."""
+    pytest.importorskip("transformers")
+    small = {"model_type": "afmoe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    small |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    small |= {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    done = invoke(tmp_path, "--length", 16)
+    assert done.exit_code == 0, done.output
+    assert "peak" in done.output
+
+
+def test_a_sequence_that_is_too_long_is_told_the_longest(tmp_path):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "model_type": "bert",
+        "is_decoder": True,
+        "vocab_size": 512,
+        "max_position_embeddings": 32,
+    } | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert invoke(tmp_path, "--length", 32).exit_code == 0
+    line = refused(tmp_path, "--length", 33)
+    path = tmp_path / "config.json"
+    longest = "its sequences have at most 32 tokens (max_position_embeddings): give --length 32"
+    assert line == f"lowtide estimate: {path}: {longest}"
+
+
+def test_an_operator_that_refuses_its_arguments_logs_no_traceback(tmp_path):
+    pytest.importorskip("transformers")
+    config = TINY_LLAMA | {
+        "model_type": "deepseek_v2",
+        "num_experts_per_tok": None,
+        "first_k_dense_replace": 0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "lowtide", "estimate", str(tmp_path), "--length", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    *_, line = done.stderr.splitlines()
+    assert line.startswith(f"lowtide estimate: {tmp_path / 'config.json'}: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_work_that_takes_long_says_what_it_is_doing(capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
+    with progress.progress("1 x 8 tokens, eager") as tell:
+        tell("backward")
+        deadline = time.monotonic() + 60
+        text = ""
+        while text.count("\n") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            text += capfd.readouterr().err
+    assert re.fullmatch(r"1 x 8 tokens, eager: backward, \d+ s", text.splitlines()[0])
+    threads = threading.active_count()
+    assert capfd.readouterr().out == ""
+    assert threads == threading.active_count()
+
+
+def test_every_part_of_a_step_is_reported():
+    words = []
+    estimated(Setting("demo-cpu", 1, 8, Dtype.float32), Loss.eager, report=words.append)
+    assert words[0] == "building the model"
+    assert re.fullmatch(r"forward, module 1 of about \d+", words[1])
+    assert words[-2:] == ["backward", "optimizer"]
+
+
+WRONG = [None, "x", -1, [], {"a": 1}, 1.5, 10**30, "owner/name"]
+
+
+@pytest.mark.parametrize("key", [*TINY_LLAMA, "hidden_act", "rope_parameters", "layer_types"])
+def test_a_key_of_a_wrong_type_is_one_clear_line(tmp_path, key):
+    """Or does not matter."""
+    pytest.importorskip("transformers")
+    for value in WRONG:
+        config = TINY_LLAMA | {"num_hidden_layers": 1, key: value}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        done = invoke(tmp_path, "--length", 16)
+        assert done.exception is None or isinstance(done.exception, SystemExit), (key, value)
+        if done.exit_code:
+            (line,) = done.output.splitlines()
+            assert line.startswith(f"lowtide estimate: {tmp_path / 'config.json'}: ")
+
+
 def test_what_is_no_language_model_is_one_clear_line(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     for content, message in [
         ({}, "knows no model_type None"),
+        ({"model_type": ["llama"]}, "knows no model_type ['llama']"),
         ({"model_type": "lama"}, "knows no model_type 'lama'"),
         ({"model_type": "vit"}, "vit is no causal language model"),
         (TINY_LLAMA | {"num_attention_heads": 5}, "attention heads (5)"),

@@ -1,17 +1,19 @@
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-import typer
 from torch.cuda import _memory_viz
-from typer.testing import CliRunner
 
 from lowtide.cli import profile
+from lowtide.profile import run
 from lowtide.profile.record import Record
 from lowtide.profile.timeline import timeline
+from tests.commands import invoke as in_this_process
 
 SCRIPT = """
 import sys
@@ -41,9 +43,7 @@ def lowtide(*arguments):
 
 
 def invoke(*arguments, device="cpu"):
-    app = typer.Typer()
-    app.command(context_settings=profile.SETTINGS)(profile.profile)
-    return CliRunner().invoke(app, ["--device", device, *map(str, arguments)])
+    return in_this_process("profile", "--device", device, *arguments)
 
 
 def read(out):
@@ -71,6 +71,70 @@ def test_what_a_failing_script_has_allocated_is_kept(script, tmp_path):
     assert "RuntimeError: out of luck" in done.output
     assert read(tmp_path / "out").peak == 4 * 2**20
     assert (sys.argv, sys.path) == arguments
+
+
+def test_files_go_to_where_the_command_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    (tmp_path / "else").mkdir()
+    (tmp_path / "leaves.py").write_text("import os, torch\nos.chdir('else')\ntorch.ones(2**20)\n")
+    done = lowtide("--out", "deeper/made", "leaves.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "picture: deeper/made/memory.png\n" in done.stdout
+    assert read(tmp_path / "deeper" / "made").peak == 4 * 2**20
+    assert not list((tmp_path / "else").iterdir())
+
+
+ENDINGS = {
+    "raise KeyboardInterrupt": (130, ""),
+    "import os, signal; os.kill(os.getpid(), signal.SIGINT)": (130, ""),
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)": (143, ""),
+    "raise SystemExit(7)": (7, ""),
+    "raise SystemExit('sorry')": (1, "sorry\n"),
+    "raise SystemExit(2.5)": (1, "2.5\n"),
+    "raise SystemExit": (0, ""),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_script_that_ends_early_leaves_its_record(ending, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(f"import torch\nkept = torch.ones(2**20)\n{ending}\n")
+    handler = signal.getsignal(signal.SIGTERM)
+    done = invoke("--out", tmp_path / "out", path)
+    assert (done.exit_code, done.stderr) == ENDINGS[ending]
+    assert read(tmp_path / "out").peak == 4 * 2**20
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_interrupted_steps_leave_their_record(tmp_path, monkeypatch):
+    calls = []
+
+    @contextlib.contextmanager
+    def training(*_):
+        def step():
+            calls.append(torch.ones(2**20))
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        yield step, None, None
+
+    monkeypatch.setattr(run, "training", training)
+    done = invoke("--step", "demo-cpu", "--steps", 5, "--out", tmp_path)
+    assert (done.exit_code, len(calls)) == (130, 3)
+    assert read(tmp_path).peak == 2 * 4 * 2**20, "without the first, which warms up"
+
+
+@pytest.mark.parametrize("content", ["def (\n", "import torch\nraise RuntimeError('out of luck')\n", "\0"])
+def test_an_error_of_the_script_is_shown_as_python_shows_it(content, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(content)
+    done = invoke("--out", tmp_path / "out", path)
+    assert done.exit_code == 1
+    assert "runpy" not in done.stderr
+    assert "lowtide/profile" not in done.stderr
+    assert "Error" in done.stderr
+    assert done.stderr.endswith("lowtide profile: nothing was allocated through torch\n")
 
 
 def peaks_of_steps(tmp_path, device, length):
@@ -127,7 +191,7 @@ def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch,
     block = {"state": "active_allocated"}
     segments = [{"device": at, "blocks": [block | {"requested_size": size}]} for at, size in enumerate(sizes)]
     record = Record({"device_traces": traces, "segments": segments})
-    monkeypatch.setattr(profile, "run_steps", lambda *_: record)
+    monkeypatch.setattr(profile, "run_steps", lambda *_: (record, 0))
     monkeypatch.setattr(profile, "choose_device", lambda _: "cuda")
     titles = []
     monkeypatch.setattr(profile, "draw", lambda lines, title, path: titles.append((title, *lines.values())))

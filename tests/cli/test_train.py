@@ -11,10 +11,8 @@ import time
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
-from lowtide.cli.train import train
+from tests.commands import invoke as in_this_process
 
 TINY = {
     "--vocab-size": 512,
@@ -50,9 +48,7 @@ def lowtide_train(*arguments: str) -> subprocess.Popen:
 
 def invoke(*arguments: str):
     """In this process, where nothing is asked of the process itself."""
-    app = typer.Typer()
-    app.command()(train)
-    return CliRunner().invoke(app, [*ARGUMENTS, *arguments])
+    return in_this_process("train", *ARGUMENTS, *arguments)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
