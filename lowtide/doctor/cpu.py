@@ -2,11 +2,11 @@
 
 import os
 import shlex
-import subprocess
 
 import torch
 
 from lowtide.linear_cross_entropy import cpu_products
+from lowtide.linear_cross_entropy.compiled_library import NoCompilerError, NotLoadedError, find_compiler, run
 
 UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
 
@@ -33,11 +33,13 @@ def _units() -> str:
 
 def _compiler() -> str:
     try:
-        command = cpu_products._compiler()
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError) as problem:
+        command = find_compiler()
+        version = run([*command, "--version"]).decode(errors="replace")
+    except NoCompilerError as problem:
         return f"{problem}; install g++, or name one in CXX"
-    first, *_ = done.stdout.splitlines() or [""]
+    except NotLoadedError as problem:
+        return str(problem)
+    first, *_ = version.splitlines() or [""]
     return f"{shlex.join(command)}: {first}"
 
 

@@ -88,7 +88,7 @@ def _from_file(setting: Setting) -> Model:
     content, path = _read(Path(setting.model))
     stay_offline()
     try:
-        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     except ModuleNotFoundError as missing:
         raise UserError(
             f"{path} needs {missing.name}; install it with: pip install 'lowtide[hf]'"
@@ -98,14 +98,14 @@ def _from_file(setting: Setting) -> Model:
         raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
     try:
         config = CONFIG_MAPPING[kind].from_dict(plain(content))
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UserError(f"{kind} is no causal language model of transformers")
         text = config.get_text_config()
         sizes = [_size(text, name) for name in MOST]
         module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
     except UserError as reason:
         raise UserError(f"{path}: {reason}") from reason
     except Exception as problem:  # a config can be wrong in as many ways as there are models
-        if "Unrecognized configuration class" in str(problem):
-            raise UserError(f"{path}: {kind} is no causal language model of transformers") from problem
         raise UserError(
             f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
         ) from problem

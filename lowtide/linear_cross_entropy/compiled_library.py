@@ -52,8 +52,8 @@ class Source:
 
 def load_compiled(source: Source) -> ctypes.CDLL:
     """Return the library of ``source``, which is compiled where there is none. Raises NotLoadedError."""
-    compiler = _find_compiler()
-    facts = (source, compiler, _run([*compiler, "--version"]))
+    compiler = find_compiler()
+    facts = (source, compiler, run([*compiler, "--version"]))
     file = f"{source.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.so"
     parent, name = cache_place()
     try:
@@ -117,8 +117,8 @@ def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctype
         own = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             _write(own, f"{source.name}.cpp", source.text)
-            _run([*compiler, *source.compile_flags, "-c", f"{source.name}.cpp", "-o", "object.o"], cwd=path)
-            _run([*compiler, *source.link_flags, "object.o", "-o", "linked.so"], cwd=path)
+            run([*compiler, *source.compile_flags, "-c", f"{source.name}.cpp", "-o", "object.o"], cwd=path)
+            run([*compiler, *source.link_flags, "object.o", "-o", "linked.so"], cwd=path)
             content = Path(path, "linked.so").read_bytes()
             _write(own, name, content + _digest(name, content))
             try:
@@ -155,7 +155,7 @@ def _remove_old_builds(folder: int) -> None:
                 shutil.rmtree(f"/proc/self/fd/{folder}/{name}", ignore_errors=True)
 
 
-def _run(command: list[str], *, cwd: str | None = None) -> bytes:
+def run(command: list[str], *, cwd: str | None = None) -> bytes:
     """Run a command of the compiler and return what it says. Raises NotLoadedError if it fails or hangs."""
     environment = {**os.environ, "LC_ALL": "C"}
     if cwd is not None:
@@ -187,7 +187,7 @@ def _run(command: list[str], *, cwd: str | None = None) -> bytes:
     return out
 
 
-def _find_compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """Return $CXX, which may have arguments or a wrapper, or one of the names that GCC has. (Another's
     OpenMP would not be torch's.)"""
     named = os.environ.get("CXX", "")
