@@ -1,9 +1,11 @@
 """Runs a program on the model as it is, deferred, and in float64, and compares what comes out.
 
-A result of a half-precision head may be float32 where torch's is not (docs/deferred.md).
+What comes of the logsumexp or a loss of a half-precision head may be float32 where torch's is not
+(docs/deferred.md).
 """
 
 import re
+import traceback
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,7 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
             leaves = run.leaves().items()
             gradients = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves}
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # where a checkpoint holds its hooks
         return Evaluation(value, {}, tuple(run.trace), error, backward)
     finally:
         if run.deferral is not None:
@@ -67,8 +70,10 @@ def check(program: Program, device: str) -> None:
         return
     reentrant = re.search(REENTRANT, str(program)) is not None
     for line, (theirs, own) in enumerate(zip(plain.trace, ours.trace)):
+        widened = program.has_logsumexp and theirs[1] in HALVES and own[1] == torch.float32
         # Out of a reentrant checkpoint they have no gradient, and say so when they are used.
-        if theirs[: 2 if reentrant else 3] != own[: 2 if reentrant else 3]:
+        same = theirs[0] == own[0] and (theirs[1] == own[1] or widened)
+        if not same or (theirs[2] != own[2] and not reentrant):
             raise Finding(f"z is {own} after line {line} of the trace, not {theirs}")
     if isinstance(plain.value, Tensor) != isinstance(ours.value, Tensor):
         raise Finding(f"a {type(ours.value).__name__}, not a {type(plain.value).__name__}")

@@ -84,6 +84,11 @@ def _kept(w: Writer) -> str:
     return w.choice(("", "", ", keepdim=True", ", True"))
 
 
+def _gathered(w: Writer, dim: int) -> str:
+    """In range: on CUDA an index that is not ends the process, with or without lowtide."""
+    return f"z.gather({dim}, {w.new(w.shape, 'i64')}.clamp(max=max(z.shape[{dim}] - 1, 0)))"
+
+
 NUMBERS_OF: list[Entry] = [
     lambda w: f"z.{w.choice(('sum', 'mean'))}({w.choice(('', str(w.dim()), str(w.dims())))})",
     lambda w: f"z.{w.choice(('sum', 'mean', 'logsumexp', 'amax', 'amin'))}({w.dim()}{_kept(w)})",
@@ -96,7 +101,7 @@ NUMBERS_OF: list[Entry] = [
     lambda w: f"z.argmax({w.choice(('-1', str(w.dim()), ''))})",
     lambda w: f"z.topk(1, -1).indices + z.argmin({w.dim()}, keepdim=True)",
     lambda w: w.choice(("z.std(-1)", "z.var(-1)", "z.norm()", "z.prod(-1)", "z.square().sum()")),
-    lambda w: f"z.gather({w.dim()}, {w.new(w.shape, 'i64')}.clamp(max=max(z.shape[-1] - 1, 0)))",
+    lambda w: _gathered(w, w.dim()),
     lambda w: w.choice(("len(z)", "z.numel()", "z.dim()", "z.size(-1)", "list(z.shape)", "z.stride()")),
     lambda w: w.choice(("z.sum().item()", "float(z.sum())", "z.tolist()", "len(list(z))", "z.sum() > 0")),
     lambda w: w.choice(("(z > 0).sum()", "(z == z).all()", "bool((z != z).any())", "z.isnan().any()")),

@@ -55,6 +55,10 @@ class Program:
     def has(self, *kinds: str) -> bool:
         return any(line.kind in kinds for line in self.lines)
 
+    @property
+    def has_logsumexp(self) -> bool:
+        return any("logsumexp" in line.text for line in self.lines)
+
 
 class Head(nn.Linear):
     """A linear layer, perhaps with an adapter of another dtype beside it."""
