@@ -140,7 +140,7 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
     if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"a step of this model looks at data ({problem}), and fake tensors have none"
     most = getattr(config, "max_position_embeddings", None)
-    if isinstance(most, int) and most < length:
+    if isinstance(most, int) and most < length and str(most) in str(problem):
         return f"its sequences have at most {most} tokens (max_position_embeddings): give --length {most}"
     return f"a step of this {kind} fails ({_in_a_line(problem)})"
 

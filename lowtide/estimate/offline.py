@@ -17,11 +17,15 @@ IN_TRANSFORMERS = ("eager", "sdpa")  # any other attention is a package, or a ke
 
 
 def stay_offline() -> None:
-    """For the rest of this process, whether Transformers has been imported before or not."""
+    """For the rest of this process, whether Transformers has been imported before or not. Its warnings, which
+    are of training, are not shown either."""
     os.environ.update(ENVIRONMENT)
     constants: Any = sys.modules.get("huggingface_hub.constants")
     if constants is not None:
         constants.HF_HUB_OFFLINE = True
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is not None:
+        transformers.logging.set_verbosity_error()
 
 
 def plain(content: Any) -> Any:
