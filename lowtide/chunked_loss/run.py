@@ -10,7 +10,7 @@ import torch
 from lowtide.chunked_loss import check
 from lowtide.chunked_loss.autograd import GradientInForward, Recompute
 from lowtide.chunked_loss.call import ROW, Call, alone, check_units
-from lowtide.chunked_loss.chunks import Replay, most_rows, spans
+from lowtide.chunked_loss.chunks import Replay, most_rows, ours, spans
 from lowtide.chunked_loss.loop import Job, Tensors, loss_alone, peak
 from lowtide.chunked_loss.transforms import loss_within_transforms, transformed
 
@@ -98,6 +98,8 @@ def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[An
     key = (methods, workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
     rows, all_of_them = sizes.get(key, (0, True))
     if all_of_them and rows < job.rows:
-        rows = most_rows(workspace, job.rows, lambda rows: peak(job, tensors, rows))
+        # Whoever keeps saved tensors outside must not see these runs: the next call makes none.
+        with ours():
+            rows = most_rows(workspace, job.rows, lambda rows: peak(job, tensors, rows))
         sizes[key] = rows, rows == job.rows
     return int(rows)

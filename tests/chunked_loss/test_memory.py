@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.bench.memory import peak_memory
 from lowtide.chunked_loss import chunked_loss
@@ -153,3 +154,20 @@ def test_a_workspace(device, dtype, share):
     steps = -(-N // sizes[-2])
     assert sizes[-steps:] == sizes[-2 * steps : -steps], "measured once, then kept"
     assert sizes[-2] * V * dtype.itemsize > workspace / 16, "but not much less"
+
+
+def test_a_checkpoint_does_not_see_how_rows_are_measured():
+    """They are measured once, not when the checkpoint runs the call again; of this layout they are copied."""
+    head, targets = nn.Linear(8, 21).double(), torch.randint(21, (2, 4))
+    hidden = torch.randn(8, 4, 2).double().permute(2, 1, 0)
+
+    def gradient(run):
+        leaf = hidden.detach().requires_grad_()
+        return torch.autograd.grad(run(leaf), leaf)[0]
+
+    def loss(h):
+        return chunked_loss(cross_entropy, head, h, targets, workspace=13_212, mode="recompute")
+
+    found = gradient(lambda h: checkpoint(loss, h, use_reentrant=False))
+    expected = gradient(lambda h: cross_entropy(head(h).flatten(0, 1), targets.flatten()))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
