@@ -41,9 +41,10 @@ class Engine:
         self.ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(self.N, 1)
         self.student = _Head(heads.student, options.student_dtype, options.student_softcap, self)
         self.teacher = _Head(heads.teacher, options.teacher_dtype, options.teacher_softcap, self)
-        self.pull_N = (
-            self.new(self.N).fill_(1) if upstream is None else upstream.to(self.sum_dtype).reshape(-1)
-        )
+        if upstream is None:
+            self.pull_N = self.new(self.N).fill_(1)
+        else:  # that of a sum is one number, expanded, which kernels would read beyond
+            self.pull_N = upstream.to(self.sum_dtype).reshape(-1).contiguous()
         self.counted = self.new().fill_(self.N)
         if self.ignored_N1 is not None:
             self.pull_N = self.pull_N.masked_fill(self.ignored_N1[:, 0], 0)

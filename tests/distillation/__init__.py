@@ -130,7 +130,9 @@ def dense_log_probs(
     def log_probs(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         if input.is_cuda and input.dtype in HALVES:
-            logits = WideLinear.apply(input.flatten(0, -2), weight_VD, bias_V).view(*input.shape[:-1], -1)
+            logits = WideLinear.apply(input.flatten(0, -2), weight_VD, bias_V).view(
+                *input.shape[:-1], weight_VD.shape[0]
+            )
         else:
             logits = F.linear(
                 input.to(dtype), weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)

@@ -211,6 +211,19 @@ def test_a_call_through_the_kernels(device, monkeypatch, divergence, dtype, room
     check(differentiate(fused, inputs, divergence, 0.3, **options), inputs, divergence, 0.3, **options)
 
 
+@pytest.mark.parametrize("upstream", ["of a sum", "of every other row"])
+def test_an_upstream_gradient_that_does_not_lie_side_by_side(device, monkeypatch, upstream):
+    """loss.sum() gives one number, expanded; what a kernel reads behind it is anything."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(sizes, "choose_backend", lambda *_: "triton")
+    inputs = make_inputs(9, 5, 21, 4, device=device, bias=True, ignored=0)
+    memory = torch.full((18,), torch.nan, device=device)
+    memory[::2] = torch.linspace(0.5, 1.5, 9, device=device)
+    given = memory[:1].expand(9) if upstream == "of a sum" else memory[::2]
+    found = differentiate(fused, inputs, "forward", given, reduction="none")
+    check(found, inputs, "forward", given, reduction="none")
+
+
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-3, 0.2, 0.2499, 0.26, 1.0, 20.0, math.inf])
 def test_the_small_functions_keep_their_digits(device, size):
     """t - m and s - m of two classes whose log-probabilities are so far apart."""

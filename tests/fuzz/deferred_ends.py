@@ -9,8 +9,10 @@ def _targets(w: Writer, shape: tuple[int, ...], classes: int) -> str:
     return w.choice((name, name, f"{name}.masked_fill({name} == 0, -100)"))
 
 
-def _options(w: Writer, classes: int) -> str:
-    texts = ['reduction="sum"', 'reduction="none"', "label_smoothing=0.1", "ignore_index=1", ""]
+def _options(w: Writer, classes: int, target: str = "") -> str:
+    texts = ['reduction="sum"', 'reduction="none"', "label_smoothing=0.1", ""]
+    if "-100" not in target:  # which is a class then, and none
+        texts.append("ignore_index=1")
     if w.draw.chance(0.2):
         texts = [f"weight={w.new((classes,), w.program.dtype, learned=False)}.abs()"]
     text = w.choice(texts)
@@ -31,7 +33,7 @@ def rows_loss(w: Writer) -> str:
         return f"nn.CrossEntropyLoss()({flat}, {target})"
     if w.draw.chance(0.2):
         return f"F.nll_loss(F.log_softmax({flat}, -1), {target})"
-    return f"F.cross_entropy({flat}, {target}{_options(w, w.last)})"
+    return f"F.cross_entropy({flat}, {target}{_options(w, w.last, target)})"
 
 
 def any_loss(w: Writer) -> str:
@@ -43,7 +45,8 @@ def any_loss(w: Writer) -> str:
     if w.draw.chance(0.3):
         probabilities = w.new(shape, w.program.dtype, learned=False)
         return f"F.cross_entropy(z, {probabilities}.softmax({at}){_options(w, classes)})"
-    return f"F.cross_entropy(z, {_targets(w, rest, classes)}{_options(w, classes)})"
+    target = _targets(w, rest, classes)
+    return f"F.cross_entropy(z, {target}{_options(w, classes, target)})"
 
 
 def transposed_loss(w: Writer) -> str:
@@ -51,7 +54,7 @@ def transposed_loss(w: Writer) -> str:
         return any_loss(w)
     target = _targets(w, w.shape[:2], w.last)
     view = w.choice(("z.transpose(1, 2)", "z.permute(0, 2, 1)", "z.mT", "z.movedim(-1, 1)"))
-    return f"F.cross_entropy({view}, {target}{_options(w, w.last)})"
+    return f"F.cross_entropy({view}, {target}{_options(w, w.last, target)})"
 
 
 def gathered(w: Writer) -> str:
