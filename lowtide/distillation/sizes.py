@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.distillation.heads import Heads, Options
+from lowtide.linear_cross_entropy.layouts import multiplies
 from lowtide.linear_cross_entropy.route import choose_backend
 from lowtide.linear_cross_entropy.workspace import Needs, allowed, least, spend, weight_gradient
 
@@ -118,5 +119,5 @@ def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 def _copied(weight_VD: Tensor, dtype: torch.dtype) -> int:
     """Bytes of a class, where its dtype or strides do not suit the products. (On CUDA another dtype means
     autocast, and a copy of the whole weight like its own: not the workspace's.)"""
-    copies = (weight_VD.dtype != dtype and not weight_VD.is_cuda) or 1 not in weight_VD.stride()
+    copies = (weight_VD.dtype != dtype and not weight_VD.is_cuda) or not multiplies(weight_VD)
     return weight_VD.shape[1] * dtype.itemsize if copies else 0

@@ -35,15 +35,22 @@ def address(tensor: Tensor) -> int:
     return tensor.data_ptr() // tensor.element_size()
 
 
-def lies_by_rows(weight_VD: Tensor) -> bool:
-    """Return whether features lie side by side, and classes do not overlap."""
-    outer, inner = weight_VD.stride()
-    return inner == 1 and outer >= weight_VD.shape[1]
+def lies_by_rows(matrix: Tensor) -> bool:
+    """Return whether the numbers of a row lie side by side, and rows do not overlap."""
+    outer, inner = matrix.stride()
+    return inner == 1 and outer >= matrix.shape[1]
+
+
+def multiplies(matrix: Tensor) -> bool:
+    """Return whether a product reads the matrix as it is, by rows or by columns; it would copy any other."""
+    return lies_by_rows(matrix) or lies_by_rows(matrix.t())
 
 
 def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a chunk's rows are copied, for their dtype or their strides."""
-    return input.dtype != dtype or not _multiplies(input)
+    if input.dtype != dtype or not _flattens(input):
+        return True
+    return not multiplies(input.view(math.prod(input.shape[:-1]), input.shape[-1]))
 
 
 def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
@@ -58,13 +65,3 @@ def _flattens(input: Tensor) -> bool:
         size[i] == 1 or size[i + 1] == 1 or stride[i] == size[i + 1] * stride[i + 1]
         for i in range(len(size) - 1)
     )
-
-
-def _multiplies(input: Tensor) -> bool:
-    """Return whether [..., D] can be seen as an [N, D] that a product reads as it is: by rows, or by
-    columns."""
-    if not _flattens(input):
-        return False
-    flat_ND = input.view(math.prod(input.shape[:-1]), input.shape[-1])
-    (N, D), (outer, inner) = flat_ND.shape, flat_ND.stride()
-    return (inner == 1 and outer >= D) or (outer == 1 and inner >= N)

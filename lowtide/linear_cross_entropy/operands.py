@@ -10,7 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.layouts import lies_by_rows, multiplies
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
+
+# On the CPU rows are gathered and converted so many bytes at a time, or one by one: there are no two copies
+# of a chunk.
+GATHERED_BYTES = 1 << 13
 
 
 @contextlib.contextmanager
@@ -45,24 +50,41 @@ class Operand:
 
     def rows(self, rows: slice) -> Tensor:
         """Tokens as [C, D] in the operands' dtype; a copy, of these rows alone, where a view will not do."""
+        x_CD = None
+        if self.input.dim() == 2 and self.counted is None:
+            x_CD = self.input[rows]
+            if not self.copies_rows or (x_CD.dtype == self.dtype and lies_by_rows(x_CD)):
+                return x_CD
+        elif self.input.dtype == self.dtype:
+            gathered_CD = self._gathered(rows)
+            return gathered_CD if lies_by_rows(gathered_CD) else gathered_CD.contiguous()
+        C, row = rows.stop - rows.start, self.D * self.input.element_size()
+        copy_CD = torch.empty(C, self.D, dtype=self.dtype, device=self.input.device)
+        for part in blocks(C, C if self.input.is_cuda else max(1, GATHERED_BYTES // max(1, row))):
+            own = slice(rows.start + part.start, rows.start + part.stop)
+            copy_CD[part] = self._gathered(own) if x_CD is None else x_CD[part]
+        return copy_CD
+
+    def _gathered(self, rows: slice) -> Tensor:
+        """Tokens that no slice of a matrix has: those that count, or those of a slice of a wider tensor."""
         if self.input.dim() == 2:
-            x_CD = self.input[rows] if self.counted is None else self.input[self.counted[rows]]
-        else:
-            place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
-            if self.counted is not None:
-                place_C = self.counted[rows]
-            places = []  # one index a dimension; torch.unravel_index would wait for the device
-            for size in reversed(self.leading):
-                places.append(place_C % size)
-                place_C = place_C // size
-            x_CD = self.input[tuple(reversed(places))]
-        x_CD = x_CD.to(self.dtype)
-        return x_CD.contiguous() if self.copies_rows else x_CD
+            assert self.counted is not None
+            return self.input[self.counted[rows]]
+        place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
+        if self.counted is not None:
+            place_C = self.counted[rows]
+        places = []  # one index a dimension; torch.unravel_index would wait for the device
+        for size in reversed(self.leading):
+            places.append(place_C % size)
+            place_C = place_C // size
+        return self.input[tuple(reversed(places))]
 
     def weight(self, classes: slice) -> Tensor:
-        weight_BD = self.weight_VD[classes].to(self.dtype)
-        # Without a unit stride the products would copy the whole, every time.
-        return weight_BD if 1 in weight_BD.stride() else weight_BD.contiguous()
+        weight_BD = self.weight_VD[classes]
+        if weight_BD.dtype == self.dtype and multiplies(weight_BD):
+            return weight_BD
+        # A product would copy what it cannot read, every time.
+        return torch.empty_like(weight_BD, dtype=self.dtype).copy_(weight_BD)
 
     def weights(self, step: int) -> Iterator[tuple[slice, Tensor]]:
         """All classes, a block at a time. Copies take turns in one buffer: the CPU's allocator would give
@@ -70,10 +92,20 @@ class Operand:
         buffer = None
         for classes in blocks(self.weight_VD.shape[0], step):
             weight_BD = self.weight_VD[classes]
-            if weight_BD.dtype != self.dtype or 1 not in weight_BD.stride():
+            if weight_BD.dtype != self.dtype or not multiplies(weight_BD):
                 buffer = torch.empty_like(weight_BD, dtype=self.dtype) if buffer is None else buffer
                 weight_BD = buffer[: weight_BD.shape[0]].copy_(weight_BD)
             yield classes, weight_BD
+
+
+def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """Return what `Operand.rows` holds where it copies: bytes of each row, and bytes in any case."""
+    D, row = input.shape[-1], input.shape[-1] * input.element_size()
+    if input.dtype == dtype:
+        return row, 0
+    if input.is_cuda:
+        return D * dtype.itemsize + row, 0
+    return D * dtype.itemsize, max(row, GATHERED_BYTES)
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:

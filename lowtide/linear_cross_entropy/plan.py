@@ -10,6 +10,8 @@ import torch
 from lowtide.linear_cross_entropy import hopper
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
+from lowtide.linear_cross_entropy.layouts import multiplies
+from lowtide.linear_cross_entropy.operands import copied_bytes
 from lowtide.linear_cross_entropy.predicted import PRODUCT_ROWS
 from lowtide.linear_cross_entropy.route import Job, Route, Wanted, backend_of, choose_engine, route_of
 from lowtide.linear_cross_entropy.workspace import (
@@ -188,7 +190,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
     sum_size, operand_size = sum_dtype.itemsize, route.compute_dtype.itemsize
     # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
     weight = head.weights[0]
-    copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or 1 not in weight.stride()
+    copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or not multiplies(weight)
 
     # Only a kernel rounds in place; here it does so before a logit is stored.
     rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype
@@ -209,8 +211,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         if route.backend == "torch":
             logits += V * sum_size * _copies(options, job)
     row = logits + 24 * sum_size  # and statistics
+    gathered = 0
     for k, D_k in enumerate(features):
-        row += route.copies_rows[k] * operand_size * D_k
+        if route.copies_rows[k]:
+            of_row, at_once = copied_bytes(head.inputs[k], route.compute_dtype)
+            row, gathered = row + of_row, max(gathered, at_once)
         if route.cpu_exponentials:  # targets' rows of the weight, and what they are multiplied with
             row += (2 * sum_size + operand_size) * D_k
         if not route.exponentials:
@@ -230,6 +235,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         ((160 if route.exponentials else 64) + 16 * sum_size) * N
         + vectors
         + of_strips
+        + gathered
         + (65536 if device == "cuda" else 8192)
     )
     weight_sum = narrow = 0
@@ -238,7 +244,8 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         if k == 0:
             weight_sum = size
         else:  # small, and summed in any case
-            narrow += size + (V * features[k] * operand_size if weight.dtype != route.compute_dtype else 0)
+            copied = weight.dtype != route.compute_dtype or not multiplies(weight)
+            narrow += size + (V * features[k] * operand_size if copied else 0)
     fixed += narrow
     # What a sum in the gradient's memory takes beside it: a byte for each weight, or half of one, where there
     # are tensor maps (sum_kernels.py), else, on the CPU, half of itself (shared_sum.py).
