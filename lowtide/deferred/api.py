@@ -146,8 +146,8 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
 
     Returns:
         :class:`Deferral`, to `undo()` it, or to be used as a context manager. It counts what was fused. If an
-        optimizer steps over parameters of the model and the head has never been called in training, one
-        :class:`HeadNotCalledWarning` says so.
+        optimizer steps twice over the head's parameters and the head has never been called in training,
+        one :class:`HeadNotCalledWarning` says so.
 
     Unharmed: parameters and state_dict, hooks, `isinstance`, tied weights, torch.compile(fullgraph=True). A
     copy or a pickle of the model is the plain model. In eval mode (`generate`, a Trainer's evaluation) and

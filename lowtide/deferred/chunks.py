@@ -21,10 +21,12 @@ from lowtide.rowwise import Rowwise, Tensors
 RowFunction = Callable[..., Tensors]
 
 
-def by_rows(node: tree.Node, results: int, function: RowFunction, *row_tensors: Tensor) -> Tensors:
-    """Return the results [...] of function(logits [C, V], rows of each of row_tensors [..., K]), computed
-    chunk by chunk. They are differentiable, and nothing of a chunk is kept. A half-precision parameter's
-    gradient is summed over the chunks in float32."""
+def by_rows(
+    node: tree.Node, results: int, function: RowFunction, *row_tensors: Tensor, others: Tensors = ()
+) -> Tensors:
+    """Return the results [...] of function(logits [C, V], rows of each of row_tensors [..., K], *others),
+    computed chunk by chunk. They are differentiable, and nothing of a chunk is kept. A half-precision
+    parameter's gradient is summed over the chunks in float32."""
     cut: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []
@@ -38,13 +40,14 @@ def by_rows(node: tree.Node, results: int, function: RowFunction, *row_tensors: 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
         parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
         taken = (lambda _, part=part: next(part) for part in parts)
-        return function(tree.run(tree.changed(node, *taken)), *rows[terms:]), ()
+        own = whole[len(classes) + len(scalars) :]
+        return function(tree.run(tree.changed(node, *taken)), *rows[terms:], *own), ()
 
     row = COPIES * V * max(node.dtype.itemsize, 4)
     workspace = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
     tracked = tree.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
-        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars)
+        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars, *others)
     return tuple(each.view((*leading, *each.shape[1:])) for each in found)
 
 
@@ -58,14 +61,14 @@ def cross_entropy(
 ) -> Tensor:
     """Return torch's cross_entropy of the logits, in float32 for half-precision ones."""
 
-    def losses(z_CV: Tensor, target_C: Tensor) -> Tensors:
+    def losses(z_CV: Tensor, target_C: Tensor, *weights: Tensor) -> Tensors:
         options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}
         wide = torch.promote_types(z_CV.dtype, torch.float32)
-        weight_V = None if weight is None else weight.to(wide)
+        weight_V = weights[0].to(wide) if weights else None
         with torch.autocast(z_CV.device.type, enabled=False):
             return (F.cross_entropy(z_CV.to(wide), target_C, weight_V, ignore_index=ignore_index, **options),)
 
-    (loss,) = by_rows(node, 1, losses, target)
+    (loss,) = by_rows(node, 1, losses, target, others=() if weight is None else (weight,))
     return reference.reduce(
         loss.flatten(),
         reference.flat_target(target),

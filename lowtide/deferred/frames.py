@@ -14,7 +14,20 @@ def enclosing_function() -> FrameType | None:
     """Return the frame of the autograd.Function whose forward is running; nothing has a gradient in it."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
-    return next((frame for frame in _callers() if frame.f_code is APPLY), None)
+    inner = None
+    for frame in _callers():
+        if frame.f_code is APPLY and _is_differentiated(inner):
+            return frame
+        inner = frame
+    return None
+
+
+def _is_differentiated(forward: FrameType | None) -> bool:
+    """Return whether what the forward of an autograd.Function returns may have gradients; if it has no
+    context to ask, True."""
+    names = () if forward is None else forward.f_code.co_varnames[:1]
+    contexts = [forward.f_locals.get(name) for name in names if forward is not None]
+    return all(any(getattr(each, "needs_input_grad", None) or (True,)) for each in contexts)
 
 
 def is_at_work(frame: FrameType) -> bool:

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowtide.deferred import tree
 from lowtide.deferred.logits import DeferredLogits, Source
 from lowtide.deferred.operands import copied, record_shared
-from lowtide.deferred.proxy import BINARY, REFLECTED, add_operators, flat, replaced
+from lowtide.deferred.proxy import BINARY, REFLECTED, add_operators, flat, replaced, spelled
 
-MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 
 class NotDeferred(Exception):
@@ -49,18 +49,30 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if hidden.grad and not torch.is_grad_enabled():
         # Within an autograd.Function (a quantised head's), which sees no tensor to take a gradient for.
         raise NotDeferred("the head's own autograd.Function")
-    if args[:1] == (hidden,) and len(args) > 1:
-        weight = bias = None
-        if function is F.linear:
-            weight, bias = (*args[1:], kwargs.get("bias"))[:2]
-        elif function in MATMULS and isinstance(args[1], Tensor) and args[1].dim() == 2:
-            weight = args[1].t()
-        if weight is not None and _product(hidden, weight, bias):
-            return _logits(hidden, weight, bias)
+    weight, bias = _factors(function, hidden, args, kwargs)
+    if weight is not None and _product(hidden, weight, bias):
+        return _logits(hidden, weight, bias)
     args, kwargs = replaced((tuple(args), kwargs), DeferredHidden, lambda each: each.tensor)
     found = function(*args, **kwargs)
-    again = isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 0
-    return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad) if again else found
+    if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() == 0:
+        return found
+    if found.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:  # a product of another kind
+        return hidden.source.counts.on(found, spelled(getattr(function, "__name__", str(function))))
+    return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad)
+
+
+def _factors(
+    function: Callable[..., Any], hidden: DeferredHidden, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return weight [V, D] and bias of the function, if it multiplies the hidden states by a matrix."""
+    if function is F.linear:
+        given = dict(zip(("input", "weight", "bias"), args)) | kwargs
+        first, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
+        return (weight, bias) if first is hidden and isinstance(weight, Tensor) else (None, None)
+    if function in MATMULS and len(args) == 2 and args[0] is hidden:
+        matrix = args[1]
+        return (matrix.t() if isinstance(matrix, Tensor) and matrix.dim() == 2 else None), None
+    return None, None
 
 
 def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.derivatives import active
+
 
 class Recorded(NamedTuple):
     """Hidden states or a weight, shared with the model."""
@@ -45,6 +47,8 @@ def record_shared(tensor: Tensor) -> Recorded:
     `tensor.data` is exchanged."""
     if torch.compiler.is_compiling():
         return record(tensor)
+    if active(tensor):  # an alias would have no tangent, and no level
+        return record(tensor)
     if tensor.is_inference():  # which has no version to tell a change by
         return record(tensor.clone())
     tracked = tensor.requires_grad and torch.is_grad_enabled()
@@ -61,7 +65,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _freed(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
 

@@ -13,16 +13,16 @@ from lowtide.deferred.frames import user_stacklevel
 
 
 class HeadNotCalledWarning(UserWarning):
-    """A model has been trained for a step without a call of its deferred head."""
+    """A model has been trained for two steps without a call of its deferred head."""
 
 
 class Watch:
-    """Warns once when an optimizer has stepped over parameters of the model, and the head has not been called
-    with gradients since the deferral began."""
+    """Warns once when an optimizer has stepped twice over the head's parameters (if it is frozen, over any of
+    the model), and the head has not been called with gradients since the deferral began."""
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        self.called = False
-        self.model, self.head = weakref.ref(model), type(head).__name__
+        self.called, self.steps = False, 0
+        self.model, self.head, self.name = weakref.ref(model), weakref.ref(head), type(head).__name__
         _listen()
         _watches.add(self)
 
@@ -32,17 +32,20 @@ class Watch:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Take note of an optimizer's step."""
-        model = self.model()
-        if self.called or model is None:
+        model, head = self.model(), self.head()
+        if self.called or model is None or head is None:
             return self.end()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if not any(id(each) in trained for each in model.parameters()):
+        # Of a frozen head any step of the model's tells.
+        own = [each for each in head.parameters() if each.requires_grad] or list(model.parameters())
+        self.steps += any(id(each) in trained for each in own)
+        if self.steps < 2:  # one may only make the optimizer's states
             return None
         self.end()
         return warnings.warn(
-            f"an optimizer has stepped, and the deferred head ({self.head}) has not been called in training "
-            "mode since defer_logits: the loss of this model is not made of what its head returns, and "
-            "nothing is saved. Code that multiplies by the head's weight itself can call "
+            f"the deferred head ({self.name}) has not been called in training mode since defer_logits, and "
+            "an optimizer has stepped twice: the loss of this model is not made of what its head returns, "
+            "and nothing is saved. Code that multiplies by the head's weight itself can call "
             "lowtide.linear_cross_entropy; trainers of TRL have lowtide.integrations.trl.DeferLogits; "
             "if another module makes the logits, pass it as head=",
             HeadNotCalledWarning,

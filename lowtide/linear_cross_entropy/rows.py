@@ -121,7 +121,8 @@ def softmax_gradient_(
     for start in range(0, C, step):
         rows = slice(start, start + step)
         row, stat, column = terms[rows], statistics[rows], columns[rows]
-        z_cb, raw_cb, slope_cb = _logits_(logits_CB[rows], column, stat.moment_N is not None)
+        bent = gradient_dtype is not None
+        z_cb, raw_cb, slope_cb = _logits_(logits_CB[rows], column, stat.moment_N is not None, bent)
         if take_statistics:
             torch.amax(z_cb, 1, out=stat.max_N)
             if stat.argmax_N is not None:
@@ -151,15 +152,19 @@ def softmax_gradient_(
     return None if gradient_dtype is None else logits_CB.to(gradient_dtype)
 
 
-def _logits_(u_cb: Tensor, columns: Columns, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """z in the place of u; u, if it is to be kept; the slope, if it is not 1 everywhere."""
+def _logits_(
+    u_cb: Tensor, columns: Columns, keep: bool, bent: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return z in the place of u; u, if it is to be kept; the slope, if it is asked for (`bent`) and is not 1
+    everywhere."""
     if columns.bias_B is not None:
         u_cb.add_(columns.bias_B)
     raw_cb = u_cb.clone() if keep else None
     z_cb = u_cb if columns.scale is None else u_cb.mul_(columns.scale)
     if not columns.softcap:
         return z_cb, raw_cb, None
-    slope_cb = slope_of_tanh(z_cb.div_(columns.softcap))
+    z_cb.div_(columns.softcap)
+    slope_cb = slope_of_tanh(z_cb) if bent else None
     return z_cb.tanh_().mul_(columns.softcap), raw_cb, slope_cb
 
 

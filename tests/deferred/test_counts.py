@@ -12,7 +12,7 @@ import lowtide
 from lowtide.deferred import HeadNotCalledWarning, RealLogitsWarning
 from tests.deferred.helpers import V, make
 
-NOT_CALLED = r"the deferred head \(Linear\) has not been called in training"
+NOT_CALLED = r"the deferred head \(Linear\) has not been called in training mode"
 
 
 def past_the_head(model, tokens, targets):
@@ -35,6 +35,7 @@ def test_a_step_without_the_head_warns_once():
     model, tokens, targets = make()
     optimizer = sgd(model)
     with lowtide.defer_logits(model) as deferral:
+        train(model, past_the_head(model, tokens, targets), optimizer)
         with pytest.warns(HeadNotCalledWarning, match=NOT_CALLED) as caught:
             train(model, past_the_head(model, tokens, targets), optimizer)
         assert [warning.filename for warning in caught] == [__file__]
@@ -48,6 +49,7 @@ def test_a_head_that_is_only_asked_without_gradients_warns():
     with lowtide.defer_logits(model):
         with torch.no_grad():
             model(tokens)
+        train(model, past_the_head(model, tokens, targets), optimizer)
         with pytest.warns(HeadNotCalledWarning):
             train(model, past_the_head(model, tokens, targets), optimizer)
 
@@ -81,12 +83,43 @@ def test_a_step_of_another_model_does_not():
     other, _, _ = make()
     with lowtide.defer_logits(model):
         train(other, other(tokens, targets)[1], sgd(other))
+        train(other, other(tokens, targets)[1], sgd(other))
+
+
+def test_steps_of_other_parameters_do_not():
+    """Of a model whose head is trained by another optimizer, or later."""
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model):
+        for _ in range(3):
+            train(
+                model, past_the_head(model, tokens, targets), torch.optim.SGD(model.mlp.parameters(), lr=0.1)
+            )
+
+
+def test_a_step_that_makes_an_optimizers_states_does_not():
+    model, tokens, targets = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lowtide.defer_logits(model):
+        optimizer.step()
+        train(model, model(tokens, targets)[1], optimizer)
+        train(model, model(tokens, targets)[1], optimizer)
+
+
+def test_a_frozen_head_is_told_by_any_step():
+    model, tokens, targets = make()
+    model.lm_head.requires_grad_(False)
+    optimizer = sgd(model)
+    with lowtide.defer_logits(model):
+        train(model, past_the_head(model, tokens, targets), optimizer)
+        with pytest.warns(HeadNotCalledWarning):
+            train(model, past_the_head(model, tokens, targets), optimizer)
 
 
 def test_a_deferral_that_is_undone_or_gone_does_not():
     model, tokens, targets = make()
     optimizer = sgd(model)
     lowtide.defer_logits(model).undo()
+    train(model, past_the_head(model, tokens, targets), optimizer)
     train(model, past_the_head(model, tokens, targets), optimizer)
     lowtide.defer_logits(make()[0])
     gc.collect()
@@ -130,8 +163,10 @@ def test_a_compiled_step_without_the_head_warns():
     model, tokens, targets = make()
     torch._dynamo.reset()
     compiled = torch.compile(past_the_head, fullgraph=True, backend="eager")
-    with lowtide.defer_logits(model), pytest.warns(HeadNotCalledWarning, match=NOT_CALLED):
+    with lowtide.defer_logits(model):
         train(model, compiled(model, tokens, targets), sgd(model))
+        with pytest.warns(HeadNotCalledWarning, match=NOT_CALLED):
+            train(model, compiled(model, tokens, targets), sgd(model))
 
 
 class PositionsAsWideAsLayers(nn.Module):
