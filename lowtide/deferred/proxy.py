@@ -41,8 +41,9 @@ def is_torchs(function: Callable[..., Any], name: str) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ..."""
-    return name[2:-2] in IN_PLACE if name[:2] == "__" else name[-1] == "_"
+    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ... (That of /=
+    calls itself __idiv__.)"""
+    return name[2:-2] in (*IN_PLACE, "idiv") if name[:2] == "__" else name[-1] == "_"
 
 
 def spelled(name: str) -> str:

@@ -82,12 +82,19 @@ def _flatten(logits: DeferredLogits) -> tuple[list[Any], DeferredLogits]:
             "a transform of torch.func (vmap, grad with has_aux, ...) cannot return deferred logits; return "
             "what is made of them there, or logits.materialize()"
         )
-    return [_made(_hidden(logits).as_subclass(LogitsLeaf), logits, copied=False)], logits
+    hidden = _hidden(logits)
+    if type(hidden) is not Tensor:  # a fake one cannot be of another class, and has nothing to map over
+        return [], logits
+    return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], logits
 
 
 def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
+    leaves = list(leaves)
+    if not leaves:
+        return logits
     (leaf,) = leaves
-    if leaf is logits.tensor or (isinstance(leaf, LogitsLeaf) and not leaf.copied):
+    unchanged = isinstance(leaf, LogitsLeaf) and not leaf.copied
+    if unchanged or (logits.tensor is not None and leaf is logits.tensor):
         return logits
     if isinstance(leaf, LogitsLeaf):
         with torch._C.DisableTorchFunctionSubclass():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import lowtide
@@ -76,6 +77,15 @@ def test_types_can_be_asked_for():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         assert tree_map(lambda each: 7, model(tokens)[0]) == 7
+        assert tree_map(lambda each: None, model(tokens)[0]) is None
+
+
+def test_fake_logits_are_left_alone():
+    """As of an estimate, which looks through a model's outputs."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model), FakeTensorMode(allow_non_fake_inputs=True):
+        logits = model(tokens)[0]
+        assert tree_map(lambda each: each, logits) is logits
 
 
 def test_an_unchanged_map_keeps_the_loss_fused():

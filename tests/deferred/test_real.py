@@ -152,6 +152,16 @@ class TestRealLogits:
             with pytest.raises(RuntimeError, match=r"changed in place \(Tensor.__setitem__\)"):
                 F.cross_entropy(flat, targets.view(-1))
 
+    @pytest.mark.parametrize("operator", ["+=", "-=", "*=", "/=", "//=", "%=", "**="])
+    def test_every_operator_that_changes_is_seen(self, operator):
+        model, tokens, _ = make()
+        with lowtide.defer_logits(model), torch.no_grad():
+            logits = model(tokens)[0]
+            names = {"z": logits, "u": logits.detach()}
+            exec(f"z {operator} 2", names)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                names["u"].sum()
+
     def test_a_change_is_refused_after_others_were_made(self):
         model, tokens, _ = make()
         with lowtide.defer_logits(model):
