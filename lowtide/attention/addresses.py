@@ -1,4 +1,4 @@
-"""Where torch's own CUDA kernels read and write. They load 16 bytes at once: from an address that is no
+"""Say which memory torch's own CUDA kernels can read. They load 16 bytes at once: from an address that is no
 multiple of 16, cuDNN's compute garbage without an error, and the others end in a misaligned address.
 
 Shapes: B batches, H heads, M rows (of queries or keys), K features.

@@ -44,7 +44,7 @@ class Version:
 
 
 def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any]:
-    """What these values reach, by name: something that is different once a constant is. `known`: of which
+    """Return what these values reach, by name: something that differs once a constant does. `known`: of which
     tensors, by id, somebody else takes care."""
     found = dict[str, Any]()
     seen = dict[tuple[int, Names], Any]()
@@ -67,7 +67,7 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
 
 
 def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """What is found in a value, and the names of the code that gets it; `names`: of the code that has it."""
+    """Return what is found in a value, and the names of the code that gets it (`names`: that has it)."""
     if callable(value) and hasattr(value, "__wrapped__"):
         yield "", value.__wrapped__, names
     elif isinstance(value, functools.partial):
@@ -139,7 +139,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
 
 
 class _Members:
-    """What these names stand for in a class: `names`, and those of the methods that they lead to."""
+    """Return what these names stand for in a class: `names`, and those of the methods that they lead to."""
 
     def __init__(self, cls: type, names: Names) -> None:
         self.methods, self.slots, self.constants = list[Any](), list[str](), list[tuple[type, str]]()
@@ -200,7 +200,7 @@ def _is_foreign(function: Any) -> bool:
 
 
 def _is_installed(function: Any, by: Any) -> bool:
-    """Whether it is of another installed package than the function that names it."""
+    """Return whether it is of another installed package than the function that names it."""
     another = _root(function.__module__ or "") != _root(by.__module__ or "")
     return another and "site-packages" in function.__code__.co_filename
 

@@ -1,4 +1,4 @@
-"""What the options of several commands have in common: bytes, and files that will be written.
+"""Share what the options of several commands take: bytes, and files that will be written.
 
 An option is checked when it is read, before any work starts.
 """
