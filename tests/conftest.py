@@ -1,6 +1,8 @@
 import gc
 import importlib.util
 import os
+import signal
+import threading
 
 # The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
 # Read when NumPy, whose products the interpreter takes, is imported; and by the processes that tests start.
@@ -36,6 +38,14 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     leave_out_what_has_no_effect()
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+# A shell that starts tests in the background ignores interrupts, and whatever they start would inherit that.
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
