@@ -11,6 +11,11 @@ BYTES = 16
 # Beyond it a kernel that counts numbers in 32 bits goes wrong.
 NUMBERS = 1 << 31
 
+# Torch 2.11 keeps cuDNN's plans by the strides of queries, keys and values, and ignores those of the output
+# and its gradient: a plan that was made for other strides misreads them without an error. Calls with this
+# dropout, a 0 of the other sign, share no plan with the program's own; here these strides follow the query's.
+NO_DROPOUT = -0.0
+
 
 def reason_against(*tensors: Tensor) -> str | None:
     """Returns why torch's CUDA kernels are not known to read such tensors [B, H, M, K]; None if they are."""
@@ -55,4 +60,4 @@ def readable_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Returns the tensor, or a copy in the strides of `like`, which torch's kernels made."""
     if tensor.device.type != "cuda" or (tensor.stride() == like.stride() and is_aligned(tensor)):
         return tensor
-    return torch.empty_like(like).copy_(tensor)
+    return torch.empty_like(like, device=tensor.device).copy_(tensor)

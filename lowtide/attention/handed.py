@@ -94,7 +94,12 @@ def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # 
 
 def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
     query, key, value = operands[:3]
-    given = {"is_causal": causal, "scale": options.scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    given = {
+        "is_causal": causal,
+        "scale": options.scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "dropout_p": addresses.NO_DROPOUT,
+    }
     if _is_fused_already(operands, given):
         return torchs_own(query, key, value, **given)
     with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lowtide.attention.addresses import readable, readable_like
+from lowtide.attention.addresses import NO_DROPOUT, readable, readable_like
 from lowtide.attention.check import ArgumentError
 from lowtide.attention.problem import Operands, Options
 
@@ -30,20 +30,20 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
     kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
-            *tensors, None, keep_statistics, 0.0, options.causal, False, **given
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, False, **given
         )
         logsumexp = logsumexp[..., 0] if keep_statistics else None
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-            *tensors, None, keep_statistics, 0.0, options.causal, **given
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, **given
         )
     elif operands.device.type == "cpu":
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            *tensors, 0.0, options.causal, **given
+            *tensors, NO_DROPOUT, options.causal, **given
         )
     else:
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
-            *tensors, 0.0, options.causal, False, **given
+            *tensors, NO_DROPOUT, options.causal, False, **given
         )
     out = _laid(out, options.rows_first)
     if not keep_statistics:
@@ -63,30 +63,32 @@ def backward(
     """Returns those gradients of query, key and value that are wanted; torch's kernels make all three."""
     assert logsumexp_upstream is None
     tensors = [readable(each) for each in operands[:3]]
+    kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
+    if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
+        out = readable_like(out, torch.empty_like(tensors[0], device="meta"))
     out = readable(out)
     upstream = readable_like(upstream, out)
     given_first = (upstream, *tensors, out)
     logsumexp_BHM, M, N = statistics_BH1M[:, :, 0], out.shape[2], tensors[1].shape[2]
-    kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
     seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read for dropout alone
     if kernel == SDPBackend.CUDNN_ATTENTION:
         found = aten._scaled_dot_product_cudnn_attention_backward(
-            *given_first, logsumexp_BHM[..., None], seed, seed, None, None, None, M, N, 0.0,
-            options.causal, **given
+            *given_first, logsumexp_BHM[..., None], seed, seed, None, None, None, M, N,
+            NO_DROPOUT, options.causal, **given
         )  # fmt: skip
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % ROWS), value=torch.inf)
         found = aten._scaled_dot_product_efficient_attention_backward(
-            upstream, *tensors, None, out, padded, seed, seed, 0.0,
+            upstream, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
             [*wanted[:3], False], options.causal, **given
         )  # fmt: skip
     elif operands.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given_first, logsumexp_BHM, 0.0, options.causal, **given
+            *given_first, logsumexp_BHM, NO_DROPOUT, options.causal, **given
         )
     else:
         found = aten._scaled_dot_product_flash_attention_backward(
-            *given_first, logsumexp_BHM, None, None, M, N, 0.0, options.causal, seed, seed, **given
+            *given_first, logsumexp_BHM, None, None, M, N, NO_DROPOUT, options.causal, seed, seed, **given
         )
     return [_laid(each, options.rows_first) for each, want in zip(found, wanted) if want]
 

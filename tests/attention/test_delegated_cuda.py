@@ -133,6 +133,17 @@ def test_upstream_gradients(function, layout, backend):
     run(function if backend is None else compiled(function, backend), case, upstream)
 
 
+@pytest.mark.parametrize("function", SIGNATURES)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_plans_that_torch_made_for_other_strides(function, backend):
+    """Torch finds a plan by the strides of queries, keys and values alone."""
+    case = sample(CAUSAL, M=136, N=136)
+    tensors = [leaf.transpose(1, 2) for leaf in case.leaves().values()]
+    out = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    torch.autograd.grad(out, tensors, torch.randn_like(out).contiguous())
+    run(function if backend is None else compiled(function, backend), case)
+
+
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_the_upstream_gradient_of_a_sum(backend):
     """One number, expanded."""
