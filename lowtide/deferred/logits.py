@@ -173,7 +173,7 @@ class DeferredLogits:
             # cannot be changed in place where they are on.
             with torch.inference_mode(False), torch.enable_grad():
                 tensor = tree.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
-                self.tensor = tensor.contiguous() if self.meta.is_contiguous() else tensor
+                self.tensor = _laid_like(self.meta, tensor)
             self.source.made += 1
         return self.tensor
 
@@ -261,6 +261,15 @@ class DeferredLogits:
         return self.detach()
 
     __hash__ = object.__hash__
+
+
+def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
+    """Return the tensor in the strides of `meta`: they decide whether a later reshape is a view of it."""
+    strides = zip(meta.shape, meta.stride(), tensor.stride())
+    if all(wanted == found for size, wanted, found in strides if size > 1):
+        return tensor
+    laid = torch.empty_strided(meta.shape, meta.stride(), dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor)
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

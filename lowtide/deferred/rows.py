@@ -123,8 +123,11 @@ def _as_tensor(entry: Any, device: torch.device) -> Any:
 
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     node = tree.changed(_in_shape(input), rows=lambda x: x[index])
-    shape = (*tree.leading(node), input.classes)
-    return input.like(node, torch.empty(shape, dtype=input.dtype, device="meta"), len(shape) - 1)
+    if all(isinstance(each, (int, slice)) for each in index):  # a view, with the strides of one
+        meta = input.meta[(*index, slice(None))]
+    else:
+        meta = torch.empty((*tree.leading(node), input.classes), dtype=input.dtype, device="meta")
+    return input.like(node, meta, meta.dim() - 1)
 
 
 def _in_shape(input: DeferredLogits) -> tree.Node:

@@ -302,3 +302,40 @@ def test_the_entropy_beside_a_class_that_cannot_be():
     (of_possible,) = torch.autograd.grad(expected, possible)
     assert of_logits[0, 1] == 0
     close(of_logits[:, [0, 2]], of_possible, torch.float32)
+
+
+VIEWS = {
+    "all": lambda z: z,
+    "all but the last row": lambda z: z[:, :-1],
+    "every other row": lambda z: z[:, ::2],
+    "a sequence": lambda z: z[1],
+    "some classes": lambda z: z[..., 3:9],
+    "rows of classes": lambda z: z[1:, :, :5],
+    "classes first": lambda z: z.movedim(-1, 0),
+    "rows swapped": lambda z: z.transpose(0, 1),
+    "rows swapped, and some": lambda z: z.transpose(0, 1)[1:3],
+    "narrowed": lambda z: z.narrow(1, 2, 3),
+    "split": lambda z: z.split(2, 1)[1],
+    "in another order": lambda z: z[:, [2, 0]],
+    "half as many": lambda z: z[:, 1:] / 2,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_strides_are_those_of_torch(name):
+    """They decide whether a later reshape is a view, and changes with what it is a view of."""
+    model, tokens, _ = make()
+    expected = VIEWS[name](model(tokens)[0])
+    with lowtide.defer_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        logits = VIEWS[name](model(tokens)[0])
+        assert logits.stride() == expected.stride()
+        real = logits.materialize()
+        assert real.stride() == expected.stride()
+        shares = expected.reshape(-1).data_ptr() == expected.data_ptr()
+        made = real.reshape(-1)
+        assert (made.data_ptr() == real.data_ptr()) is shares
+        before = real.detach().clone()
+        with torch.no_grad():
+            made.div_(2)
+        assert torch.equal(real.detach(), before / 2 if shares else before)

@@ -34,6 +34,7 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
     try:
         value = run.result()
         trace = tuple(run.trace)
+        value = getattr(value, "logits", value)  # of a leaf of a tree, which as_tensor returns as it is
         if hasattr(value, "materialize"):
             value = value.materialize()
         gradients = {}
