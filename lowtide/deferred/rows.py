@@ -124,7 +124,7 @@ def _as_tensor(entry: Any, device: torch.device) -> Any:
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     node = tree.changed(_in_shape(input), rows=lambda x: x[index])
     if all(isinstance(each, (int, slice)) for each in index):  # a view, with the strides of one
-        meta = input.meta[(*index, slice(None))]
+        meta = input.meta[index]
     else:
         meta = torch.empty((*tree.leading(node), input.classes), dtype=input.dtype, device="meta")
     return input.like(node, meta, meta.dim() - 1)
