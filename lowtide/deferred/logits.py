@@ -287,6 +287,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if name in METADATA and isinstance(args[0], DeferredLogits):
         return function(args[0].meta, *args[1:], **kwargs)
     operation = spelled(name)
+    if name == "detach_":  # torch refuses it for views, which real logits are or are not by chance
+        raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
     target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
     args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
     if isinstance(target, DeferredLogits):

@@ -339,3 +339,15 @@ def test_strides_are_those_of_torch(name):
         with torch.no_grad():
             made.div_(2)
         assert torch.equal(real.detach(), before / 2 if shares else before)
+
+
+@pytest.mark.parametrize("name", ["all", "some classes", "a sequence"])
+def test_nothing_is_detached_in_place(name):
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model) as deferral:
+        logits = VIEWS[name](model(tokens)[0])
+        for part in (logits, logits[..., :0]):
+            with pytest.raises(RuntimeError, match=r"detach_ would .* in place; use detach\(\)"):
+                part.detach_()
+        assert logits.requires_grad
+        assert deferral.materialized == {}
