@@ -4,6 +4,7 @@ What comes of the logsumexp or a loss of a half-precision head may be float32 wh
 (docs/deferred.md).
 """
 
+import dataclasses
 import re
 import traceback
 from typing import Any, NamedTuple
@@ -27,6 +28,8 @@ class Evaluation(NamedTuple):
     error: Exception | None = None
     backward: bool = False
     largest: float = 0.0
+    apart: bool = False
+    """Whether real logits were made beside what is not: gradients of the two are rounded one by one."""
 
 
 def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluation:
@@ -51,7 +54,8 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
     finally:
         if run.deferral is not None:
             run.deferral.undo()
-    return Evaluation(value, gradients, trace, largest=run.largest)
+    apart = run.deferral is not None and bool(run.deferral.materialized) and program.has_logsumexp
+    return Evaluation(value, gradients, trace, largest=run.largest, apart=apart)
 
 
 def check(program: Program, device: str) -> None:
@@ -129,7 +133,7 @@ def check_values(program: Program, plain: Evaluation, ours: Evaluation, device: 
     eps = _precision(program)
     if all(_same(own, theirs, 16 * eps) for own, theirs in pairs):
         return
-    _check_errors(names, pairs, program, plain.largest, eps, device)
+    _check_errors(names, pairs, program, plain.largest, eps, device, ours.apart)
 
 
 def _check_errors(
@@ -139,6 +143,7 @@ def _check_errors(
     largest: float,
     eps: float,
     device: str,
+    apart: bool,
 ) -> None:
     others = [
         evaluate(program, way, device, noise)
@@ -166,12 +171,26 @@ def _check_errors(
         allowed += max(1 / max(many, 1), 0.02) * eps * norm(size)
         if name != names[0]:
             allowed += 0.25 * eps * scale * own.numel() ** 0.5
+            allowed += norm(exact) * apart  # what is rounded may cancel
         allowed += 64 * torch.finfo(torch.float64).eps * (norm(size) + largest * max(1, own.numel()) ** 0.5)
-        if not (error := norm(own - exact)) <= allowed:
+        error = norm(own - exact)
+        if not error <= allowed and not error <= _usual_error(program, device, name):
             raise Finding(
                 f"{name}: error {error:.3e} exceeds {allowed:.3e}; torch's own is {norm(theirs - exact):.3e} "
                 f"of {norm(exact):.3e}"
             )
+
+
+def _usual_error(program: Program, device: str, name: str) -> float:
+    """Torch's largest in eight such programs with other numbers: on few numbers it is right by luck."""
+    errors = [0.0]
+    for seed in range(1, 9):
+        other = dataclasses.replace(program, seed=program.seed + seed)
+        plain, exact = (evaluate(other, way, device) for way in ("plain", "exact"))
+        if name in plain.gradients and name in exact.gradients:
+            error = plain.gradients[name].detach().double() - exact.gradients[name].detach().double()
+            errors.append(norm(error[error.isfinite()]))
+    return max(errors)
 
 
 def _parts(evaluation: Evaluation) -> list[Tensor]:
