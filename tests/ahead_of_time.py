@@ -4,7 +4,7 @@
 with much switched on, and of the most used the plain one; not each subset of options or size of tiles. What
 it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take three
 times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability; when a
-kernel, its tiles or Triton change, `make test-builds` runs that too.
+kernel, its tiles or Triton change, `make test-builds` runs that too (decision 0052).
 """
 
 import gc

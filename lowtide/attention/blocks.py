@@ -1,5 +1,5 @@
 """How large the tiles of each Triton kernel are: by the card's shared memory, the operands' width and the
-features. Those for large cards were the fastest of some ten candidates each on an H200 (docs/log.md); those
+features. Those for large cards were the fastest of some ten candidates each on an H200 (decision 0019); those
 for small ones are the largest that fit.
 
 Shapes: M queries, N keys; K features of queries and keys, E of values.
@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
 
 # Features of a tile, at the least: rows of 128 bytes. The ptxas 12.8.93 of Triton 3.6 gets the descriptors of
 # narrower tiles wrong where two widths share an address: a crash, or other numbers than those asked for.
-FEWEST = 64
+FEWEST = 64  # decision 0020
 
 
 # By kernel: the most features (the larger of K and E) that a size is for, and the size. Forward of float32 is
@@ -158,7 +158,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def cdiv(total: int, step: int) -> int:
-    """Triton's own takes 2 us."""
+    """Triton's own takes 2 us (decision 0023)."""
     return -(-total // step)
 
 

@@ -26,10 +26,10 @@ from lowtide.attention.problem import Operands, Options, Sizes
 
 # Bytes that a strip holds, its operands' pieces and such a sum too: 256 MiB of gradients, and those of some
 # heads. More if one of the fewest keys holds more: for each number that is kept of a score, as much as a
-# gradient of 128 features.
+# gradient of 128 features (decision 0050).
 ROOM = 304 << 20
 # And of one matrix of all scores, in the operands' dtype. The leanest dense way holds three in backward
-# (weights, their gradients and those of the scores), ten times as much.
+# (weights, their gradients and those of the scores), ten times as much (decision 0050).
 SHARE = 3 / 10
 # Strips of keys are a multiple of these wide, of the keys of any tile.
 KEYS = 128
@@ -68,7 +68,7 @@ def kept(operands: Operands, options: Options, wanted: Sequence[bool], together:
 
     A bias with rows and columns gets its gradient from kept scores alone. Otherwise they are kept where
     products are dear: float32, six to one of half precision, which is faster when it computes scores again
-    (403 TFLOP/s on an H200, in 3 MiB)."""
+    (403 TFLOP/s on an H200, in 3 MiB; decision 0050)."""
     query, key, value = wanted[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
     capped = options.softcap > 0

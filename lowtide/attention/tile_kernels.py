@@ -221,7 +221,7 @@ def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED
     """Where the tile of a step lies: the whole ones in one loop; those before and after them in another.
 
     Two loops, so that only the second looks at masks; and the second without a pipeline of its own (one
-    stage), or ptxas makes the matrix products of both wait for each other.
+    stage), or ptxas makes the matrix products of both wait for each other (decision 0019).
     """
     tile = whole_first + step
     if MASKED:

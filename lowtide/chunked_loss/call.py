@@ -255,7 +255,7 @@ def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor,
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     # Where the caller has not said, torch frees the parameters after forward of all units but the root, which
-    # backward would need at once; so does a head's, and they would be gathered twice.
+    # backward would need at once; so does a head's, and they would be gathered twice (decision 0011).
     if unit._get_fsdp_state()._auto_reshard_after_forward:
         unit.set_reshard_after_forward(False, recurse=False)
     # The hooks cast and look at the tensors among the arguments of the method, and at its result.

@@ -27,7 +27,7 @@ TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
 
 # Rows of logits begin at multiples of so many numbers: products of unaligned ones are slow.
-ALIGNMENT = 16
+ALIGNMENT = 16  # decision 0034
 
 
 class Plan(NamedTuple):

@@ -18,7 +18,7 @@ MOST_CHUNKS = 8  # that the tokens of a block are cut into where there is room f
 
 @dataclass(frozen=True, slots=True)
 class ClassBlocks:
-    """What the two sweeps hold; in bytes unless said."""
+    """What the two sweeps hold (decision 0034); in bytes unless said."""
 
     N: int  # tokens
     D: int  # features

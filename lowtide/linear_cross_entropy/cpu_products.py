@@ -29,7 +29,7 @@ SOURCE = Path(__file__).with_name("cpu_products.cpp")
 # it is then found in the library that torch has loaded for all, and there is one pool of threads, not two.
 UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
 COMPILED = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS)
-LINKED = ("-shared",)
+LINKED = ("-shared",)  # decision 0048
 FUNCTIONS = ("lowtide_use", "lowtide_exponentials", "lowtide_multiply", "lowtide_multiply_transposed")
 BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
 RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"

@@ -21,7 +21,7 @@ from lowtide.linear_cross_entropy.exponential_kernels import LOG2_E, halves, til
 from lowtide.linear_cross_entropy.rows import Columns
 
 # Of a distance, to 1; the last of 2^16 numbers is infinity.
-STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)
+STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
 # Adding it leaves a whole number in the lowest bits.
 WHOLE = tl.constexpr(8388608.0)
 # A distance whose exponential is 0, and which times 0 is 0.

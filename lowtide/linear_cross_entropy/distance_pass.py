@@ -26,7 +26,7 @@ from lowtide.linear_cross_entropy.rows import Columns, Statistics, Terms
 
 # Classes of one program, and its warps: so few to a thread that all its loads are under way at once, in 32
 # registers, with which a multiprocessor is full.
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 2048, 8  # decision 0042
 # A whole number below 2^23, with these bits beside its own, is WHOLE more as a float32.
 WHOLE_BITS = tl.constexpr(0x4B000000)
 

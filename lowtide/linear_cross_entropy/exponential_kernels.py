@@ -17,7 +17,7 @@ from lowtide.soft_cap_kernels import tanh_and_room
 # A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
 # memory of an H100 for its operands three deep, those of a second term, and what distance_kernels.py loads.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
-STAGES, WARPS = 3, 8
+STAGES, WARPS = 3, 8  # decision 0012
 GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
 
 HUGE = tl.constexpr(1e38)

@@ -92,7 +92,7 @@ class Exponentials:
             "PROGRAMS": programs,
             "GROUP": kernels.GROUP,
         }
-        # With a soft cap a step took a tenth longer on the pipeline.
+        # With a soft cap a step took a tenth longer on the pipeline (decision 0039).
         large = hopper.worth(self.C, self.B, self.D) and self.softcap == 0
         if repair is None and large and hopper.pipelines_on(self.device):
             from lowtide.linear_cross_entropy import exponential_pipeline, pipeline
@@ -110,7 +110,7 @@ class Exponentials:
             **arguments,
             SOFTCAP=self.softcap,
             # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
-            MASKED=self.softcap > 0 and moments is not None,
+            MASKED=self.softcap > 0 and moments is not None,  # decision 0012
             repair_ptr=repair,
             REPAIR=repair is not None,
             BLOCK_C=kernels.BLOCK_C,

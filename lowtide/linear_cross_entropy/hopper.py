@@ -11,7 +11,7 @@ KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has wh
 
 # Multiplications of a product, at least. A launch takes the host longer than one of Triton's, and the card
 # waits where many are short: 250 of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
-FEWEST = 1 << 39
+FEWEST = 1 << 39  # decision 0039
 
 
 @functools.cache

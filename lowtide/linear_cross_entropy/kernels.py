@@ -18,7 +18,7 @@ from lowtide.soft_cap_kernels import slope_of_tanh, tanh_and_room
 
 # Logits to the tile; with most options half as many, which is what the registers hold.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
-WARPS = 16
+WARPS = 16  # decision 0001
 
 # Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is seen.
 LOWEST = tl.constexpr(-3.0e38)

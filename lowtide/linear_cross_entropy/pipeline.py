@@ -1,7 +1,7 @@
 """Matrix products on a Hopper card, in Gluon: one warp that loads tiles and two groups of four that multiply,
 64 rows of a tile each, and do with them what a kernel does. The groups do not wait for each other, so what
 one leaves hides behind what the other multiplies; kernels in Triton itself, whose warps go together, do not
-hide it (docs/log.md).
+hide it (decision 0039).
 
 Tiles go around in a ring of stages. A stage holds BLOCK_A rows of one operand, in two halves, and BLOCK_B of
 the other, for BLOCK_K of the numbers that are summed up; or whatever else a kernel loads into that room.

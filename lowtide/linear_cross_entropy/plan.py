@@ -31,11 +31,11 @@ from lowtide.linear_cross_entropy.workspace import (
 )
 
 # One product for all tokens forms the rows of their targets again: for so many classes a token it pays.
-CLASSES_PER_TOKEN = 16
+CLASSES_PER_TOKEN = 16  # decision 0016
 
 # Where a product that becomes dX would take more than a fortieth of the workspace, it has half as many rows,
 # which are hardly slower: more rows to a chunk are worth more.
-PRODUCT_PART = 40
+PRODUCT_PART = 40  # decision 0032
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def told(head: Head, options: Options, job: Job) -> Options:
     """Return the options with what the caller decides for forward and backward, and a graph keeps."""
     layout = head.first_position if head.by_position else head
     engine = choose_engine(layout, options, job).engine
-    return options._replace(few_tokens=few_tokens(head), engine=engine)
+    return options._replace(few_tokens=few_tokens(head), engine=engine)  # decision 0014
 
 
 def few_tokens(head: Head) -> bool:

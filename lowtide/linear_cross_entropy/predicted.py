@@ -7,18 +7,18 @@ for 896 to 2816 rows, but for 1024 rows of 2304 features, which were a sixth qui
 """
 
 MULTIPROCESSORS = 132
-# Of a tile of 128 x 256, for each number that its results are summed over: 0.73 PFLOP/s.
+# Of a tile of 128 x 256, for each number that its results are summed over: 0.73 PFLOP/s (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # of the exponentials
 # A sum that is read and written while it is added to, where little of that hides behind the product. On the
-# pipeline most of it does; four times this speed made A quicker by 1.4 % and D slower by 3 (docs/log.md).
+# pipeline most of it does; four times this speed made A quicker by 1.4 % and D slower by 3 (decision 0035).
 BYTES_A_SECOND = 4e12
 # Of the kernels beside a chunk's products that take no time by their size.
 LAUNCHES = 15e-6
 
 # Of one product that becomes dX. cuBLAS cuts what is higher less well: 5120 rows of 4096 features, summed
-# over 128k classes, take 2 % of a step longer at once.
+# over 128k classes, take 2 % of a step longer at once (decision 0032).
 PRODUCT_ROWS = 2048
 
 

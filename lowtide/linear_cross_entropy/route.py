@@ -25,9 +25,9 @@ from lowtide.linear_cross_entropy.layouts import (
 ENGINES = ("torch", "triton", "exponentials", "distances", "cpu_exponentials")
 TILED = ("exponentials", "distances")  # which read operands through tensor maps
 # Operands of exponential_kernels.py's tiles: float16 has not the range for exp(z), float32 not the speed.
-EXPONENTIAL_DTYPES = (torch.bfloat16,)
+EXPONENTIAL_DTYPES = (torch.bfloat16,)  # decision 0002
 # Of a second term there: what a tile has room for beside its own operands.
-SECOND_FEATURES = 64
+SECOND_FEATURES = 64  # decision 0015
 # Of a CPU's bfloat16 products: with fewer, the host has more to do than its units.
 FEWEST_WEIGHTS = 1 << 20
 
@@ -117,7 +117,7 @@ def route_of(head: Head, options: Options) -> Route:
     # torch has no half-precision product with a float32 result on the CPU.
     own = options.engine == "cpu_exponentials"
     compute_dtype = options.compute_dtype if cuda or own else options.sum_dtype
-    # Rows that are ignored are left out on the CPU, so that a chunk is a copy of those that count.
+    # Rows that are ignored are left out on the CPU (decision 0008), so that a chunk copies those that count.
     selects = not cuda and backend_of(options.engine) == "torch"
     copied = tuple(selects or copies_rows(each, compute_dtype) for each in head.inputs)
     return Route(options.engine, compute_dtype, copied)
@@ -193,7 +193,7 @@ def _reason_against_tiles(head: Head, options: Options, backend: str) -> str | N
 def _fits_distances(head: Head, options: Options, job: Job) -> bool:
     """Probabilities of more digits than the operands may be nearer to p than a distance says. A slope, and a
     sum of gradients times logits, want more of them, too. Rows of other lengths are loaded one by one."""
-    as_coarse = job.soft_dtype in EXPONENTIAL_DTYPES
+    as_coarse = job.soft_dtype in EXPONENTIAL_DTYPES  # decision 0018
     return as_coarse and not options.softcap and not job.wanted.scale and head.classes % 16 == 0
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from lowtide.soft_cap import slope_of_tanh
 
 # Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each thread.
-CACHE_BYTES = 1 << 20
+CACHE_BYTES = 1 << 20  # decision 0026
 
 Own = TypeVar("Own", bound="_ByRow")
 

@@ -1,5 +1,5 @@
 """A wide sum over chunks that becomes a weight's half-precision gradient: of the first half of the classes in
-the gradient's own memory, of the others beside it.
+the gradient's own memory, of the others beside it (decision 0026).
 
 Shapes: D features, V classes, H in the first half and B in the other; C tokens of a chunk.
 """

@@ -1,6 +1,6 @@
 """Triton kernels of a float32 sum in 24 bits, or 20: the upper 16 lie where the bfloat16 gradient will be,
 the next 8 or 4 beside. Each addition rounds it by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8);
-the gradient is rounded once, at the end.
+the gradient is rounded once, at the end (decisions 0013 and 0036).
 
 Two features that lie side by side are one number of 32 bits in the former's memory, and one of 16 or 8 in the
 latter, whose type says which it is.

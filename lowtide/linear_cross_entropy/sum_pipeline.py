@@ -3,7 +3,7 @@ bits or 20 (sum_kernels.py).
 
 Where a chunk has few rows, what was summed before takes as long to read and write as the tile's product takes
 to form. It goes around with the operands: after a tile's last one the next two stages bring the sum, half of
-it each, it is added up there, and leaves from there.
+it each, it is added up there, and leaves from there (decision 0040).
 
 A sum in 24 bits that becomes a float32 gradient lies in that gradient's memory, so that each tile lies where
 its own part of the gradient will be: of 256 features, which take 1024 bytes of a row, the pairs are in the

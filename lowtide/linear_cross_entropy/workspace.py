@@ -37,23 +37,23 @@ FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 # is added to less often. On CUDA in Triton each time takes longer (8192 rows at a time in 24 bits still take
 # 2 to 3 % of a step less than 4096 in float32); on the pipeline, less long than cuBLAS in float32, so that it
 # comes first there. On the CPU not, but it is rounded before backward's factor is known.
-FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}
+FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}  # decision 0044
 
 # A sum in 20 bits leaves room for longer chunks than one in 24, and is rounded by 2^-12 of what a chunk adds
 # to it: in the row of a frequent class, where probabilities and targets cancel, that is more than what rounds
 # the gradient if the chunk is long. So 24 bits where these leave as many rows as this; and at most so many
 # chunks of fewer.
-ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64
+ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64  # decision 0036
 
-# Of the exponentials of a chunk; of more, a step of A took 1 % longer, of D 1 to 3 (docs/log.md).
-MOST_BYTES = 2 << 30
+# Of the exponentials of a chunk; of more, a step of A took 1 % longer, of D 1 to 3.
+MOST_BYTES = 2 << 30  # decision 0044
 
 # Targets whose rows of the gradient are formed at a time where one product has all tokens.
-TARGETS = 512
+TARGETS = 512  # decision 0016
 
 # Features of a second term whose two products are made at once, at most, and classes of a strip: of one
 # product each strip has a part (narrow_kernels.py).
-NARROW, STRIP = 16, 512
+NARROW, STRIP = 16, 512  # decision 0045
 
 WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
 
@@ -200,7 +200,7 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     operand_classes = V
     if needs.weight_copy:
         # An eighth of the room for the copy, the rest for rows: on the CPU quicker than a quarter (fewer
-        # walks over the weight, copies nearer to its cache), and no slower than a sixteenth.
+        # walks over the weight, copies nearer to its cache), and no slower than a sixteenth (decision 0026).
         copied = max(_least_copy(needs), min(room // 8, room - needs.chunk(1)))
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
@@ -251,7 +251,7 @@ def spent(needs: Needs, sizes: Sizes) -> int:
 
 
 def _classes(room: int, size: int, V: int) -> int:
-    """As many as fit; fewer than V in whole tiles, as products of an odd width are slow."""
+    """As many as fit; fewer than V in whole tiles, as an odd width is slow (decision 0034)."""
     classes = max(1, min(V, room // max(1, size)))
     return classes if classes == V or classes < 128 else classes - classes % 128
 

@@ -19,7 +19,7 @@ from lowtide.integrations.transformers.masks import DenseMask, PackedMask, mask
 from lowtide.linear_cross_entropy.check import ArgumentError
 
 NAME = "lowtide"
-HIDDEN = 1e4
+HIDDEN = 1e4  # decision 0028
 """As a score below any other, e^-HIDDEN is 0; and a sum of such scores still has digits."""
 SPARSE = "it sees all keys that the mask shows; use attn_implementation='eager' for a choice of them"
 REFUSED = {

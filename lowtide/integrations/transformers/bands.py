@@ -2,7 +2,7 @@
 
 Transformers has a mask as a function of a query's place i and a key's place j, `(j > i - window) & (j <= i)`,
 which it evaluates at every (i, j). Of symbols that know their coefficients of i and j it is a band, exactly:
--left <= j - i <= right; or it fails.
+-left <= j - i <= right; or it fails (decision 0027).
 """
 
 from __future__ import annotations
