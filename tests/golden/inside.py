@@ -1,0 +1,81 @@
+"""All that the golden set takes from inside the package. Modules move; the names that are recorded stay."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lowtide.bench.memory import peak_memory
+
+__all__ = ["as_on_a_card", "chosen_engines", "loss_of_terms", "peak_memory", "quicken_interpreter"]
+
+
+def loss_of_terms(inputs: Sequence[Tensor], weights: Sequence[Tensor], target: Tensor, **options: Any) -> Any:
+    """Compute the loss of a head of several linear terms, as deferred logits do for an adapter."""
+    from lowtide.linear_cross_entropy.entry import cross_entropy
+
+    return cross_entropy(inputs, weights, target, **options)
+
+
+@contextlib.contextmanager
+def chosen_engines() -> Iterator[set[str]]:
+    """Collect the engine of each operator that runs in the block, and how it forms the weight's gradient."""
+    found: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for module, name, describe in (
+            ("lowtide.linear_cross_entropy.ops", "make_plan", _of_loss),
+            ("lowtide.distillation.engine", "make_plan", _of_distillation),
+            ("lowtide.attention.entry", "choose", lambda choice, *_: f"attention: {choice.backend}"),
+            ("lowtide.attention.engines", "chosen", lambda name, *_: f"attention: {name}"),
+        ):
+            owner = import_module(module)
+            observed = _observed(getattr(owner, name), describe, found)
+            stack.enter_context(mock.patch.object(owner, name, observed))
+        yield found
+    found.discard("attention: auto")  # to which `chosen` then gives a name
+
+
+def _observed(function: Callable[..., Any], describe: Callable[..., str], found: set[str]) -> Any:
+    def observed(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        if not torch.compiler.is_compiling():
+            found.add(describe(result, *arguments))
+        return result
+
+    return observed
+
+
+def _of_loss(plan: Any, head: Any, *_: Any) -> str:
+    bits = f" {plan.sum_bits}" if plan.weight_gradient == "split" and plan.backend == "triton" else ""
+    way = f", {plan.weight_gradient}{bits}" if plan.wanted.weights[0] else ""
+    return f"loss: {plan.engine}{way}{', several chunks' if plan.rows < head.tokens else ''}"
+
+
+def _of_distillation(plan: Any, *_: Any) -> str:
+    return f"distillation: {plan.backend}, {'accumulate' if plan.accumulate else 'by_class'}"
+
+
+@contextlib.contextmanager
+def as_on_a_card() -> Iterator[None]:
+    """Take the engines of a Hopper card and the Triton kernels of distillation on the CPU: through Triton's
+    interpreter, in small tiles and float32, as the tests do."""
+    import pytest
+
+    from tests.linear_cross_entropy.on_exponentials import put_everywhere
+
+    with pytest.MonkeyPatch.context() as patch:
+        put_everywhere("cpu", patch)
+        for module in ("lowtide.distillation.sizes", "lowtide.distillation.autograd"):
+            patch.setattr(import_module(module), "choose_backend", lambda *arguments: "triton")
+        yield
+
+
+def quicken_interpreter() -> None:
+    """Make Triton's interpreter three times as fast, with the same results."""
+    from tests.interpreter import leave_out_what_has_no_effect
+
+    leave_out_what_has_no_effect()
