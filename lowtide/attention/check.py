@@ -125,7 +125,8 @@ def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
             "use attn_bias.bool() or attn_bias.float()"
         )
     B, H, _, M, N, _, _ = sizes(operands)
-    if any(given not in (1, size) for given, size in zip(bias.shape, (B, H, M, N))):
+    # Dynamo compares symbols by `==`, but not within `in`.
+    if not all(given == 1 or given == size for given, size in zip(bias.shape, (B, H, M, N))):
         raise ArgumentError(
             f"attn_bias must broadcast to {B} batches, {H} heads, {M} queries and {N} keys, "
             f"got {list(bias.shape)}"

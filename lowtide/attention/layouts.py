@@ -59,7 +59,7 @@ def from_xformers(
         return Layout("BMHK"), *own, None if bias is None else _padded(bias, 4, "[B, H, M, N]")
     G, H = query.shape[2:4]
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape[2] != G or tensor.shape[3] not in (1, H):
+        if tensor.shape[2] != G or not (tensor.shape[3] == 1 or tensor.shape[3] == H):
             raise ArgumentError(
                 f"{name} must have shape [B, N, {G}, 1 or {H}, ...], got {list(tensor.shape)}"
             )
@@ -89,7 +89,7 @@ def from_torch(
     batches = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in padded))
     heads = [tensor.shape[-3] for tensor in padded]
     if not enable_gqa:
-        if any(size not in (1, max(heads)) for size in heads):
+        if not all(size == 1 or size == max(heads) for size in heads):
             raise ArgumentError(
                 f"query, key and value must have as many heads, got {heads}; pass enable_gqa=True where "
                 "several query heads share a key head"

@@ -125,3 +125,15 @@ def test_a_forward_mode_inside_a_graph_says_so():
 
     with pytest.raises(Exception, match=r"forward mode inside torch.compile|forward_ad"):
         torch.compile(function, fullgraph=True, backend="eager")(x, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, None), (2, 1, None, None), (1, 1, None, 1)])
+def test_a_bias_of_a_size_that_has_become_a_symbol(device, shape):
+    """Dynamo makes a size a symbol once it has seen two; a check must not take it for another number."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lowtide.memory_efficient_attention, fullgraph=True, backend="aot_eager")
+    tensors = [torch.randn(2, 12, 2, 8, device=device) for _ in range(3)]
+    torch.testing.assert_close(compiled(*tensors), lowtide.memory_efficient_attention(*tensors))
+    tensors = [torch.randn(2, 17, 2, 8, device=device) for _ in range(3)]
+    tensors.append(torch.randn([size or 17 for size in shape], device=device))
+    torch.testing.assert_close(compiled(*tensors), lowtide.memory_efficient_attention(*tensors))
