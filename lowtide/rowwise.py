@@ -107,15 +107,12 @@ class Rowwise(RowFunction):
         row_gradients = sum(place < self.results for place in upstream)
 
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
-            own_whole, sum_gradients = _split(whole, len(whole) - len(upstream) + row_gradients)
-            own = (*rows[: self.cut], *own_whole)
-
-            def outputs(*varied: Tensor) -> Tensors:
-                found = self._outputs(_replaced(own, wanted, varied))
-                return tuple(found[place] for place in upstream)
-
-            _, pull_back = torch.func.vjp(outputs, *(own[place] for place in wanted))
-            return _split(pull_back((*rows[self.cut :], *sum_gradients)), results)
+            own_whole, sum_gradients = split(whole, len(whole) - len(upstream) + row_gradients)
+            given, create_graph = (*rows[self.cut :], *sum_gradients), torch.is_grad_enabled()
+            with torch.enable_grad():
+                own, varied = _varied((*rows[: self.cut], *own_whole), wanted)
+                outputs = at(upstream, self._outputs(own))
+                return split(vector_jacobian(outputs, varied, given, create_graph), results)
 
         results = sum(place < self.cut for place in wanted)
         return Rowwise(function, self.cut + row_gradients, results, self._half())
@@ -124,19 +121,12 @@ class Rowwise(RowFunction):
         row_tangents = sum(place < self.cut for place in moved)
 
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
-            own_whole, whole_tangents = _split(whole, len(whole) - len(moved) + row_tangents)
-            own = (*rows[: self.cut], *own_whole)
-
-            def outputs(*varied: Tensor) -> Tensors:
-                found = self._outputs(_replaced(own, moved, varied))
-                return tuple(found[place] for place in wanted)
-
-            # The pull-back of a pull-back pushes forward. (Forward mode itself may be active: it does not
-            # nest.)
-            found, pull_back = torch.func.vjp(outputs, *(own[place] for place in moved))
-            _, push_forward = torch.func.vjp(pull_back, tuple(torch.zeros_like(out) for out in found))
-            (moving,) = push_forward((*rows[self.cut :], *whole_tangents))
-            return _split(moving, results)
+            own_whole, whole_tangents = split(whole, len(whole) - len(moved) + row_tangents)
+            given, create_graph = (*rows[self.cut :], *whole_tangents), torch.is_grad_enabled()
+            with torch.enable_grad():
+                own, varied = _varied((*rows[: self.cut], *own_whole), moved)
+                outputs = at(wanted, self._outputs(own))
+                return split(jacobian_vector(outputs, varied, given, create_graph), results)
 
         results = sum(place < self.results for place in wanted)
         return Rowwise(function, self.cut + row_tangents, results, self._half())
@@ -218,10 +208,66 @@ def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Ten
     )
 
 
-def _split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
+def as_variables(tensors: Tensors) -> Tensors:
+    """Return these tensors as ones of their own to differentiate by, in the graph that there is."""
+    with torch.enable_grad():
+        return tuple(
+            tensor.view_as(tensor)
+            if tensor.requires_grad
+            else tensor.detach().requires_grad_(tensor.is_floating_point())
+            for tensor in tensors
+        )
+
+
+def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:
+    """Return the tensors with those at `places` as variables, and these variables."""
+    varied = as_variables(at(places, tensors))
+    by_place = dict(zip(places, varied))
+    return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors)), varied
+
+
+def vector_jacobian(outputs: Tensors, inputs: Tensors, upstream: Tensors, create_graph: bool) -> Tensors:
+    """Return the gradients of the inputs, given those of the outputs.
+
+    By torch.autograd, since torch.func imports Dynamo where it is first used, which takes 2 s."""
+    return _filled(_grad(outputs, inputs, upstream, create_graph), inputs)
+
+
+def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_graph: bool) -> Tensors:
+    """Return the tangents of the outputs, given those of the inputs: the pull-back of a pull-back pushes
+    forward. (Forward mode itself may be active: it does not nest.)"""
+    seeds = tuple(torch.zeros_like(each).requires_grad_() for each in outputs)
+    pulled = _grad(outputs, inputs, seeds, True)
+    return _filled(_grad(pulled, seeds, moving, create_graph), seeds)
+
+
+def _grad(
+    outputs: Sequence[Tensor | None], inputs: Tensors, upstream: Tensors, create_graph: bool
+) -> tuple[Tensor | None, ...]:
+    """What was found without a graph depends on nothing that is asked for."""
+    pairs = [
+        (each, gradient.to(each.dtype))
+        for each, gradient in zip(outputs, upstream)
+        if each is not None and each.requires_grad
+    ]
+    if not pairs:
+        return (None,) * len(inputs)
+    return torch.autograd.grad(
+        [each for each, _ in pairs],
+        inputs,
+        [gradient for _, gradient in pairs],
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+
+
+def _filled(found: Sequence[Tensor | None], like: Tensors) -> Tensors:
+    return tuple(torch.zeros_like(own) if each is None else each for each, own in zip(found, like))
+
+
+def at(places: Sequence[int], tensors: Tensors) -> Tensors:
+    return tuple(tensors[place] for place in places)
+
+
+def split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
     return tuple(tensors[:place]), tuple(tensors[place:])
-
-
-def _replaced(tensors: Tensors, places: Sequence[int], new: Tensors) -> Tensors:
-    by_place = dict(zip(places, new))
-    return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors))

@@ -18,9 +18,8 @@ from lowtide.chunked_loss.check import check_unchanged
 from lowtide.chunked_loss.chunks import Replay, cut, ours
 from lowtide.chunked_loss.loop import Job, loss_alone
 from lowtide.chunked_loss.sums import Sum
-from lowtide.rowwise import RowFunction, Tensors
+from lowtide.rowwise import RowFunction, Tensors, as_variables, at, jacobian_vector, split, vector_jacobian
 
-Gradients = tuple[Tensor | None, ...]
 Both = tuple[Tensors, Tensors]
 
 
@@ -138,11 +137,10 @@ class Rows(RowFunction):
             own, create_graph = len(whole) - len(upstream) + of_rows, torch.is_grad_enabled()
 
             def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
-                asked = _at(wanted, arguments)
                 given = (*rows[self.cut :], *whole[own:])
-                return _filled(_grad(_at(upstream, outputs), asked, given, create_graph), asked)
+                return vector_jacobian(at(upstream, outputs), at(wanted, arguments), given, create_graph)
 
-            return _split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
+            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
 
         results = sum(place < self.cut for place in wanted)
         return Rows(self.job, function, self.cut + of_rows, results)
@@ -154,14 +152,10 @@ class Rows(RowFunction):
             own, create_graph = len(whole) - len(moved) + of_rows, torch.is_grad_enabled()
 
             def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
-                # The pull-back of a pull-back pushes forward.
-                varied, found = _at(moved, arguments), _at(wanted, outputs)
-                seeds = tuple(torch.zeros_like(each).requires_grad_() for each in found)
-                pulled = _grad(found, varied, seeds, True)
                 given = (*rows[self.cut :], *whole[own:])
-                return _filled(_grad(pulled, seeds, given, create_graph), seeds)
+                return jacobian_vector(at(wanted, outputs), at(moved, arguments), given, create_graph)
 
-            return _split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
+            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
 
         results = sum(place < self.results for place in wanted)
         return Rows(self.job, function, self.cut + of_rows, results)
@@ -170,7 +164,7 @@ class Rows(RowFunction):
         self, place: int, rows: Tensors, whole: Tensors, derive: Callable[[Tensors, Tensors], Tensors]
     ) -> Tensors:
         """derive(arguments, outputs) of one chunk."""
-        rows, whole = _inputs(rows), _inputs(whole)
+        rows, whole = as_variables(rows), as_variables(whole)
 
         def run() -> Tensors:
             parts, terms = self.function(place, rows, whole)
@@ -192,46 +186,3 @@ class First(Rows):
         aux = [torch.as_tensor(total.total, device=loss.device) for total in job.aux.values()]
         self.results, self.constants = int(loss.dim() > 0), len(aux)
         return (loss, *aux)
-
-
-def _inputs(tensors: Tensors) -> Tensors:
-    """Tensors of their own to differentiate by, in the graph that there is."""
-    with torch.enable_grad():
-        return tuple(
-            tensor.view_as(tensor)
-            if tensor.requires_grad
-            else tensor.detach().requires_grad_(tensor.is_floating_point())
-            for tensor in tensors
-        )
-
-
-def _grad(
-    outputs: Sequence[Tensor | None], inputs: Tensors, upstream: Tensors, create_graph: bool
-) -> Gradients:
-    """What was found without a graph depends on nothing that is asked for."""
-    pairs = [
-        (each, gradient.to(each.dtype))
-        for each, gradient in zip(outputs, upstream)
-        if each is not None and each.requires_grad
-    ]
-    if not pairs:
-        return (None,) * len(inputs)
-    return torch.autograd.grad(
-        [each for each, _ in pairs],
-        inputs,
-        [gradient for _, gradient in pairs],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-
-
-def _at(places: Sequence[int], tensors: Tensors) -> Tensors:
-    return tuple(tensors[place] for place in places)
-
-
-def _filled(found: Gradients, like: Tensors) -> Tensors:
-    return tuple(torch.zeros_like(own) if each is None else each for each, own in zip(found, like))
-
-
-def _split(tensors: Tensors, place: int) -> Both:
-    return tensors[:place], tensors[place:]

@@ -11,18 +11,17 @@ from lowtide.deferred.operands import copied
 
 
 def record(name: str, *operands: Any) -> Any:
-    """FUNCTIONS[name](*operands), the first of which is deferred; NotImplemented if another mixes rows."""
+    """Record FUNCTIONS[name](*operands), the first of which is deferred. Return NotImplemented if another
+    mixes rows."""
     input = operands[0]
     nodes = [_node(each, input) for each in operands]
     if any(each is None for each in nodes):
         return NotImplemented
-    meta = tree.FUNCTIONS[name](*(_meta(each) for each in operands))
-    if meta.shape != input.shape:
-        return NotImplemented
     autocast = tree.autocast_dtype(input.device)
-    if autocast is not None and name != "to":
-        meta = meta.to(_dtype(name, operands, input.device))
-    return input.like(tree.Apply(name, tuple(nodes), autocast, meta.dtype), meta)
+    dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
+    # The function itself, of meta tensors, imports Dynamo, which takes 2 s. It has these strides, too.
+    meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
+    return input.like(tree.Apply(name, tuple(nodes), autocast, dtype), meta)
 
 
 def _node(operand: Any, input: DeferredLogits) -> Any:
@@ -44,28 +43,24 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
     if operand.numel() == 1 and operand.dim() <= input.dim():
         shape = (1,) if operand.dim() else ()  # which says whose dtype counts
         return copied(operand.reshape(shape).to(input.device))
-    vector = operand.numel() == input.classes and operand.dim() and operand.shape[-1] == input.classes
-    return tree.Vector(copied(operand.reshape(-1))) if vector and input.classes_last else None
+    vector = 0 < operand.dim() <= input.dim() and operand.shape[-1] == input.classes
+    if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
+        return None
+    return tree.Vector(copied(operand.reshape(-1)))
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _meta(operand: Any) -> Any:
-    if isinstance(operand, DeferredLogits):
-        return operand.meta
-    return torch.empty_like(operand, device="meta") if isinstance(operand, Tensor) else operand
-
-
-def _dtype(name: str, operands: Any, device: torch.device) -> torch.dtype:
-    """Return the dtype that autocast gives the result. It ignores meta tensors, so one number is computed."""
+def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
+    """Return the dtype of the result, which promotion and autocast decide, by computing one number: on this
+    device, or where the operands are."""
 
     def one(each: Any) -> Any:
         if not isinstance(each, (DeferredLogits, Tensor)):
             return each
-        where = each.device if isinstance(each, Tensor) else device
-        return torch.zeros((1,) * each.dim(), dtype=each.dtype, device=where)
+        return torch.zeros((1,) * each.dim(), dtype=each.dtype, device=device or each.device)
 
     with torch.no_grad():
         return tree.FUNCTIONS[name](*(one(each) for each in operands)).dtype

@@ -141,6 +141,11 @@ def test_metadata():
         assert logits.is_contiguous()
         assert not logits.transpose(1, 2).is_contiguous()
         assert logits.stride() == (T * V, V, 1)
+        uses = (torch.tanh, lambda z: z.detach(), lambda z: z.float(), lambda z: z / 2 + torch.ones(()))
+        for view in (logits, logits.transpose(1, 2), logits[:, 1:]):
+            real = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype)
+            for use in uses:
+                assert (use(view).stride(), use(view).dtype) == (use(real).stride(), use(real).dtype)
         assert torch.numel(logits) == B * T * V
         assert torch.is_floating_point(logits)
         assert logits.new_zeros(()).dtype == torch.bfloat16
