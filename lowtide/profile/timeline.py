@@ -22,11 +22,12 @@ class Timeline:
         return max(self.bytes, default=0)
 
     def thinned(self) -> "Timeline":
-        """With the changes that can be seen, and the peak."""
-        least, kept = self.peak / FINENESS, [0]
+        """Return the changes that can be seen, and the peak."""
+        peak, kept = self.peak, [0]  # the peak of many events takes as long as all else
+        least = peak / FINENESS
         for place in range(1, len(self.bytes) - 1):
             seen = abs(self.bytes[place] - self.bytes[kept[-1]]) >= least
-            if seen or (self.bytes[place] == self.peak and self.bytes[kept[-1]] != self.peak):
+            if seen or (self.bytes[place] == peak and self.bytes[kept[-1]] != peak):
                 kept.append(place)
         kept = sorted({*kept, len(self.bytes) - 1}) if self.bytes else []
         return Timeline([self.ms[place] for place in kept], [self.bytes[place] for place in kept])

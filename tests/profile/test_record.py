@@ -104,6 +104,22 @@ def test_an_exception_leaves_the_record():
     assert timeline(record.snapshot).peak == 2 * MIB
 
 
+def test_a_long_line_is_thinned_in_the_time_of_a_few_looks_at_it():
+    """It took the square of its length, two minutes for a hundred small steps: the picture seemed to hang."""
+
+    class Levels(list):
+        looks = 0
+
+        def __iter__(self):
+            Levels.looks += 1
+            return super().__iter__()
+
+    levels = Levels((place * 7919) % 1000 for place in range(1000))
+    thin = Timeline([float(place) for place in range(1000)], levels).thinned()
+    assert thin.peak == 999
+    assert Levels.looks == 1
+
+
 def test_a_thinned_line_keeps_its_peak_and_its_ends():
     levels = [0, 5, 5000, 5001, 5000, 3000, 3002, 10]
     thin = Timeline(list(map(float, range(8))), levels).thinned()
