@@ -20,6 +20,7 @@ from lowtide.cli.parameters import (
 from lowtide.estimate.model import usual_dtype
 from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.profile.record import Record, save
+from lowtide.profile.run import INTERRUPTED
 from lowtide.profile.run import script as run_script
 from lowtide.profile.run import steps as run_steps
 from lowtide.profile.timeline import draw, timeline, unit_of
@@ -83,19 +84,21 @@ def profile(
         label, title = loss.value, f"Memory of {steps} training steps, {batch} x {length:,} tokens"
     # The CPU's events say nothing of what was there before.
     before = " beyond what was held before" if step and chosen == "cpu" else ""
+    if status == INTERRUPTED:
+        Console().print("interrupted; what follows was recorded until then")
     try:
-        write(record, label, title, before, files)
+        write(record, label, title, before, out, files)
     except UserError as nothing:
         if not status:
             raise
         show(f"lowtide profile: {nothing}")
         raise typer.Exit(status) from nothing
-    for what, name in (("picture", PICTURE), ("for pytorch.org/memory_viz", SNAPSHOT)):
-        Console().print(f"{what}: {out / name}", soft_wrap=True)
     raise typer.Exit(status)
 
 
-def write(record: Record, label: str, title: str, before: str, out: Path) -> None:
+def write(record: Record, label: str, title: str, before: str, out: Path, files: Path) -> None:
+    """Print the peak and write both files to `files`, which the user knows as `out`. What is done is said at
+    once: whoever has interrupted a run does not wait for a picture."""
     lines = {
         place: timeline(record.snapshot, place) for place in range(len(record.snapshot["device_traces"]))
     }
@@ -104,8 +107,11 @@ def write(record: Record, label: str, title: str, before: str, out: Path) -> Non
         raise UserError("nothing was allocated through torch")
     device, line = max(used.items(), key=lambda each: each[1].peak)
     several = len(used) > 1
-    save(record.snapshot, out / SNAPSHOT)
-    draw({label: line}, f"{title}, {device}" if several else title + before, out / PICTURE)
     unit, name = unit_of(line.peak)
     of_device = f" on {device}, the most of {len(used)} devices" if several else ""
-    Console().print(f"peak: {line.peak / unit:,.2f} {name}{before}{of_device}")
+    console = Console()
+    console.print(f"peak: {line.peak / unit:,.2f} {name}{before}{of_device}")
+    save(record.snapshot, files / SNAPSHOT)
+    console.print(f"for pytorch.org/memory_viz: {out / SNAPSHOT}", soft_wrap=True)
+    draw({label: line}, f"{title}, {device}" if several else title + before, files / PICTURE)
+    console.print(f"picture: {out / PICTURE}", soft_wrap=True)

@@ -103,8 +103,26 @@ def test_a_script_that_ends_early_leaves_its_record(ending, tmp_path):
     handler = signal.getsignal(signal.SIGTERM)
     done = invoke("--out", tmp_path / "out", path)
     assert (done.exit_code, done.stderr) == ENDINGS[ending]
+    assert ("interrupted; what follows was recorded until then\n" in done.stdout) == (done.exit_code == 130)
     assert read(tmp_path / "out").peak == 4 * 2**20
     assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_what_is_done_is_said_before_the_picture_is_drawn(tmp_path, monkeypatch):
+    """A second Ctrl-C ends the command there."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile, "draw", interrupt)
+    path = tmp_path / "script.py"
+    path.write_text("import torch\nkept = torch.ones(2**20)\nraise KeyboardInterrupt\n")
+    done = invoke("--out", tmp_path / "out", path)
+    assert done.exit_code == 130
+    interrupted, peak, snapshot = done.stdout.splitlines()
+    assert interrupted == "interrupted; what follows was recorded until then"
+    assert peak == "peak: 4.00 MiB"
+    assert snapshot == f"for pytorch.org/memory_viz: {tmp_path / 'out' / 'memory.pickle'}"
 
 
 def test_interrupted_steps_leave_their_record(tmp_path, monkeypatch):
