@@ -295,6 +295,12 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        check_tensors({"input": input})
+        if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
+            raise ArgumentError(
+                f"input must have shape [..., {linear_weight.shape[-1]}], in_features of this module, "
+                f"got {list(input.shape)}"
+            )
         if len(self.logits_shape) > 1:
             linear_weight = linear_weight.unflatten(0, self.logits_shape)
             linear_bias = None if linear_bias is None else linear_bias.unflatten(0, self.logits_shape)

@@ -58,6 +58,7 @@ def check_arguments(
     if isinstance(logit_scale, Tensor):
         named["logit_scale"] = logit_scale
     check_tensors(named)
+    check_target_dtype(target)
     _check_head_options(logit_scale, softcap, workspace, backend)
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
@@ -140,6 +141,19 @@ def check_head(linear_weight: Tensor) -> None:
         raise ArgumentError(
             f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}"
         )
+
+
+def check_target_dtype(target: Tensor) -> None:
+    """Raise for a dtype that no target has, whatever its shape."""
+    if target.dtype not in (*DTYPES, *TARGET_DTYPES):
+        raise _no_target(target)
+
+
+def _no_target(target: Tensor) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
+        f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
+    )
 
 
 def check_class_target(target: Tensor) -> None:
@@ -274,10 +288,7 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
     input, target = named["input"], named["target"]
     probabilities = target.is_floating_point() and target.dim() == input.dim()
     if target.dtype not in (DTYPES if probabilities else TARGET_DTYPES):
-        raise ArgumentTypeError(
-            f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
-            f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
-        )
+        raise _no_target(target)
     for name, tensor in named.items():
         if name == "weight" and probabilities and not tensor.is_complex():
             continue  # a factor like any other

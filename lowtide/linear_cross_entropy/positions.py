@@ -15,6 +15,7 @@ from lowtide.linear_cross_entropy.check import (
     check_arguments,
     check_classes,
     check_loss_options,
+    check_target_dtype,
     check_tensors,
 )
 from lowtide.linear_cross_entropy.head import Backend, Head, Options, Reduction
@@ -39,6 +40,7 @@ def cross_entropy(
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:
         check_tensors({"linear_bias": linear_bias})
+    check_target_dtype(target)
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
     _check_shapes(input, target, linear_bias, V, dims)

@@ -111,3 +111,13 @@ def test_repr():
 def test_bad_options_raise_when_called():
     with pytest.raises(ValueError, match="reduction must be one of"):
         lowtide.LinearCrossEntropyLoss(8, 21, reduction="avg")(*batch("cpu"))
+
+
+@pytest.mark.parametrize("out_features", [(), (2,)])
+def test_an_error_names_what_the_user_of_the_module_passed(out_features):
+    criterion = lowtide.LinearCrossEntropyLoss(8, 5, out_features=out_features)
+    with pytest.raises(ValueError, match=r"input must have shape \[\.\.\., 8\], in_features .*got \[3, 7\]"):
+        criterion(torch.zeros(3, 7), torch.zeros(3, dtype=torch.long))
+    for shape in ((3, *out_features), (4,), (3, 5, 6)):
+        with pytest.raises(TypeError, match=r"target must hold class indices.*got torch\.int16"):
+            criterion(torch.zeros(3, 8), torch.zeros(shape, dtype=torch.int16))
