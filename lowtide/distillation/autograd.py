@@ -23,7 +23,7 @@ from lowtide.linear_cross_entropy.route import choose_backend
 def distillation(heads: Heads, options: Options) -> Tensor:
     tracked = torch.is_grad_enabled()
     wanted = [tracked and each is not None and each.requires_grad for each in heads.student]
-    loss: Tensor = _Distillation.apply(options, wanted, *heads)
+    loss: Tensor = _Distillation.apply(options.told(heads, wanted), wanted, *heads)
     return loss
 
 

@@ -4,17 +4,24 @@ Shapes: N rows, D_s and D_t features of student and teacher, V classes.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowtide.linear_cross_entropy.call_memory import dense_bytes
 from lowtide.linear_cross_entropy.head import Reduction, capped, compute_dtype
 
 __all__ = ["Heads", "Options", "Reduction", "Side"]
 
 Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
+
+
+# Of the size of the logits, in the dense computation: the log-softmax of both heads and the divergence's
+# elements, or in backward the gradients of the student's logits and log-softmax.
+TENSORS = 3, 4
 
 
 class Heads(NamedTuple):
@@ -78,6 +85,9 @@ class Options(NamedTuple):
     student_dtype: torch.dtype = torch.float32
     """What the operands of its products are rounded to: the input's dtype, or autocast's."""
     teacher_dtype: torch.dtype = torch.float32
+    dense: int | None = None
+    """Bytes that the dense computation would hold in place of a workspace, which bound the default one. None
+    in a graph, where the number of rows must decide nothing, and before."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -92,3 +102,19 @@ class Options(NamedTuple):
             student_dtype=compute_dtype(heads.student_input),
             teacher_dtype=compute_dtype(heads.teacher_input),
         )
+
+    def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
+        """With what the caller decides for forward and backward."""
+        if not isinstance(heads.rows, int):
+            return self
+        operands = (heads.student_input, heads.student_weight)
+        tracked = [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
+        dense = dense_bytes(
+            heads.rows * heads.classes,
+            (each.dtype for each in operands),
+            self.student_dtype,
+            self.sum_dtype,
+            tracked,
+            TENSORS,
+        )
+        return self._replace(dense=dense)

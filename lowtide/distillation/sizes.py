@@ -19,7 +19,7 @@ from torch import Tensor
 from lowtide.distillation.heads import Heads, Options
 from lowtide.linear_cross_entropy.layouts import multiplies
 from lowtide.linear_cross_entropy.route import choose_backend
-from lowtide.linear_cross_entropy.workspace import Needs, allowed, least, spend, weight_gradient
+from lowtide.linear_cross_entropy.workspace import Needs, granted, least, spend, weight_gradient
 
 # The pass in torch takes so many bytes of logits at a time: what a CPU's cache keeps, what fills a GPU; and
 # holds so many tensors of that size at once.
@@ -97,7 +97,7 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
         block_row=2 * ALIGNMENT * number + features,
         recomputed=2,
     )
-    workspace, at_once = allowed(options.workspace, device, weight_sum), V
+    workspace, at_once = granted(options.workspace, options.dense, needs), V
     if tile_row and (spare := workspace - least(needs)) > 0:
         # A quarter of what is to spare, for a larger tile; the rest is for rows.
         tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)

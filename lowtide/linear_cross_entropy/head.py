@@ -88,6 +88,9 @@ class Options(NamedTuple):
     engine: str = ""
     """The engine that runs the call, one of ENGINES in route.py: the caller chooses it once (plan.told), and
     forward and backward obey. "" before that."""
+    dense: int | None = None
+    """Bytes that the dense computation would hold in place of a workspace (call_memory.py), which bound the
+    default one: said by the caller, as they depend on the number of tokens. None in a graph, and before."""
     compute_dtype: torch.dtype = torch.float32
     """What the operands of the products are rounded to: the input's dtype, or autocast's."""
     workspace: int | None = None

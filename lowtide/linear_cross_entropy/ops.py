@@ -39,7 +39,7 @@ from lowtide.operators import operator
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
 OPTIONS = (
     "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool few_tokens, str engine, ScalarType compute_dtype, int? workspace, str backend"
+    "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend"
 )
 
 

@@ -3,11 +3,12 @@
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowtide.linear_cross_entropy import hopper
+from lowtide.linear_cross_entropy.call_memory import dense_workspace
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.layouts import multiplies
@@ -24,7 +25,7 @@ from lowtide.linear_cross_entropy.workspace import (
     Needs,
     Sizes,
     WeightGradient,
-    allowed,
+    granted,
     spend,
     spent,
     weight_gradient,
@@ -130,7 +131,8 @@ def told(head: Head, options: Options, job: Job) -> Options:
     """Return the options with what the caller decides for forward and backward, and a graph keeps."""
     layout = head.first_position if head.by_position else head
     engine = choose_engine(layout, options, job).engine
-    return options._replace(few_tokens=few_tokens(head), engine=engine)  # decision 0014
+    dense = dense_workspace(head, options, job.wanted.all)
+    return options._replace(few_tokens=few_tokens(head), engine=engine, dense=dense)  # decision 0014
 
 
 def few_tokens(head: Head) -> bool:
@@ -278,9 +280,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         )
     maps_sum = split_sum_20 > 0 and D % 16 == 0  # as a tensor map of its lower bits wants
     pipelined = maps_sum and hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
-    workspace = allowed(options.workspace, device, weight_sum, narrow)
-    fits = PRODUCT_PART * PRODUCT_ROWS * product <= workspace
-    return workspace, Needs(
+    needs = Needs(
         N=N,
         D=D,
         V=V,
@@ -290,7 +290,7 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         found=found,
         product=product,
         of_strips=of_strips,
-        product_rows=PRODUCT_ROWS if fits else PRODUCT_ROWS // 2,
+        product_rows=PRODUCT_ROWS,
         longest=max(ENOUGH_ROWS, MOST_BYTES // (V * operand_size)) if keeps_exponentials else 0,
         pipelined=pipelined,
         weight_sum=weight_sum,
@@ -303,6 +303,10 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         block_row=(2 * operand_size + (sum_size if route.cpu_exponentials else 0)) * sum(features),
         class_blocks=by_class,
     )
+    workspace = granted(options.workspace, options.dense, needs, narrow)
+    if PRODUCT_PART * PRODUCT_ROWS * product > workspace:
+        needs = replace(needs, product_rows=PRODUCT_ROWS // 2)
+    return workspace, needs
 
 
 def _copies(options: Options, job: Job) -> int:

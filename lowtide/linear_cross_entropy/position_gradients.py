@@ -31,15 +31,6 @@ def widened(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> Head:
     return head._replace(inputs=(input.to(sum_dtype) if wanted[0] else input,))
 
 
-def held_beside(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> int:
-    """Bytes, beside what a call of one position holds: its gradients, which that call would return, and a
-    wide input."""
-    (input,), (weight,) = head.inputs, head.weights
-    shared = input.numel() * sum_dtype.itemsize * wanted[0]
-    wide = shared if input.dtype != sum_dtype else 0
-    return shared + wide + weight.select(1, 0).numel() * sum_dtype.itemsize * wanted[1]
-
-
 class PositionGradients:
     def __init__(self, head: Head, wanted: Wanted, sum_dtype: torch.dtype) -> None:
         """`head`: of all positions."""

@@ -14,10 +14,11 @@ from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.linear_cross_entropy import ops
+from lowtide.linear_cross_entropy.call_memory import held_beside
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.ops import job_of
 from lowtide.linear_cross_entropy.plan import held, keeps_sum, told
-from lowtide.linear_cross_entropy.position_gradients import held_beside, kept_dtype, widened
+from lowtide.linear_cross_entropy.position_gradients import kept_dtype, widened
 from lowtide.linear_cross_entropy.route import Job
 
 # In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
@@ -144,8 +145,8 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
 
 
 def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with the engine that would be chosen for these tensors: they may stand for others,
-    on another device than that of the call."""
+    """Return the arguments with what the caller would decide for these tensors, of the workspace that was
+    asked for: they may stand for others, on another device than that of the call."""
     head, options, job = _parsed(operator, arguments)
     return (*arguments[: -len(options)], *told(head, options, job))
 

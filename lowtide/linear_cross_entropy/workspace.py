@@ -30,6 +30,10 @@ from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
+# The default is no more than the dense computation would hold, but at least this: what vectors and numbers
+# take beside few logits, and on CUDA the grain of the allocator.
+LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 18}
+
 # With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
@@ -143,6 +147,15 @@ def allowed(workspace: int | None, device: str, weight_sum: int = 0, narrow: int
         return workspace
     default = DEFAULT_WORKSPACE["cuda"] + weight_sum if device == "cuda" else DEFAULT_WORKSPACE["cpu"]
     return default + narrow
+
+
+def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int = 0) -> int:
+    """Bytes of this call: what was asked for, or the default, which is no more than the dense computation
+    would hold where that is known, as long as it is enough for one row."""
+    most = allowed(workspace, needs.device, needs.weight_sum, narrow)
+    if workspace is not None or dense is None or dense >= most:
+        return most
+    return min(most, max(dense, least(needs), LEAST_DEFAULT[needs.device]))
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:
