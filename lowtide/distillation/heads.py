@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.call_memory import dense_bytes
+from lowtide.linear_cross_entropy.call_memory import dense_bytes, tokens_decide
 from lowtide.linear_cross_entropy.head import Reduction, capped, compute_dtype
 
 __all__ = ["Heads", "Options", "Reduction", "Side"]
@@ -105,7 +105,7 @@ class Options(NamedTuple):
 
     def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
         """With what the caller decides for forward and backward."""
-        if not isinstance(heads.rows, int):
+        if not tokens_decide(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)
         tracked = [each for each, grad in zip(heads.student, wanted) if grad and each is not None]

@@ -17,10 +17,17 @@ from torch import Tensor
 from lowtide.linear_cross_entropy.head import Head, Options
 
 
+def tokens_decide(tokens: int) -> bool:
+    """Return whether a plan may depend on this number of tokens. In a compiled or an exported graph it may be
+    a symbol (Dynamo shows it as an int): two graphs would take the place of one of any length, and an export
+    would be refused."""
+    return not torch.compiler.is_compiling() and isinstance(tokens, int)
+
+
 def dense_workspace(head: Head, options: Options, wanted: Sequence[bool]) -> int | None:
     """Return the bytes that the dense computation of this call holds beyond inputs, loss and gradients, at
-    its highest moment. None is for a graph: there N may be a symbol, and must decide nothing."""
-    if not isinstance(head.tokens, int):
+    its highest moment; None where N must not decide."""
+    if not tokens_decide(head.tokens):
         return None
     positions = head.weights[0].shape[1] if head.by_position else 1
     tracked = [each for each, grad in zip(head.tensors, wanted) if grad and each is not None]
@@ -28,7 +35,7 @@ def dense_workspace(head: Head, options: Options, wanted: Sequence[bool]) -> int
     dense = dense_bytes(
         head.tokens * positions * head.classes, dtypes, options.compute_dtype, options.sum_dtype, tracked
     )
-    if dense is not None and head.by_position and options.reduction != "none":
+    if head.by_position and options.reduction != "none":
         dense -= held_beside(head, wanted, options.sum_dtype)
     return dense
 
@@ -40,12 +47,10 @@ def dense_bytes(
     sum_dtype: torch.dtype,
     tracked: Sequence[Tensor],
     tensors: tuple[int, int] = (2, 3),
-) -> int | None:
+) -> int:
     """Return that of so many logits, with operands of these dtypes, where these tensors get gradients.
     `tensors` of the logits' size exist without and with gradients. What autocast copies is not counted: on
     CUDA lowtide holds such copies as well."""
-    if torch.compiler.is_compiling():
-        return None
     casts = any(each != compute_dtype for each in dtypes)
     size = (sum_dtype if casts else compute_dtype).itemsize
     without, within = tensors

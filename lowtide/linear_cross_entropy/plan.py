@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowtide.linear_cross_entropy import hopper
-from lowtide.linear_cross_entropy.call_memory import dense_workspace
+from lowtide.linear_cross_entropy.call_memory import dense_workspace, tokens_decide
 from lowtide.linear_cross_entropy.class_blocks import ClassBlocks
 from lowtide.linear_cross_entropy.head import Head, Options
 from lowtide.linear_cross_entropy.layouts import multiplies
@@ -136,12 +136,8 @@ def told(head: Head, options: Options, job: Job) -> Options:
 
 
 def few_tokens(head: Head) -> bool:
-    """Whether one product for all tokens may be a weight's gradient. Not in a compiled or an exported graph,
-    where N may be a symbol (Dynamo shows it as an int): two graphs would take the place of one of any length,
-    and an export would be refused."""
-    if torch.compiler.is_compiling() or not isinstance(head.tokens, int):
-        return False
-    return head.tokens * CLASSES_PER_TOKEN <= head.classes
+    """Whether one product for all tokens may be a weight's gradient."""
+    return tokens_decide(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
 
 
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
