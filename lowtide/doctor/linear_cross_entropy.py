@@ -94,7 +94,8 @@ class Call:
             choice = choose_engine(*self._given())
             reason = choice.against_cpu_exponentials if on_cpu else choice.against_exponentials
             found["why"] = f"not {other}: {reason}"
-        found["workspace"] = f"{plan.workspace / 2**20:,.0f} MiB"
+        few = plan.workspace < 10 << 20
+        found["workspace"] = f"{plan.workspace / 2 ** (10 if few else 20):,.0f} {'KiB' if few else 'MiB'}"
         if self.workspace is None:
             found["workspace"] += ", the default"
         found["products in"] = _name(plan.compute_dtype)

@@ -32,7 +32,7 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
 # The default is no more than the dense computation would hold, but at least this: what vectors and numbers
 # take beside few logits, and on CUDA the grain of the allocator.
-LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 18}
+LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 17}
 
 # With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}

@@ -53,7 +53,9 @@ def test_what_it_says():
     assert found["engine"] == "streamed.py"
     assert found["kernels"] == "plain torch"
     assert found["why"] == "not cpu_exponentials.py: it takes operands that are bfloat16"
-    assert found["workspace"] == "64 MiB, the default"
+    dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
+    assert found["workspace"] == f"{dense / 1024:,.0f} KiB, the default"
+    assert replace(SMALL, N=20_000).describe()["workspace"] == "64 MiB, the default"
     assert found["rows"] == "200 a chunk, 1 chunk"
     assert found["its gradient"] == "summed over the chunks in float32"
     tight = replace(SMALL, V=5000, dtype=torch.bfloat16, workspace=400_000)

@@ -107,7 +107,7 @@ def test_a_narrow_terms_sum_is_not_the_defaults():
     V, R, D = 128256, 128, 64
     with FakeTensorMode():
         inputs, weights = (
-            tuple(torch.empty(size, width, dtype=torch.bfloat16) for width in (D, R)) for size in (32, V)
+            tuple(torch.empty(size, width, dtype=torch.bfloat16) for width in (D, R)) for size in (1024, V)
         )
         options = Options(compute_dtype=torch.bfloat16)
         job = Job(Wanted((True, True), (False, True), False, False), False, None, False)
