@@ -33,6 +33,9 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 # The default is no more than the dense computation would hold, but at least this: what vectors and numbers
 # take beside few logits, and on CUDA the grain of the allocator.
 LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 17}
+# The exponentials of all tokens are all that the dense computation holds beside a gradient of the weight that
+# is larger. One product of them takes as many bytes more for each token, feature and class.
+BESIDE_ONE_PRODUCT = 256
 
 # With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
@@ -94,7 +97,8 @@ class Needs:
     split_sum_20: int = 0
     """In 20 bits, where that is in 24; 0 where there is one way."""
     at_once: int = 0
-    """What one product for all tokens takes beside its operands; 0 where the path cannot round in it."""
+    """What one product for all tokens takes beside its operands, before those of dX; 0 where the path cannot
+    round in it."""
     found: int = 0
     """Of a token beside `row`, until dX's products are taken."""
     product: int = 0
@@ -115,6 +119,10 @@ class Needs:
 
     def chunk(self, rows: int) -> int:
         return rows * self.row + self.in_turn(rows)
+
+    def of_all_tokens(self) -> int:
+        """One product for all of them: the rows of their targets are formed before those of dX."""
+        return self.N * self.row + max(self.in_turn(self.N), self.at_once)
 
     def in_turn(self, rows: int) -> int:
         """What the one and the other take, in the same room; and strips, as many rows at a time as fit."""
@@ -155,6 +163,8 @@ def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int 
     most = allowed(workspace, needs.device, needs.weight_sum, narrow)
     if workspace is not None or dense is None or dense >= most:
         return most
+    if needs.at_once:
+        dense += BESIDE_ONE_PRODUCT * (needs.N + needs.D + needs.V)
     return min(most, max(dense, least(needs), LEAST_DEFAULT[needs.device]))
 
 
@@ -171,7 +181,7 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
         return "accumulate"
     fewest = FEWEST_ROWS[needs.device] // needs.recomputed
     room = workspace - needs.fixed - _least_copy(needs)
-    if needs.at_once and room >= needs.chunk(needs.N) + needs.at_once:
+    if needs.at_once and room >= needs.of_all_tokens():
         return "at_once"
     if needs.pipelined and room >= needs.split_sum + needs.chunk(ENOUGH_ROWS):
         return "split"
@@ -239,8 +249,6 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
 
 def _beside(needs: Needs, kind: WeightGradient, bits: int) -> int:
     """Bytes of the weight gradient's sum, or of what takes its place."""
-    if kind == "at_once":
-        return needs.at_once
     if kind == "accumulate":
         return needs.weight_sum
     return _split_sum(needs, bits) if kind == "split" else 0
@@ -250,7 +258,7 @@ def spent(needs: Needs, sizes: Sizes) -> int:
     """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
     copies = sizes.operand_classes * needs.weight_copy
     kind = sizes.weight_gradient
-    chunk = needs.chunk(sizes.rows) + copies
+    chunk = (needs.of_all_tokens() if kind == "at_once" else needs.chunk(sizes.rows)) + copies
     if kind != "accumulate":
         chunk += _beside(needs, kind, sizes.sum_bits)
     block = 0
