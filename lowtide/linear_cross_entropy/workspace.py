@@ -159,13 +159,15 @@ def allowed(workspace: int | None, device: str, weight_sum: int = 0, narrow: int
 
 def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int = 0) -> int:
     """Bytes of this call: what was asked for, or the default, which is no more than the dense computation
-    would hold where that is known, as long as it is enough for one row."""
+    would hold where that is known, as long as vectors leave room for rows. (Of few classes a token's vectors
+    take more than its logits, and one row at a time would take all day.)"""
     most = allowed(workspace, needs.device, needs.weight_sum, narrow)
     if workspace is not None or dense is None or dense >= most:
         return most
+    beside_vectors = needs.fixed + min(dense, needs.fixed)
     if needs.at_once:
         dense += BESIDE_ONE_PRODUCT * (needs.N + needs.D + needs.V)
-    return min(most, max(dense, least(needs), LEAST_DEFAULT[needs.device]))
+    return min(most, max(dense, beside_vectors, least(needs), LEAST_DEFAULT[needs.device]))
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:
