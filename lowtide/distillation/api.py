@@ -63,8 +63,10 @@ def forward_kl(
             none that counts: NaN, and gradients of zero, as in torch's cross entropy.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
             the CPU; on CUDA 1 GiB and, beside it, the float32 sum of a half-precision student weight's
-            gradient (4 V D_s bytes, from forward to backward). Where that sum does not fit an explicit
-            workspace, the gradient is formed class block by class block, for two more products. Not counted:
+            gradient (4 V D_s bytes, from forward to backward). But for compiled graphs and derivatives of
+            higher order, None is no more than dense logits of both heads would take in the same dtype, 64 KiB
+            (128 on CUDA) and 64 bytes (256) for each row, feature and class aside. Where that sum does
+            not fit an explicit workspace, the gradient is formed class block by class block, for two more products. Not counted:
             on CUDA under autocast, one copy of each weight of another dtype, like autocast's own.
 
     Precision:

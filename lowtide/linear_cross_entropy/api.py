@@ -81,9 +81,10 @@ def linear_cross_entropy(
         z_loss: :math:`\lambda`; 1e-4 in PaLM (arxiv.org/abs/2204.02311).
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
             the CPU; on CUDA 1 GiB, and the float32 sum of a half-precision weight's gradient on top (4 V D
-            bytes). A smaller one costs time, and exactness only as said of 20 bits under `Precision`. On CUDA
-            under autocast, a weight of another dtype is cast as a whole once, like autocast's own copy, and
-            cuBLAS has its own workspace; neither is counted.
+            bytes); for a small call no more than eager torch would hold (see `Default`). A smaller one
+            costs time, and exactness only as said of 20 bits under `Precision`. On CUDA under autocast, a
+            weight of another dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its own
+            workspace; neither is counted.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed, else
             `"torch"`. `"reference"` is the plain definition, which holds all logits whatever the workspace.
 
@@ -118,6 +119,22 @@ def linear_cross_entropy(
         Backward runs on the engine that forward took. Where hooks bring a saved tensor back in a layout which
         that engine cannot read, or compiled code gets one that begins elsewhere, a copy of it is held beside
         the workspace as long as the operator runs.
+
+    Default:
+        Without a `workspace`, forward and backward hold no more at their highest moment than eager torch's
+        ``cross_entropy(linear(input, linear_weight), target)`` in the same dtype, whose logits and loss are
+        half precision for half-precision operands. Beyond inputs and gradients that is 3 s N V bytes less the
+        gradients, or o N V if that is more; 2 s N V where no gradient is wanted. o is the size of an operand,
+        s that of a logit in the loss, o again or under autocast 4. Options make eager torch hold more, and
+        are not counted.
+        Above that a call may hold 64 KiB (128 KiB on CUDA) and 64 bytes (256 on CUDA) for each of N + D + V,
+        which vectors and one row need however few the logits are; on CUDA under autocast up to o N V, where
+        N is below D; and, as with any workspace, what products pack, the float32 sums and copies of further
+        linear terms, and what a K-dimensional loss with ``reduction="none"`` holds (see `Memory`).
+        Where the gradients are large beside the logits (N below about D), that leaves less than the whole
+        default, and a call may take four products instead of three: pass a workspace for speed.
+        None is the whole default, whatever N is, in compiled and exported graphs, which serve every N, and
+        for derivatives of higher order, forward mode, vmap, and gradients of probabilities or class weights.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss; whether it reaches
     gradients depends on the path (on the CPU the row is left out; where it is multiplied by 0 it does). An

@@ -56,8 +56,9 @@ def dense_bytes(
     without, within = tensors
     if not tracked:
         return without * size * logits
-    # Casts of the gradients to the operands' own dtypes come after the last tensor of logits.
-    last = 0 if casts else size * logits
+    # One of the logits beside all gradients. Under autocast it is gone before these are cast, but then the
+    # weight's gradient exists in both dtypes, which is more wherever it matters (N < D).
+    last = compute_dtype.itemsize * logits
     return max(within * size * logits - sum(each.numel() * each.itemsize for each in tracked), last)
 
 

@@ -11,6 +11,7 @@ from lowtide.bench.cases import CASES
 from lowtide.bench.memory import peak_memory
 from lowtide.doctor.linear_cross_entropy import Call
 from lowtide.linear_cross_entropy import cpu_products, route
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
 from tests.helpers import check, differentiate, fused, make_inputs, planned, workspace_for
 
 BF16 = torch.bfloat16
@@ -197,17 +198,17 @@ def test_compiled(monkeypatch, made_off):
     """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
     head are summed in float32 on one way, and in part in the gradient's memory on the other."""
     torch.compiler.reset()
-    inputs = make_inputs(64, 512, 16384, dtype=BF16)
-    assert planned(inputs, None).weight_gradient == "accumulate"
+    inputs, whole = make_inputs(64, 512, 16384, dtype=BF16), DEFAULT_WORKSPACE["cpu"]
+    assert planned(inputs, whole).weight_gradient == "accumulate"
     with off(monkeypatch):
-        assert planned(inputs, None).weight_gradient == "split"
-        other = differentiate(fused, inputs)
-    expected = differentiate(fused, inputs)
+        assert planned(inputs, whole).weight_gradient == "split"
+        other = differentiate(fused, inputs, workspace=whole)
+    expected = differentiate(fused, inputs, workspace=whole)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True)
     with off(monkeypatch, made_off):
-        first = differentiate(compiled, inputs)
+        first = differentiate(compiled, inputs, workspace=whole)
     with off(monkeypatch, not made_off):
-        second = differentiate(compiled, inputs)
+        second = differentiate(compiled, inputs, workspace=whole)
     for name, tensor in (other if made_off else expected).items():
         assert torch.equal(first[name], tensor)
         assert torch.equal(second[name], tensor)

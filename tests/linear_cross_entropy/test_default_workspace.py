@@ -184,7 +184,7 @@ def test_no_more_in_the_plan_for_cuda(backend, hopper, monkeypatch):
             copies = w.numel() * compute_dtype.itemsize if dtype != compute_dtype else 0
             gradients = x.nbytes * wanted[0] + w.nbytes * wanted[1]
             element = 4 if copies else dtype.itemsize
-            dense = max(3 * element * N * V - gradients, 0 if copies else element * N * V)
+            dense = max(3 * element * N * V - gradients, compute_dtype.itemsize * N * V)
             if not any(wanted):
                 dense = 2 * element * N * V
             held = plan.held(head, options, job) - copies
