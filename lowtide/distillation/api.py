@@ -66,8 +66,9 @@ def forward_kl(
             gradient (4 V D_s bytes, from forward to backward). But for compiled graphs and derivatives of
             higher order, None is no more than dense logits of both heads would take in the same dtype, 64 KiB
             (128 on CUDA) and 64 bytes (256) for each row, feature and class aside. Where that sum does
-            not fit an explicit workspace, the gradient is formed class block by class block, for two more products. Not counted:
-            on CUDA under autocast, one copy of each weight of another dtype, like autocast's own.
+            not fit an explicit workspace, the gradient is formed class block by class block, for two more
+            products. Not counted: on CUDA under autocast, one copy of each weight of another dtype, like
+            autocast's own.
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for half
