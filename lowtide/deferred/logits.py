@@ -147,8 +147,8 @@ class DeferredLogits:
     def like(self, node: Node, meta: Tensor, class_dim: int | None = None) -> "DeferredLogits":
         return DeferredLogits(node, meta, self.source, self.class_dim if class_dim is None else class_dim)
 
-    def checked(self) -> Node:
-        """The node, if what it stands for is still what it was when it was recorded."""
+    def check_function(self) -> None:
+        """Raise an error if these have left an autograd.Function, whose forward gave them no gradient."""
         function = self.source.function
         if function is not None and not frames.is_at_work(function):
             raise RuntimeError(
@@ -156,6 +156,10 @@ class DeferredLogits:
                 "their gradient; compute the loss in it, or undo() the deferral (of torch.utils.checkpoint "
                 "take the other kind, use_reentrant=False)"
             )
+
+    def checked(self) -> Node:
+        """The node, if what it stands for is still what it was when it was recorded."""
+        self.check_function()
         if self.source.changed is not None:
             raise RuntimeError(
                 f"the logits were changed in place ({self.source.changed}), and others of the same call of "
@@ -167,6 +171,7 @@ class DeferredLogits:
 
     def real(self, operation: str) -> Tensor:
         """The tensor; `operation` is what needs it."""
+        self.check_function()
         if self.tensor is None:
             node = self._counted(self.checked(), operation)
             # With gradients, which the tree detaches where there are none: a view that is made without them

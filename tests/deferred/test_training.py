@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.deferred import RealLogitsWarning
 from tests.chunked_loss.helpers import close
 from tests.deferred.helpers import V, check, make, norm, plain_and_deferred, within_eager
 
@@ -178,6 +180,24 @@ def test_the_head_alone_checkpointed_reentrantly(what):
             F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1) + x.square().mean()
         with pytest.raises(RuntimeError, match=r"have left CheckpointFunction"):
             logits.argmax(-1)
+
+
+def test_made_real_within_a_reentrant_checkpoint():
+    """They are there when the checkpoint ends, but without a gradient."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        x = torch.tanh(model.mlp(model.wte(tokens)))
+
+        def capped(x):
+            logits = model.lm_head(x)
+            logits.clamp_(-1, 1)
+            return logits
+
+        logits = checkpoint(capped, x, use_reentrant=True)
+        for use in (logits.materialize, logits.sum):
+            with pytest.raises(RuntimeError, match=r"have left CheckpointFunction"):
+                use()
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])

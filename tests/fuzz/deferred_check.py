@@ -17,6 +17,9 @@ from tests.fuzz.deferred_program import NAMES, Program, Run
 from tests.helpers_dense import HALVES, norm
 
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
+# Torch refuses to change one of several views, or what it has saved: here it may be a copy. And on CUDA under
+# autocast, class weights of another dtype.
+UNKNOWN_TO_US = "modified (by an )?inplace|expected scalar type Float but found Double"
 # docs/deferred.md, "Where it does not work, and says so": a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
 
@@ -59,6 +62,8 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
 
 
 def check(program: Program, device: str) -> None:
+    if device == "cuda" and isinstance(evaluate(program, "plain", "cpu").error, IndexError):
+        return  # there it ends the process, of torch alone, too
     plain, ours = evaluate(program, "plain", device), evaluate(program, "deferred", device)
     if isinstance(plain.error, (NameError, SyntaxError)):
         return  # of a program that is cut short
@@ -67,8 +72,7 @@ def check(program: Program, device: str) -> None:
         return
     if plain.error is not None:
         refused = plain.backward and program.has("changes", "data")
-        # Torch refuses to change one of several views, or what it has saved. Here it may be a copy.
-        if not refused and not re.search("modified (by an )?inplace", str(plain.error)):
+        if not refused and not re.search(UNKNOWN_TO_US, str(plain.error)):
             raise Finding(
                 f"no error, where torch has {type(plain.error).__name__}: {first_line(plain.error)}"
             )
@@ -100,7 +104,7 @@ def _check_error(program: Program, theirs: Exception | None, ours: Exception) ->
         return
     if isinstance(ours, RuntimeError) and (
         program.has("changes", "data")
-        or (program.has("in place") and re.search("in.place", str(ours)))
+        or (program.has("in place") and re.search("in.?place", str(ours)))
         or any(re.search(line, str(program)) and said in str(ours) for line, said in DOCUMENTED.items())
     ):
         return

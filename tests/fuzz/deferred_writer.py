@@ -14,7 +14,7 @@ class Writer:
 
     def __init__(self, draw: Draw, program: Program) -> None:
         self.draw, self.program = draw, program
-        self.run = Run(program, "plain", draw.device)
+        self.run = Run(program, "plain", "cpu")  # where a wrong index is an error that can be caught
         self.operands = 0
         self.error: Exception | None = None
 

@@ -35,11 +35,13 @@ def draw_options(draw: Draw, inputs: Inputs, ignore_index: int | None) -> dict[s
 
 
 def truths_rounding(inputs: Inputs, **chain: Any) -> float:
-    """The relative error of float64 itself: of exp(z - logsumexp), where both are large."""
-    if inputs.input.dtype != torch.float64 or not inputs.input.numel():
+    """The relative error of exp(z - logsumexp), where both are large: of float64 itself, and of a backward
+    that computes z once more, in other pieces."""
+    again = chain.get("reduction", "none") == "none"
+    if not (again or inputs.input.dtype == torch.float64) or not inputs.input.numel():
         return 0.0
     logits_NV = dense_logits(inputs, logit_scale=chain.get("logit_scale")).detach()
-    return torch.finfo(torch.float64).eps * logits_NV.abs().max().item()
+    return torch.finfo(inputs.sum_dtype).eps * logits_NV.abs().max().item()
 
 
 def draw_backend(draw: Draw, dtype: torch.dtype, *, small: bool) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.bench.memory import peak_memory
 from lowtide.linear_cross_entropy.head import Options
 from lowtide.linear_cross_entropy.shapes import told_anew
+from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
 from tests.cuda_graphs import captured
 from tests.helpers import check, differentiate, fused, make_inputs, planned, workspace_for
 from tests.linear_cross_entropy.kinds import loss_of_leaves
@@ -109,13 +110,15 @@ def test_one_compiled_graph(reduction, monkeypatch):
     torch.compiler.reset()
 
     def step(inputs):
-        return differentiate(fused, inputs, upstream_of(inputs, reduction), reduction=reduction, **OPTIONS)
+        return differentiate(fused, inputs, upstream_of(inputs, reduction), reduction=reduction, **options)
 
     def upstream_of(inputs, reduction):
         return torch.ones(inputs.leading if reduction == "none" else (), device="cuda")
 
+    # A graph has the whole default, and rounds as a call does that has as much.
+    options = OPTIONS | {"workspace": DEFAULT_WORKSPACE["cuda"]}
     loss_of = torch.compile(
-        lambda *tensors: fused(type(inputs)(*tensors), reduction=reduction, **OPTIONS), fullgraph=True
+        lambda *tensors: fused(type(inputs)(*tensors), reduction=reduction, **options), fullgraph=True
     )
     for N in (370, 257):
         inputs = of_all(N)
