@@ -19,6 +19,7 @@ WAYS = (
     *("backward", "retained", "checkpoint", "reentrant", "copied", "turned", "saved on the CPU"),
     *("no_grad", "inference_mode", "vjp", "vmap", "create_graph", "not contiguous", "accumulated"),
 )
+TRANSFORMS = ("vjp", "vmap", "create_graph")
 
 
 def pick_way(draw: Draw) -> str:
