@@ -92,10 +92,18 @@ def allocate(
             for input, weight, grad in zip(head.inputs, head.weights, wanted.inputs)
         ),
         tuple(
-            keep(weight, tuple(weight.shape), summed=accumulate or k > 0, by_row=by_row and not by_class)
+            keep(
+                weight,
+                tuple(weight.shape),
+                summed=accumulate or k > 0,
+                by_row=by_row and not by_class,
+                lifted=scaling.lifted_by_rows(input)
+                if weight.dtype == torch.float16 and k == 0 and not accumulate
+                else scaling.FP16_EXPONENT,
+            )
             if grad
             else None
-            for k, (weight, grad) in enumerate(zip(head.weights, wanted.weights))
+            for k, (input, weight, grad) in enumerate(zip(head.inputs, head.weights, wanted.weights))
         ),
         keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,
         keep(head.scale, (), summed=True, zero=True, factor=unscaled) if wanted.scale else None,

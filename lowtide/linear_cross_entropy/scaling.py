@@ -49,9 +49,21 @@ def lifted_by(weight_VD: Tensor) -> int | Tensor:
     nothing."""
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
-    # Not a norm in float32, for which the CPU would copy the weight, nor abs.
-    largest = torch.maximum(weight_VD.amax(), -weight_VD.amin())
-    return torch.frexp(largest.float()).exponent + (FP16_EXPONENT - FP16_ROOM)
+    return torch.frexp(_largest(weight_VD)).exponent + (FP16_EXPONENT - FP16_ROOM)
+
+
+def lifted_by_rows(input: Tensor) -> int | Tensor:  # [..., D]
+    """Return the same of a weight's gradient: a number of it is a sum over all rows, with factors up to 2^14.
+    Few rows leave room in the range for what is small beside the largest factor."""
+    if input.numel() == 0:
+        return FP16_EXPONENT
+    largest = _largest(input) * (input.numel() // input.shape[-1])
+    return torch.frexp(largest).exponent.clamp(max=FP16_EXPONENT)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    # Not a norm in float32, for which the CPU would copy the tensor, nor abs.
+    return torch.maximum(tensor.amax(), -tensor.amin()).float()
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:

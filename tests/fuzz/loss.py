@@ -41,7 +41,7 @@ def truths_rounding(inputs: Inputs, way: str = "", **chain: Any) -> float:
     if not (again or inputs.input.dtype == torch.float64) or not inputs.input.numel():
         return 0.0
     logits_NV = dense_logits(inputs, logit_scale=chain.get("logit_scale")).detach()
-    return torch.finfo(inputs.sum_dtype).eps * logits_NV.abs().max().item()
+    return (1 + 3 * again) * torch.finfo(inputs.sum_dtype).eps * logits_NV.abs().max().item()
 
 
 def draw_backend(draw: Draw, dtype: torch.dtype, *, small: bool) -> str:
