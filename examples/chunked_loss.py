@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.bench.memory import peak_memory
-from lowtide.chunked_loss import chunked_loss
+from lowtide.memory import peak_memory
+from lowtide.ops.chunked_loss import chunked_loss
 
 TOKENS, FEATURES, CLASSES, STEPS = 1024, 64, 8192, 8
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.bench.memory import peak_memory
 from lowtide.integrations.lightning import DeferLogits
+from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES, STEPS = 3, 128, 32, 50304, 3
 

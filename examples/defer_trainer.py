@@ -9,8 +9,8 @@ import tempfile
 import torch
 import transformers
 
-from lowtide.bench.memory import peak_memory
 from lowtide.integrations.transformers import DeferLogits
+from lowtide.memory import peak_memory
 
 TOKENS, CLASSES = 64, 32000
 

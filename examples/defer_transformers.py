@@ -6,7 +6,7 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 BATCH, TOKENS, CLASSES, STEPS = 4, 96, 32000, 3
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 BATCH, TOKENS, HEADS, FEATURES, STEPS = 4, 256, 4, 16, 40
 BUCKETS, FARTHEST = 32, 128

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 CLASSES = 32000
 OPTIONS = {

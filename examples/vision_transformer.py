@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 IMAGE, PATCH, WIDTH, HEADS, DEPTH = 64, 4, 32, 2, 2
 SIDE = IMAGE // PATCH  # patches; M = N = SIDE * SIDE

@@ -1,15 +1,16 @@
 """lowtide keeps the high-water mark of training memory low."""
 
-from lowtide import attn_bias, distillation, losses
-from lowtide.attention import (
+from lowtide import attn_bias, losses
+from lowtide.deferred import defer_logits
+from lowtide.ops import distillation
+from lowtide.ops.attention import (
     memory_efficient_attention,
     memory_efficient_attention_with_lse,
     merge_attentions,
     scaled_dot_product_attention,
 )
-from lowtide.chunked_loss import chunked_loss
-from lowtide.deferred import defer_logits
-from lowtide.linear_cross_entropy import (
+from lowtide.ops.chunked_loss import chunked_loss
+from lowtide.ops.linear_cross_entropy import (
     LinearCrossEntropyLoss,
     LogProbs,
     linear_cross_entropy,

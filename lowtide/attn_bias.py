@@ -1,6 +1,6 @@
 """Masks for :func:`lowtide.memory_efficient_attention`, under the names that xformers gave them."""
 
-from lowtide.attention.masks import (
+from lowtide.ops.attention.definition.masks import (
     AttentionBias,
     BlockDiagonalCausalMask,
     BlockDiagonalMask,

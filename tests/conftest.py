@@ -33,7 +33,7 @@ def pytest_unconfigure():
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from tests.interpreter import leave_out_what_has_no_effect
+    from tests.support.interpreter import leave_out_what_has_no_effect
 
     leave_out_what_has_no_effect()
 
@@ -72,7 +72,7 @@ def _autograd_has_a_context():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_zero_by_luck(monkeypatch):
-    from tests.unwritten import poison  # torch is imported by it
+    from tests.support.unwritten import poison  # torch is imported by it
 
     poison(monkeypatch.setattr)
 

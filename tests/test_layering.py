@@ -241,7 +241,7 @@ except ValueError as error:
     print(error)
 for name in ("typer", "rich", "matplotlib", "tokenizers", "transformers"):
     assert name not in sys.modules, name
-assert not any(name.startswith(("lowtide.bench", "lowtide.cli", "lowtide.train")) for name in sys.modules)
+assert not any(name.startswith(("lowtide.tools.bench", "lowtide.cli", "lowtide.train")) for name in sys.modules)
 """
 
 

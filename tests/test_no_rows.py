@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.linear_cross_entropy import cpu_products, route
-from tests.helpers import skip_unless_runnable, smallest_workspace
+from lowtide.core.cpu_gemm import gemm
+from lowtide.ops.linear_cross_entropy.planning import requirements
+from tests.support.loss import skip_unless_runnable, smallest_workspace
 
 D, V, P = 5, 33, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -79,9 +80,9 @@ def test_loss(device, backend, reduction, dtype, N, everything):
 @with_and_without
 @every_reduction
 def test_loss_on_units_for_bfloat16(monkeypatch, reduction, N):
-    if not cpu_products.available():
+    if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(route, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
     shapes = (N, D), (V, D), (V,)
     input, weight, bias = (leaf(*shape, device="cpu", dtype=torch.bfloat16) for shape in shapes)
     target, options = torch.full((N,), -100), {"linear_bias": bias, "reduction": reduction}

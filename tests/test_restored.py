@@ -11,12 +11,15 @@ import torch
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import lowtide
-from lowtide.attention import engines as attention_engines
-from lowtide.linear_cross_entropy import cpu_products, plan, route
-from tests import distillation as distilled
-from tests.attention import helpers as attended
-from tests.chunked_loss import helpers as chunked
-from tests.helpers import (
+from lowtide.core.cpu_gemm import gemm
+from lowtide.ops.attention.operator import backends as attention_engines
+from lowtide.ops.linear_cross_entropy.planning import planner, requirements
+from tests.ops import distillation as distilled
+from tests.ops.attention import helpers as attended
+from tests.ops.chunked_loss import helpers as chunked
+from tests.ops.linear_cross_entropy.calls import make_call, outcome
+from tests.ops.linear_cross_entropy.test_cpu_exponentials import off
+from tests.support.loss import (
     check,
     check_log_probs,
     differentiate,
@@ -26,14 +29,12 @@ from tests.helpers import (
     make_inputs,
     skip_unless_runnable,
 )
-from tests.linear_cross_entropy.calls import make_call, outcome
-from tests.linear_cross_entropy.test_cpu_exponentials import off
-from tests.restored import LAYOUTS, Restored, transposed
+from tests.support.restored import LAYOUTS, Restored, transposed
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-OPS = sys.modules[plan.__package__ + ".ops"]
+OPS = sys.modules[planner.__package__ + ".ops"]
 HALF = {"dtype": torch.bfloat16}
 # What make_inputs is asked for, and what the call is; "by columns" is no engine, but has operands that would
 # fit another one once they are copied.
@@ -56,13 +57,13 @@ def inputs_of(engine, device, monkeypatch):
     if options.get("backend") == "triton":
         skip_unless_runnable("triton", device)
     if engine in TILED:
-        from tests.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
+        from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
 
         put_everywhere(device, monkeypatch)
         made = made | {"dtype": dtype_on(device)}
     if engine in ("by columns", "cpu_exponentials"):
-        monkeypatch.setattr(route, "FEWEST_WEIGHTS", 0)
-    if engine == "cpu_exponentials" and (device == "cuda" or not cpu_products.available()):
+        monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
+    if engine == "cpu_exponentials" and (device == "cuda" or not gemm.available()):
         pytest.skip("no bfloat16 products of the CPU's own")
     inputs = make_inputs(37, 24, 112, device=device, bias=True, scale=6.0, ignored=0.1, **made)
     if engine == "by columns":
@@ -78,7 +79,7 @@ def inputs_of(engine, device, monkeypatch):
 @pytest.fixture
 def engines(monkeypatch):
     """The engine of each plan that is made."""
-    found, make = [], plan.make_plan
+    found, make = [], planner.make_plan
 
     def kept(*arguments):
         made = make(*arguments)
@@ -197,7 +198,7 @@ def decisions(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(plan, "choose_engine")
+    count(planner, "choose_engine")
     count(attention_engines, "chosen")
     return found
 

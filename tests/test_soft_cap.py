@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowtide
-from tests.helpers import norm, skip_unless_runnable
+from tests.support.loss import norm, skip_unless_runnable
 
 ALLOWED = (20 + 12) * torch.finfo(torch.float32).eps
 CAP = 2.0
@@ -95,7 +95,7 @@ def test_attention(device, backend):
 
 def test_infinities_and_nan(device):
     """As with 1 - tanh^2: a slope of 0, and NaN."""
-    from lowtide.soft_cap import slope_of_tanh
+    from lowtide.core.soft_cap import slope_of_tanh
 
     x = torch.tensor([torch.inf, -torch.inf, 1e30, torch.nan, 0.0], device=device)
     assert torch.equal(slope_of_tanh(x).nan_to_num(9.0).cpu(), torch.tensor([0.0, 0.0, 0.0, 9.0, 1.0]))

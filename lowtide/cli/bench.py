@@ -9,24 +9,24 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 import typer
 from rich.console import Console
 
-from lowtide.bench.attention import attention_rows
-from lowtide.bench.attention_cases import ATTENTION_CASES
-from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
-from lowtide.bench.attention_table import ATTENTION
-from lowtide.bench.cases import AXES, CASES, sweep
-from lowtide.bench.chunked import entries as chunked_entries
-from lowtide.bench.draw import draw as draw_figure
-from lowtide.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
-from lowtide.bench.options import WORKSPACE, options
-from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
-from lowtide.bench.table import LOSS, CsvWriter, Environment, Format
-from lowtide.bench.trained import trained_cases
 from lowtide.cli.errors import Commands
 from lowtide.cli.parameters import DeviceOption, output_file, output_picture
 from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.cli.timeline import memory_timeline
-from lowtide.train.config import Device, choose_device
-from lowtide.train.files import growing_file
+from lowtide.tools.bench.attention.cases import ATTENTION_CASES
+from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
+from lowtide.tools.bench.attention.rows import attention_rows
+from lowtide.tools.bench.attention.table import ATTENTION
+from lowtide.tools.bench.cases import AXES, CASES, sweep
+from lowtide.tools.bench.chunked import entries as chunked_entries
+from lowtide.tools.bench.draw import draw as draw_figure
+from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
+from lowtide.tools.bench.options import WORKSPACE, options
+from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
+from lowtide.tools.bench.table import LOSS, CsvWriter, Environment, Format
+from lowtide.tools.bench.trained import trained_cases
+from lowtide.tools.demo.config import Device, choose_device
+from lowtide.tools.files import growing_file
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}

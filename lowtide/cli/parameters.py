@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtide.bench import style
 from lowtide.cli.errors import describe
-from lowtide.train import files
-from lowtide.train.config import Device, UserError
+from lowtide.tools import figures, files
+from lowtide.tools.demo.config import Device, UserError
 
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -64,7 +63,7 @@ def output_file(words: str) -> Path:
 
 def output_picture(words: str) -> Path:
     try:
-        style.check_picture(Path(words))
+        figures.check_picture(Path(words))
     except UserError as reason:
         raise typer.BadParameter(str(reason)) from reason
     return output_file(words)

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.bench.style import check_picture
 from lowtide.cli.errors import show
 from lowtide.cli.parameters import (
     MOST,
@@ -17,14 +16,15 @@ from lowtide.cli.parameters import (
     output_directory,
     refuse_given,
 )
-from lowtide.estimate.model import usual_dtype
-from lowtide.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.profile.record import Record, save
-from lowtide.profile.run import INTERRUPTED
-from lowtide.profile.run import script as run_script
-from lowtide.profile.run import steps as run_steps
-from lowtide.profile.timeline import draw, timeline, unit_of
-from lowtide.train.config import Device, UserError, choose_device
+from lowtide.tools.demo.config import Device, UserError, choose_device
+from lowtide.tools.estimate.model import usual_dtype
+from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
+from lowtide.tools.figures import check_picture
+from lowtide.tools.profile.record import Record, save
+from lowtide.tools.profile.run import INTERRUPTED
+from lowtide.tools.profile.run import script as run_script
+from lowtide.tools.profile.run import steps as run_steps
+from lowtide.tools.profile.timeline import draw, timeline, unit_of
 
 # What follows the script's name is the script's.
 SETTINGS = {"allow_interspersed_args": False}

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
 from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
-from lowtide.profile.timeline import unit_of
-from lowtide.train.config import Device, UserError, choose_device
+from lowtide.tools.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
+from lowtide.tools.demo.config import Device, UserError, choose_device
+from lowtide.tools.profile.timeline import unit_of
 
 
 def memory_timeline(

@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.bench.style import check_picture
 from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
-from lowtide.train.compare import train_both
-from lowtide.train.config import Config, Device, Loss, choose_device, choose_sizes
-from lowtide.train.loop import train as train_one
-from lowtide.train.report import draw, table
-from lowtide.train.trainer import CHECKPOINT, LOG, LOSSES
+from lowtide.tools.demo.compare import train_both
+from lowtide.tools.demo.config import Config, Device, Loss, choose_device, choose_sizes
+from lowtide.tools.demo.loop import train as train_one
+from lowtide.tools.demo.report import draw, table
+from lowtide.tools.demo.trainer import CHECKPOINT, LOG, LOSSES
+from lowtide.tools.figures import check_picture
 
 FIGURE = "comparison.png"
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from lowtide.deferred import elementwise, functions, pytree, rows
+from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.counting import Counts
-from lowtide.deferred.find import check_head, check_model, classes, find_head
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
+from lowtide.deferred.locate_head import check_head, check_model, classes, find_head
 from lowtide.deferred.logits import Source
 from lowtide.deferred.steps import Watch
 
-__all__ = ["Deferral", "defer_logits", "elementwise", "functions", "pytree", "rows"]
+__all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
 
 
 class Deferral:

@@ -11,18 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.deferred import tree
-from lowtide.linear_cross_entropy import reference
-from lowtide.linear_cross_entropy.head import Options
-from lowtide.linear_cross_entropy.transforms import COPIES
-from lowtide.linear_cross_entropy.workspace import DEFAULT_WORKSPACE
-from lowtide.rowwise import Rowwise, Tensors
+from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.deferred import expression
+from lowtide.ops.linear_cross_entropy.definition import reference
+from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
+from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE
 
 RowFunction = Callable[..., Tensors]
 
 
 def by_rows(
-    node: tree.Node, results: int, function: RowFunction, *row_tensors: Tensor, others: Tensors = ()
+    node: expression.Node, results: int, function: RowFunction, *row_tensors: Tensor, others: Tensors = ()
 ) -> Tensors:
     """Return the results [...] of function(logits [C, V], rows of each of row_tensors [..., K], *others),
     computed chunk by chunk. They are differentiable, and nothing of a chunk is kept. A half-precision
@@ -30,29 +30,29 @@ def by_rows(
     cut: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []
-    tree.changed(
+    expression.changed(
         node, *(lambda tensor, into=into: into.append(tensor) or tensor for into in (cut, classes, scalars))
     )
-    leading, terms = tree.leading(node), len(cut)
-    N, V = leading.numel(), next(tree.linears(node)).weight.tensor.shape[0]
+    leading, terms = expression.leading(node), len(cut)
+    N, V = leading.numel(), next(expression.linears(node)).weight.tensor.shape[0]
     cut = [each.reshape((N, *each.shape[len(leading) :])) for each in (*cut, *row_tensors)]
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
         parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
         taken = (lambda _, part=part: next(part) for part in parts)
         own = whole[len(classes) + len(scalars) :]
-        return function(tree.run(tree.changed(node, *taken)), *rows[terms:], *own), ()
+        return function(expression.run(expression.changed(node, *taken)), *rows[terms:], *own), ()
 
     row = COPIES * V * max(node.dtype.itemsize, 4)
     workspace = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
-    tracked = tree.requires_grad(node) or any(each.requires_grad for each in row_tensors)
+    tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars, *others)
     return tuple(each.view((*leading, *each.shape[1:])) for each in found)
 
 
 def cross_entropy(
-    node: tree.Node,
+    node: expression.Node,
     target: Tensor,  # [...] class indices, or [..., V] class probabilities
     weight: Tensor | None,  # [V]
     ignore_index: int,

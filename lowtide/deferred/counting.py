@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
+from lowtide.core.operator import operator
 from lowtide.deferred.frames import user_stacklevel
-from lowtide.operators import operator
 
 FUSED = ""  # the event that is no operation
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.deferred import tree
+from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, handles
 from lowtide.deferred.operands import copied
 
@@ -17,11 +17,11 @@ def record(name: str, *operands: Any) -> Any:
     nodes = [_node(each, input) for each in operands]
     if any(each is None for each in nodes):
         return NotImplemented
-    autocast = tree.autocast_dtype(input.device)
+    autocast = expression.autocast_dtype(input.device)
     dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
     # The function itself, of meta tensors, imports Dynamo, which takes 2 s. It has these strides, too.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
-    return input.like(tree.Apply(name, tuple(nodes), autocast, dtype), meta)
+    return input.like(expression.Apply(name, tuple(nodes), autocast, dtype), meta)
 
 
 def _node(operand: Any, input: DeferredLogits) -> Any:
@@ -31,7 +31,7 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
             operand.source is input.source
             and operand.shape == input.shape
             and operand.class_dim == input.class_dim
-            and tree.leading(operand.node) == tree.leading(input.node)
+            and expression.leading(operand.node) == expression.leading(input.node)
         )
         return operand.checked() if together else None
     if not isinstance(operand, Tensor):
@@ -46,7 +46,7 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
     vector = 0 < operand.dim() <= input.dim() and operand.shape[-1] == input.classes
     if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
         return None
-    return tree.Vector(copied(operand.reshape(-1)))
+    return expression.Vector(copied(operand.reshape(-1)))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -63,7 +63,7 @@ def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
         return torch.zeros((1,) * each.dim(), dtype=each.dtype, device=device or each.device)
 
     with torch.no_grad():
-        return tree.FUNCTIONS[name](*(one(each) for each in operands)).dtype
+        return expression.FUNCTIONS[name](*(one(each) for each in operands)).dtype
 
 
 @handles("mul", "multiply", "__mul__", "__rmul__")
@@ -156,14 +156,14 @@ def _softmax(name: str) -> None:
             input = cast(input, dtype)
         if input is NotImplemented:
             return NotImplemented
-        autocast = tree.autocast_dtype(input.device)
+        autocast = expression.autocast_dtype(input.device)
         with torch.no_grad():  # autocast may widen it, and does not know what is on the meta device
-            one = tree.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
-        node = tree.Apply(name, (input.checked(), -1), autocast, one.dtype)
+            one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
+        node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
         return input.like(node, input.meta.to(one.dtype))
 
 
-for _name in tree.MIX_CLASSES:
+for _name in expression.MIX_CLASSES:
     _softmax(_name)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide.deferred import tree
+from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, Source
 from lowtide.deferred.operands import copied, record_shared
 from lowtide.deferred.proxy import BINARY, REFLECTED, add_operators, flat, replaced, spelled
@@ -82,7 +82,7 @@ def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether it is the one with the classes, and will not raise."""
     x = hidden.tensor
-    autocast = tree.autocast_dtype(x.device) is not None and x.dtype != torch.float64
+    autocast = expression.autocast_dtype(x.device) is not None and x.dtype != torch.float64
     fits = (
         weight.shape == (hidden.classes, x.shape[-1])
         and x.dim() > 0
@@ -106,11 +106,11 @@ def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> boo
 
 
 def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-    x, autocast = hidden.tensor, tree.autocast_dtype(hidden.tensor.device)
+    x, autocast = hidden.tensor, expression.autocast_dtype(hidden.tensor.device)
     dtype = x.dtype if autocast is None or x.dtype == torch.float64 else autocast
     meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
     own_bias = None if bias is None else copied(bias)
-    node = tree.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
+    node = expression.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
     return DeferredLogits(node, meta, hidden.source, meta.dim() - 1)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred import frames, tree
+from lowtide.deferred import expression, frames
 from lowtide.deferred.counting import Counts
+from lowtide.deferred.expression import Node
 from lowtide.deferred.proxy import (
     BINARY,
     IN_PLACE,
@@ -23,7 +24,6 @@ from lowtide.deferred.proxy import (
     replaced,
     spelled,
 )
-from lowtide.deferred.tree import Node
 
 # What a tensor on the meta device, of the same shape, dtype and strides, can tell.
 METADATA = {
@@ -33,8 +33,8 @@ METADATA = {
 
 Handler = tuple[Callable[..., Any], frozenset[str] | None]
 HANDLERS: dict[str, Handler] = {}
-"""By the name of the torch function, with the keywords that it knows: elementwise.py, rows.py and
-functions.py fill it."""
+"""By the name of the torch function, with the keywords that it knows: elementwise.py, indexing.py and
+reductions.py fill it."""
 
 
 def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -92,8 +92,8 @@ class DeferredLogits:
     __array_priority__ = 1000  # a NumPy number on the left leaves the operation to this one
 
     def __init__(self, node: Node, meta: Tensor, source: Source, class_dim: int) -> None:
-        if not torch.is_grad_enabled() and tree.requires_grad(node):
-            node = tree.Apply("detach", (node,), None, node.dtype)
+        if not torch.is_grad_enabled() and expression.requires_grad(node):
+            node = expression.Apply("detach", (node,), None, node.dtype)
         self.node, self.meta, self.source, self.class_dim = node, meta, source, class_dim
         self.tensor: Tensor | None = None
         self.one_of_several = False
@@ -109,11 +109,11 @@ class DeferredLogits:
 
     @property
     def device(self) -> torch.device:
-        return tree.device(self.node)
+        return expression.device(self.node)
 
     @property
     def requires_grad(self) -> bool:
-        return tree.requires_grad(self.node) if self.tensor is None else self.tensor.requires_grad
+        return expression.requires_grad(self.node) if self.tensor is None else self.tensor.requires_grad
 
     @property
     def is_cuda(self) -> bool:
@@ -166,7 +166,7 @@ class DeferredLogits:
                 "the head are used after it; use what the operation returned, its form that is not in place, "
                 "or undo() the deferral"
             )
-        tree.check(self.node)
+        expression.check(self.node)
         return self.node
 
     def real(self, operation: str) -> Tensor:
@@ -177,7 +177,7 @@ class DeferredLogits:
             # With gradients, which the tree detaches where there are none: a view that is made without them
             # cannot be changed in place where they are on.
             with torch.inference_mode(False), torch.enable_grad():
-                tensor = tree.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
+                tensor = expression.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
                 self.tensor = _laid_like(self.meta, tensor)
             self.source.made += 1
         return self.tensor
@@ -193,7 +193,7 @@ class DeferredLogits:
             first = False
             return x
 
-        return tree.changed(node, rows=count)
+        return expression.changed(node, rows=count)
 
     def materialize(self) -> Tensor:
         """The tensor, for code that takes no other thing."""

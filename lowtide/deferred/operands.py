@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.derivatives import active
+from lowtide.core.autodiff import active
 
 
 class Recorded(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowtide.deferred import tree
+from lowtide.deferred import expression
 from lowtide.deferred.frames import functions_of_arguments
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, call
 from lowtide.deferred.proxy import replaced
@@ -67,7 +67,7 @@ def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
     own = getattr(own, "__func__", own)
     if not str(getattr(own, "__module__", "")).startswith("torch."):
         raise RuntimeError(f"register_hook: {NO_GRADIENT}")
-    for each in tree.linears(leaf.logits.node):
+    for each in expression.linears(leaf.logits.node):
         for tensor in (each.input.tensor, each.weight.tensor):
             if tensor.requires_grad:
                 return tensor.register_hook(hook)
@@ -118,11 +118,11 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
     """Return the same logits with their gradient through that function."""
     first = iter([hidden])
-    return logits.like(tree.changed(logits.node, rows=lambda x: next(first, x)), logits.meta)
+    return logits.like(expression.changed(logits.node, rows=lambda x: next(first, x)), logits.meta)
 
 
 def _hidden(logits: DeferredLogits) -> Tensor:
-    return next(tree.linears(logits.node)).input.tensor
+    return next(expression.linears(logits.node)).input.tensor
 
 
 # Where DistributedDataParallel and FSDP2 look for tensors.

@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lowtide.deferred import defer_logits
-from lowtide.deferred.functions import log_probs
+from lowtide.deferred.reductions import log_probs
 from lowtide.integrations.counts import DeferralCounts
-from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 IGNORED = -100
 REFUSED = {

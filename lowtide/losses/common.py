@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy.check import (
+from lowtide.ops.linear_cross_entropy.definition.head import Reduction
+from lowtide.ops.linear_cross_entropy.definition.validation import (
     DTYPES,
     ArgumentError,
     ArgumentTypeError,
     check_choice,
     check_dense,
 )
-from lowtide.linear_cross_entropy.head import Reduction
 
 
 def widened(axes: str, **tensors: Tensor) -> list[Tensor]:

@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor
 
-from lowtide.linear_cross_entropy import linear_cross_entropy
-from lowtide.linear_cross_entropy.check import ArgumentError, ArgumentTypeError, check_tensors
-from lowtide.linear_cross_entropy.head import Backend, Reduction
+from lowtide.ops.linear_cross_entropy import linear_cross_entropy
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.validation import (
+    ArgumentError,
+    ArgumentTypeError,
+    check_tensors,
+)
 
 
 def info_nce(

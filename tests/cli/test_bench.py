@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from lowtide.bench.cases import CASES
-from lowtide.bench.measure import Mode
-from lowtide.bench.options import OPTIONS, WORKSPACE
-from lowtide.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.cli import bench
-from tests.commands import invoke as in_this_process
-from tests.commands import said
+from lowtide.tools.bench.cases import CASES
+from lowtide.tools.bench.measure import Mode
+from lowtide.tools.bench.options import OPTIONS, WORKSPACE
+from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
+from tests.support.commands import invoke as in_this_process
+from tests.support.commands import said
 
 
 def lowtide(*arguments):

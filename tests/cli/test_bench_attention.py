@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from lowtide.bench.attention_cases import ATTENTION_CASES
-from lowtide.bench.attention_providers import ATTENTION_PROVIDERS
 from lowtide.cli import bench
-from tests.commands import invoke as in_this_process
+from lowtide.tools.bench.attention.cases import ATTENTION_CASES
+from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
+from tests.support.commands import invoke as in_this_process
 
 SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"]
 

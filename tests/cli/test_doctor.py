@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from lowtide.doctor import linear_cross_entropy as of_loss
-from lowtide.doctor.attention import table
-from lowtide.doctor.cpu import cpu
-from tests.commands import invoke as in_this_process
-from tests.commands import said
+from lowtide.tools.doctor import linear_cross_entropy as of_loss
+from lowtide.tools.doctor.attention import table
+from lowtide.tools.doctor.cpu import cpu
+from tests.support.commands import invoke as in_this_process
+from tests.support.commands import said
 
 
 def invoke(*arguments):

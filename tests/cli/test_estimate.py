@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lowtide.cli import main, progress
-from lowtide.estimate.offline import plain
-from lowtide.estimate.setting import Dtype, Loss, Setting
-from lowtide.estimate.step import estimate as estimated
-from tests.commands import invoke as in_this_process
-from tests.commands import said
-from tests.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
+from lowtide.tools.estimate.offline import plain
+from lowtide.tools.estimate.setting import Dtype, Loss, Setting
+from lowtide.tools.estimate.step import estimate as estimated
+from tests.support.commands import invoke as in_this_process
+from tests.support.commands import said
+from tests.tools.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import torch
 from torch.cuda import _memory_viz
 
 from lowtide.cli import profile
-from lowtide.profile import run
-from lowtide.profile.record import Record
-from lowtide.profile.timeline import timeline
-from tests.commands import invoke as in_this_process
+from lowtide.tools.profile import run
+from lowtide.tools.profile.record import Record
+from lowtide.tools.profile.timeline import timeline
+from tests.support.commands import invoke as in_this_process
 
 SCRIPT = """
 import sys
@@ -150,7 +150,7 @@ def test_an_error_of_the_script_is_shown_as_python_shows_it(content, tmp_path):
     done = invoke("--out", tmp_path / "out", path)
     assert done.exit_code == 1
     assert "runpy" not in done.stderr
-    assert "lowtide/profile" not in done.stderr
+    assert "lowtide/tools/profile" not in done.stderr
     assert "Error" in done.stderr
     assert done.stderr.endswith("lowtide profile: nothing was allocated through torch\n")
 

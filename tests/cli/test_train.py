@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from tests.commands import invoke as in_this_process
+from tests.support.commands import invoke as in_this_process
 
 TINY = {
     "--vocab-size": 512,

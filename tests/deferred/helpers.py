@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.chunked_loss.helpers import close, roundings_of
+from tests.ops.chunked_loss.helpers import close, roundings_of
 
 B, T, D, V = 3, 7, 16, 63
 

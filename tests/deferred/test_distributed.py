@@ -1,6 +1,6 @@
 """DDP and FSDP2 over two processes: the gradients of one process that has all of the data."""
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EXACT = [
     *("ddp", "ddp tied", "ddp outside", "ddp before", "ddp unused", "ddp unused outside"),

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.bench.memory import peak_memory
 from lowtide.deferred import RealLogitsWarning
+from lowtide.memory import peak_memory
 from tests.deferred.helpers import GPT
 
 # Of float32 logits, more than the default workspace: 64 MiB on the CPU and 1 GiB on CUDA.

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.functions import log_probs
 from lowtide.deferred.logits import DeferredLogits
-from tests.chunked_loss.helpers import close
+from lowtide.deferred.reductions import log_probs
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred
+from tests.ops.chunked_loss.helpers import close
 
 # What makes them, and how the warning calls it.
 OPERATIONS = {

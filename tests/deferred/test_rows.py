@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred import chunks
-from tests.chunked_loss.helpers import close
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
+from tests.ops.chunked_loss.helpers import close
 
 INDEX = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
 SEVERAL = torch.randint(V, (B, T, 5), generator=torch.Generator().manual_seed(4))

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from tests.chunked_loss.helpers import close
 from tests.deferred.helpers import V, check, make, norm, plain_and_deferred, within_eager
+from tests.ops.chunked_loss.helpers import close
 
 
 def trained(model, step, deferred, count=5):

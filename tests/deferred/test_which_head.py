@@ -7,8 +7,8 @@ from torch import nn
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from tests.chunked_loss.helpers import close
 from tests.deferred.helpers import D, V, make, plain_and_deferred
+from tests.ops.chunked_loss.helpers import close
 
 
 class Transformed(nn.Module):

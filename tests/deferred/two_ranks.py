@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from tests.chunked_loss.helpers import close, roundings_of
 from tests.deferred.helpers import GPT, B, T, V
-from tests.ranks import RANKS, as_rank
+from tests.ops.chunked_loss.helpers import close, roundings_of
+from tests.support.ranks import RANKS, as_rank
 
 
 def build(kind):

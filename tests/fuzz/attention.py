@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests.attention.helpers import Case, dense, differentiate, references, shown
 from tests.fuzz.attention_inputs import draw_case
 from tests.fuzz.calls import check
 from tests.fuzz.compare import References, compare, is_argument_error, mapped, measured, widened
 from tests.fuzz.draw import Draw
 from tests.fuzz.ways import pick_way, second_order
-from tests.helpers_dense import HALVES
+from tests.ops.attention.helpers import Case, dense, differentiate, references, shown
+from tests.support.budgets import HALVES
 
 SIGNATURES = ("lse", "lse", "plain", "torch", "torch", "three", "five")
 
@@ -92,7 +92,7 @@ def _like(bias: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def call(made: Case, signature: str, backend: str) -> dict[str, Tensor]:
-    """The results in the layouts of tests/attention/helpers.py, [B, M, H, E] and [B, H, M]."""
+    """The results in the layouts of tests/ops/attention/helpers.py, [B, M, H, E] and [B, H, M]."""
     query, key, value = made.query, made.key, made.value
     if signature == "torch":
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowtide import attn_bias
-from tests.attention.helpers import Case
 from tests.fuzz.draw import FLOATS, Draw
+from tests.ops.attention.helpers import Case
 
 
 def draw_case(draw: Draw, signature: str, dtype: torch.dtype) -> tuple[Case, bool]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.fuzz.compare import Finding, References, compare, is_argument_error
 from tests.fuzz.draw import Draw
 from tests.fuzz.ways import Function, Leaves, Upstream, differentiated
-from tests.helpers_dense import Result
+from tests.support.budgets import Result
 
 
 def draw_workspace(draw: Draw) -> int | None:

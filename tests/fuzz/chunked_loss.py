@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.chunked_loss import chunked_loss
-from tests.chunked_loss.helpers import HEADS, D, V, cross_entropy, dense
+from lowtide.ops.chunked_loss import chunked_loss
 from tests.fuzz.calls import check, draw_upstream, with_enough_workspace
 from tests.fuzz.compare import measured
 from tests.fuzz.draw import Draw
 from tests.fuzz.ways import WAYS, differentiated
-from tests.helpers_dense import HALVES
+from tests.ops.chunked_loss.helpers import HEADS, D, V, cross_entropy, dense
+from tests.support.budgets import HALVES
 
 # Of torch.func a head's parameters would have to be passed beside it.
 NOT_OF_MODULES = ("vjp", "vmap")

@@ -1,4 +1,4 @@
-"""Decides if results are close enough to float64: the budget of tests/helpers_dense.py, and a few roundings.
+"""Decides if results are close enough to float64: the budget of tests/support/budgets.py, and a few roundings.
 
 That budget is for chosen inputs. Here there are any: results of one number, where eager torch is right by
 luck; gradients that underflow or leave the range of their dtype; half-precision factors that are rounded
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.helpers_dense import Result, budget, norm
+from tests.support.budgets import Result, budget, norm
 
 STEP = 1e-6  # of the perturbation that `measured` takes
 FACTOR = 3.0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.fuzz.compare import FACTOR, STEP, Finding
 from tests.fuzz.deferred_program import NAMES, Program, Run
-from tests.helpers_dense import HALVES, norm
+from tests.support.budgets import HALVES, norm
 
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
 # Torch refuses to change one of several views, or what it has saved, or to detach a view: here it may

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tests.fuzz.deferred_writer import Writer
-from tests.helpers_dense import HALVES
+from tests.support.budgets import HALVES
 
 Entry = Callable[[Writer], str]
 

@@ -12,8 +12,8 @@ from tests.fuzz.draw import Draw
 from tests.fuzz.loss import draw_backend, truths_rounding
 from tests.fuzz.loss_inputs import make_inputs, sizes
 from tests.fuzz.ways import pick_way
-from tests.helpers import check_argmax, fused_log_probs, references_log_probs
-from tests.helpers_dense import dense_log_probs, differentiate_log_probs
+from tests.support.budgets import dense_log_probs, differentiate_log_probs
+from tests.support.loss import check_argmax, fused_log_probs, references_log_probs
 
 NAMES = ("log_prob", "entropy", "logsumexp", "argmax")
 

@@ -15,8 +15,8 @@ from tests.fuzz.compare import References, compare, mapped, measured, must_raise
 from tests.fuzz.draw import FLOATS, Draw
 from tests.fuzz.loss_inputs import make_inputs, sizes
 from tests.fuzz.ways import TRANSFORMS, pick_way, second_order
-from tests.helpers import fused, references
-from tests.helpers_dense import Inputs, dense, dense_logits, differentiate
+from tests.support.budgets import Inputs, dense, dense_logits, differentiate
+from tests.support.loss import fused, references
 
 
 def draw_options(draw: Draw, inputs: Inputs, ignore_index: int | None) -> dict[str, Any]:

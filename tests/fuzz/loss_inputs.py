@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz.draw import Draw
-from tests.helpers_dense import Inputs
+from tests.support.budgets import Inputs
 
 
 def sizes(draw: Draw, *, tiny: bool = False) -> tuple[int, int, int]:

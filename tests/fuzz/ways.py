@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.draw import Draw
-from tests.helpers_dense import Result
+from tests.support.budgets import Result
 
 Leaves = dict[str, Tensor]
 Function = Callable[[Leaves], Mapping[str, Tensor]]

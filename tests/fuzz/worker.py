@@ -80,10 +80,10 @@ def prepare(device: str) -> None:
     # In one thread: a checkpoint that raises in another would leave its hooks there, for the cases after it.
     torch.autograd.set_multithreading_enabled(False)
     if device == "cpu" and importlib.util.find_spec("triton"):
-        from tests.interpreter import leave_out_what_has_no_effect
+        from tests.support.interpreter import leave_out_what_has_no_effect
 
         leave_out_what_has_no_effect()
-    from tests.unwritten import poison
+    from tests.support.unwritten import poison
 
     poison(setattr)
 

@@ -9,14 +9,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 __all__ = ["as_on_a_card", "chosen_engines", "loss_of_terms", "peak_memory", "quicken_interpreter"]
 
 
 def loss_of_terms(inputs: Sequence[Tensor], weights: Sequence[Tensor], target: Tensor, **options: Any) -> Any:
     """Compute the loss of a head of several linear terms, as deferred logits do for an adapter."""
-    from lowtide.linear_cross_entropy.entry import cross_entropy
+    from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 
     return cross_entropy(inputs, weights, target, **options)
 
@@ -27,10 +27,10 @@ def chosen_engines() -> Iterator[set[str]]:
     found: set[str] = set()
     with contextlib.ExitStack() as stack:
         for module, name, describe in (
-            ("lowtide.linear_cross_entropy.ops", "make_plan", _of_loss),
-            ("lowtide.distillation.engine", "make_plan", _of_distillation),
-            ("lowtide.attention.entry", "choose", lambda choice, *_: f"attention: {choice.backend}"),
-            ("lowtide.attention.engines", "chosen", lambda name, *_: f"attention: {name}"),
+            ("lowtide.ops.linear_cross_entropy.operator.ops", "make_plan", _of_loss),
+            ("lowtide.ops.distillation.engine", "make_plan", _of_distillation),
+            ("lowtide.ops.attention.dispatch", "choose", lambda choice, *_: f"attention: {choice.backend}"),
+            ("lowtide.ops.attention.operator.backends", "chosen", lambda name, *_: f"attention: {name}"),
         ):
             owner = import_module(module)
             observed = _observed(getattr(owner, name), describe, found)
@@ -65,17 +65,17 @@ def as_on_a_card() -> Iterator[None]:
     interpreter, in small tiles and float32, as the tests do."""
     import pytest
 
-    from tests.linear_cross_entropy.on_exponentials import put_everywhere
+    from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere
 
     with pytest.MonkeyPatch.context() as patch:
         put_everywhere("cpu", patch)
-        for module in ("lowtide.distillation.sizes", "lowtide.distillation.autograd"):
+        for module in ("lowtide.ops.distillation.chunking", "lowtide.ops.distillation.autograd"):
             patch.setattr(import_module(module), "choose_backend", lambda *arguments: "triton")
         yield
 
 
 def quicken_interpreter() -> None:
     """Make Triton's interpreter three times as fast, with the same results."""
-    from tests.interpreter import leave_out_what_has_no_effect
+    from tests.support.interpreter import leave_out_what_has_no_effect
 
     leave_out_what_has_no_effect()

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import attn_bias, distillation, losses
+from lowtide import attn_bias, losses
+from lowtide.ops import distillation
 from tests.golden import inside
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16

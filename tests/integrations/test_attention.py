@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 from tests.deferred.helpers import norm, within_eager
 
 transformers = pytest.importorskip("transformers")

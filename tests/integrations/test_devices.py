@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 from tests.conftest import NEEDS_CUDA
 
 pytest.importorskip("transformers")

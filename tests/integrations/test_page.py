@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.bench.memory import peak_memory
 from lowtide.integrations.transformers import register_attention
+from lowtide.memory import peak_memory
 
 transformers = pytest.importorskip("transformers")
 

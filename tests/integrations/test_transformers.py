@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench.memory import peak_memory
+from lowtide.memory import peak_memory
 
 transformers = pytest.importorskip("transformers")
 from tests.integrations.zoo import B, V, batch, build, check, step  # noqa: E402

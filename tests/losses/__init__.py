@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers import budget, norm
+from tests.support.loss import budget, norm
 
 B, T, D, V = 6, 9, 7, 23
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

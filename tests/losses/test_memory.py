@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.bench.memory import peak_memory
-from lowtide.distillation import forward_kl, jensen_shannon, reverse_kl
 from lowtide.losses import contrastive, dpo, grpo, sequence_log_probs, z_loss
+from lowtide.memory import peak_memory
+from lowtide.ops.distillation import forward_kl, jensen_shannon, reverse_kl
 
 PAIRS, T, D, V = 8, 64, 8, 16384
 N = 2 * PAIRS * T  # 64 MiB of float32 logits

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from lowtide.deferred import defer_logits
 from lowtide.integrations.counts import DeferralCounts
-from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 
 class DeferLogits(DeferralCounts, TrainerCallback):

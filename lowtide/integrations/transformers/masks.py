@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
-from lowtide.attention.masks import AttentionBias, Band, BlockDiagonalCausalMask, LowerTriangularMask
 from lowtide.integrations.transformers.bands import Shown, band
-from lowtide.linear_cross_entropy.check import ArgumentError
+from lowtide.ops.attention.definition.masks import (
+    AttentionBias,
+    Band,
+    BlockDiagonalCausalMask,
+    LowerTriangularMask,
+)
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22

@@ -1,0 +1,201 @@
+"""Compiles a C++ file once for each user and loads the library, from a directory of this user's alone.
+
+A library is kept with a digest of it behind it. It is loaded through the descriptor through which its
+owner, its mode, its links and its digest have been checked; one that is not as it was written is made
+again. It is written in a directory of its own, synced, loaded, and renamed, so that any number of processes
+may build at once, be killed or find the disk full: a process finds a whole library or none. Nothing is
+locked. Linux only."""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.core.cpu_gemm.private_directory import open_private_directory
+
+TIMEOUT = 120  # seconds for one command of the compiler
+BUILD = "build_"
+OLD = 3600  # seconds after which a build's directory has been left behind
+PRIVATE_FILE = stat.S_IFREG | 0o600
+OTHER_PLACE = (
+    "correct that, or set TORCHINDUCTOR_CACHE_DIR to a directory of your home that only you can change"
+)
+OTHER_COMPILER = "correct that, or set CXX to another C++ compiler, such as g++ 10 or later"
+
+
+class NotLoadedError(Exception):
+    """The library cannot be loaded; the message says why, and what to do."""
+
+
+class NoCompilerError(NotLoadedError):
+    """There is no compiler."""
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # of the file, and of its library
+    text: bytes
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    functions: tuple[str, ...]  # that the library must have
+    depends_on: str  # what else the library depends on, besides the compiler
+
+
+def load_compiled(source: Source) -> ctypes.CDLL:
+    """Return the library of ``source``, which is compiled where there is none. Raises NotLoadedError."""
+    compiler = find_compiler()
+    facts = (source, compiler, run([*compiler, "--version"]))
+    file = f"{source.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.so"
+    parent, name = cache_place()
+    try:
+        folder = open_private_directory(parent, name)
+        try:
+            with suppress(OSError):  # missing, damaged, or not ours
+                return _load(folder, file, file, source.functions)
+            return _build(source, compiler, folder, file)
+        finally:
+            os.close(folder)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise NotLoadedError(f"{parent}/{name} cannot be used: {reason}; {OTHER_PLACE}") from None
+
+
+def cache_place() -> tuple[str, str]:
+    """Return the directory beside torch.compile's files where the user has given them a place, else one of
+    this user's in the system's temporary directory: what is above it, and its name."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    try:
+        own = tempfile.gettempdir()
+        # torch sets the variable, too, when it compiles: to a directory that it makes with any umask.
+        if named and not named.startswith(os.path.join(own, "torchinductor_")):
+            return os.path.abspath(named), "lowtide"
+    except FileNotFoundError as problem:
+        raise NotLoadedError(f"{problem.strerror}; {OTHER_PLACE}") from None
+    return own, f"lowtide_{os.geteuid()}"
+
+
+def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctypes.CDLL:
+    """Load a library that was kept under ``name``. Raises OSError if it is not as it was written."""
+    found = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        status = os.fstat(found)
+        if (status.st_mode, status.st_uid, status.st_nlink) != (PRIVATE_FILE, os.geteuid(), 1):
+            raise PermissionError(f"{file} is not a file of this user's alone")
+        with open(found, "rb", closefd=False) as reader:
+            content = reader.read()
+        size = max(0, len(content) - hashlib.sha256().digest_size)
+        if _digest(name, content[:size]) != content[size:]:
+            raise OSError(f"{file} is damaged")
+        # For the loader, the same path is the same library. Nobody else spells theirs like this, and as the
+        # descriptor stays open where a library was loaded, its number does not become another's.
+        library = ctypes.CDLL(f"/proc/self/fd/./{found}")
+    except BaseException:
+        os.close(found)
+        raise
+    for function in functions:
+        if not hasattr(library, function):
+            raise OSError(f"{file} has no function {function}")
+    return library
+
+
+def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctypes.CDLL:
+    """Compile, load and keep the library. Its files are named by descriptors: nobody can redirect them."""
+    if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
+        raise PermissionError("its file system is mounted noexec")
+    _remove_old_builds(folder)
+    path = tempfile.mkdtemp(prefix=BUILD, dir=f"/proc/self/fd/{folder}")
+    try:
+        own = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _write(own, f"{source.name}.cpp", source.text)
+            run([*compiler, *source.compile_flags, "-c", f"{source.name}.cpp", "-o", "object.o"], cwd=path)
+            run([*compiler, *source.link_flags, "object.o", "-o", "linked.so"], cwd=path)
+            content = Path(path, "linked.so").read_bytes()
+            _write(own, name, content + _digest(name, content))
+            try:
+                library = _load(own, name, name, source.functions)
+            except OSError as problem:
+                raise NotLoadedError(f"{compiler[0]} made no library: {problem}; {OTHER_COMPILER}") from None
+            os.replace(name, name, src_dir_fd=own, dst_dir_fd=folder)
+            with suppress(OSError):  # some file systems cannot; the name may be lost then, not the content
+                os.fsync(folder)
+            return library
+        finally:
+            os.close(own)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + b"\0" + content).digest()
+
+
+def _write(folder: int, name: str, content: bytes) -> None:
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def _remove_old_builds(folder: int) -> None:
+    for name in os.listdir(folder):
+        with suppress(OSError):  # another process removes it
+            made = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+            if name.startswith(BUILD) and made < time.time() - OLD:
+                shutil.rmtree(f"/proc/self/fd/{folder}/{name}", ignore_errors=True)
+
+
+def run(command: list[str], *, cwd: str | None = None) -> bytes:
+    """Run a command of the compiler and return what it says. Raises NotLoadedError if it fails or hangs."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    if cwd is not None:
+        environment["TMPDIR"] = "."  # the compiler's own files are as private
+    try:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=cwd,
+            env=environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=TIMEOUT)
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                raise
+    except subprocess.TimeoutExpired:
+        raise NotLoadedError(f"{command[0]} did not end within {TIMEOUT} s; {OTHER_COMPILER}") from None
+    except OSError as problem:
+        raise NotLoadedError(f"{command[0]} cannot be run: {problem}; {OTHER_COMPILER}") from None
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines()
+        said = next((line for line in lines if "rror" in line), lines[0] if lines else "it says nothing")
+        raise NotLoadedError(f"{command[0]} failed: {said}; {OTHER_COMPILER}")
+    return out
+
+
+def find_compiler() -> list[str]:
+    """Return $CXX, which may have arguments or a wrapper, or one of the names that GCC has. (Another's
+    OpenMP would not be torch's.)"""
+    named = os.environ.get("CXX", "")
+    try:
+        own = shlex.split(named)
+    except ValueError as problem:
+        raise NotLoadedError(f"CXX={named!r} cannot be read: {problem}; {OTHER_COMPILER}") from None
+    for command in [own] if own else [["c++"], ["g++"]]:
+        if (found := shutil.which(command[0])) is not None:
+            return [os.path.abspath(found), *command[1:]]
+    raise NoCompilerError(f"there is no C++ compiler ({shlex.join(own) or 'c++, g++'})")

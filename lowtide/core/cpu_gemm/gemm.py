@@ -1,0 +1,189 @@
+"""Products of bfloat16 operands with float32 sums on a CPU that has units for them: torch has none. They are
+gemm.cpp, compiled when first asked for, a second or two once on a machine. Where the units, torch's
+part or a compiler are missing, available() is False and nothing is said. One warning is given where a
+compiler fails, or the library has no place that is safe from other users.
+
+C  rows, D  features, V  classes; rows may lie apart, what is within a row lies side by side."""
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lowtide.core.cpu_gemm.compiled_library import (
+    NoCompilerError,
+    NotLoadedError,
+    Source,
+    load_compiled,
+)
+
+SOURCE = Path(__file__).with_name("gemm.cpp")
+# Not -march=native: a home may be shared by several machines. No OpenMP when linked: what the code needs of
+# it is then found in the library that torch has loaded for all, and there is one pool of threads, not two.
+UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
+COMPILED = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS)
+LINKED = ("-shared",)  # decision 0048
+FUNCTIONS = ("lowtide_use", "lowtide_exponentials", "lowtide_multiply", "lowtide_multiply_transposed")
+BRGEMM = "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb"
+RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
+
+
+def available() -> bool:
+    """Whether the functions below can be called."""
+    return against() is None
+
+
+def against() -> str | None:
+    """Why they cannot be, None where they can: asked each time, as oneDNN can be switched off."""
+    if not torch.backends.mkldnn.enabled:
+        return "oneDNN, whose products they are, is switched off"
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+def exponentials(
+    x_CD: Tensor,
+    weight_VD: Tensor,
+    reference_C: Tensor,
+    target_C: Tensor,
+    *,
+    scale: float = 1.0,
+    bias_V: Tensor | None = None,
+    out_CV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """exp(scale x w + bias - reference) into out_CV, if given, but 0 for each row's target (-1: none).
+    Returns each row's sum of them before they are rounded, its largest logit but the target's, float32."""
+    (rows, features), classes = x_CD.shape, weight_VD.shape[0]
+    _assert_matrix(x_CD, rows, features, torch.bfloat16)
+    _assert_matrix(weight_VD, classes, features, torch.bfloat16)
+    _assert_vector(reference_C, rows, torch.float32)
+    _assert_vector(target_C, rows, torch.int64)
+    if bias_V is not None:
+        _assert_vector(bias_V, classes, torch.float32)
+    if out_CV is not None:
+        _assert_matrix(out_CV, rows, classes, torch.bfloat16)
+    sum_C = torch.empty(rows, dtype=torch.float32)
+    max_C = torch.empty(rows, dtype=torch.float32)
+    _call(
+        "lowtide_exponentials",
+        *map(_integer, (rows, features, classes)),
+        _matrix(x_CD),
+        _matrix(weight_VD),
+        ctypes.c_float(scale),
+        *map(_pointer, (bias_V, reference_C, target_C)),
+        _matrix(out_CV),
+        *map(_pointer, (sum_C, max_C)),
+    )
+    return sum_C, max_C
+
+
+def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> None:
+    """out_CD = e_CV weight_VD, or out_CD += it."""
+    (rows, classes), features = e_CV.shape, weight_VD.shape[1]
+    _assert_matrix(out_CD, rows, features, torch.float32)
+    _assert_matrix(e_CV, rows, classes, torch.bfloat16)
+    _assert_matrix(weight_VD, classes, features, torch.bfloat16)
+    sizes = map(_integer, (rows, features, classes))
+    _call("lowtide_multiply", *sizes, _matrix(e_CV), _matrix(weight_VD), _matrix(out_CD), ctypes.c_bool(add))
+
+
+def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
+    """out_VD = e_CV^T x_CD, or out_VD += it, each element read and written once."""
+    (rows, classes), features = e_CV.shape, x_CD.shape[1]
+    _assert_matrix(out_VD, classes, features, torch.float32)
+    _assert_matrix(e_CV, rows, classes, torch.bfloat16)
+    _assert_matrix(x_CD, rows, features, torch.bfloat16)
+    sizes = map(_integer, (rows, features, classes))
+    operands = (_matrix(e_CV), _matrix(x_CD), _matrix(out_VD))
+    _call("lowtide_multiply_transposed", *sizes, *operands, ctypes.c_bool(add))
+
+
+def _assert_matrix(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+    assert (matrix.shape, matrix.dtype, matrix.device.type) == ((rows, columns), dtype, "cpu")
+    assert matrix.numel() > 0
+    assert columns == 1 or matrix.stride(1) == 1
+    assert rows == 1 or matrix.stride(0) >= columns
+
+
+def _assert_vector(vector: Tensor, size: int, dtype: torch.dtype) -> None:
+    assert (vector.shape, vector.dtype, vector.device.type) == ((size,), dtype, "cpu")
+    assert vector.is_contiguous()
+
+
+_integer = ctypes.c_int64
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+def _matrix(matrix: Tensor | None) -> _Matrix:
+    return _Matrix(None, 0) if matrix is None else _Matrix(matrix.data_ptr(), matrix.stride(0))
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = _library()
+    if isinstance(library, str):
+        raise RuntimeError(
+            "this call was compiled or exported where a CPU's bfloat16 products can be made; "
+            f"here {library}. Compile or export it here, or within torch.backends.mkldnn.flags(enabled=False)"
+        )
+    # ctypes lets other Python threads run meanwhile.
+    if getattr(library, name)(*arguments, ctypes.c_int(torch.get_num_threads())):
+        raise RuntimeError(
+            f"{name[len('lowtide_') :]} of bfloat16 operands failed: no memory, or oneDNN is switched off"
+        )
+
+
+_locks: dict[int, threading.RLock] = {}  # one a process: a fork may have left the parent's locked
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """Or why there is none. No reason is a reason to stop: there are float32 products."""
+    with _locks.setdefault(os.getpid(), threading.RLock()):
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> ctypes.CDLL | str:
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
+        return "this processor has no units for bfloat16 products"
+    try:
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        functions = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in (BRGEMM, RELEASE)]
+    except (OSError, AttributeError):
+        return "this torch has no such products for others to call"
+    source = Source(SOURCE.stem, SOURCE.read_bytes(), COMPILED, LINKED, FUNCTIONS, torch.__version__)
+    try:
+        library = load_compiled(source)
+    except NoCompilerError as problem:
+        return f"they could not be compiled: {problem}"
+    except NotLoadedError as problem:
+        warnings.warn(
+            f"the CPU's products of bfloat16 operands are made of float32 ones, which is slower: {problem}",
+            stacklevel=2,
+        )
+        return f"they could not be loaded: {problem}"
+    return "oneDNN refuses them" if library.lowtide_use(*functions) else library
+
+
+def _has_units() -> bool:
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    if supported is not None:
+        return bool(supported())
+    try:
+        return "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False

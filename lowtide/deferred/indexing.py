@@ -1,0 +1,203 @@
+"""What changes only which rows and which classes there are, and how they are laid out."""
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.deferred import expression
+from lowtide.deferred.logits import DeferredLogits, handles
+
+
+def _reshaping(name: str) -> None:
+    @handles(name)
+    def reshape(input: Any, *args: Any, **kwargs: Any) -> Any:
+        """Other rows, in the same order, of the same classes."""
+        args = tuple(each.meta if isinstance(each, DeferredLogits) else each for each in args)
+        if not isinstance(input, DeferredLogits) or any(isinstance(each, Tensor) for each in args[1:]):
+            return NotImplemented
+        meta = getattr(Tensor, name)(input.meta, *args, **kwargs)
+        same = meta.dim() > 0 and meta.shape[-1] == input.classes > 1 and meta.dtype == input.dtype
+        if not input.classes_last or not same:
+            return NotImplemented
+        return input.like(input.node, meta, meta.dim() - 1)
+
+
+for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"):
+    _reshaping(_name)
+
+
+def _permuting(name: str, method: str) -> None:
+    @handles(name)
+    def permute(input: Any, *dims: Any, **kwargs: Any) -> Any:
+        """Another order of the dimensions, and perhaps of the rows."""
+        meta = getattr(Tensor, method)(input.meta, *dims, **kwargs)
+        # One dimension after the other, so that where each went shows by its index.
+        order = [
+            getattr(Tensor, method)(_probe(input.meta.dim(), dim), *dims, **kwargs).shape.index(2)
+            for dim in range(input.meta.dim())
+        ]
+        new_place = order[input.class_dim]
+        rows = [dim for dim in range(input.meta.dim()) if dim != input.class_dim]
+        moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
+        node = input.node
+        if moved != sorted(moved):
+            node = expression.changed(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
+        return input.like(node, meta, new_place)
+
+
+def _probe(dims: int, dim: int) -> Tensor:
+    return torch.empty([2 if each == dim else 1 for each in range(dims)], device="meta")
+
+
+for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"):
+    _permuting(_name, _name)
+
+
+@handles("contiguous")
+def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
+    return input.like(
+        input.node, input.meta.contiguous(memory_format=memory_format or torch.contiguous_format)
+    )
+
+
+@handles("__getitem__")
+def getitem(input: DeferredLogits, index: Any) -> Any:
+    """Rows by any index; of the classes a range, or a target for each row."""
+    entries = _entries(index, input) if input.classes_last else None
+    if entries is None:
+        return NotImplemented
+    *rows, classes = entries
+    if isinstance(classes, Tensor) and rows and all(isinstance(each, Tensor) for each in rows):
+        if any(each.dtype == torch.bool or each.shape != classes.shape for each in entries):
+            return NotImplemented
+        # An index may count from the end, which gather does not know.
+        classes = torch.where(classes < 0, classes + input.classes, classes).long()
+        return _rows(input, tuple(rows)).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+    if not isinstance(classes, slice):
+        return NotImplemented
+    if classes != slice(None):
+        if expression.mixes_classes(input.node):
+            return NotImplemented
+        node = expression.changed(input.checked(), classes=lambda tensor: tensor[classes])
+        input = input.like(node, input.meta[..., classes])
+    every = all(isinstance(each, slice) and each == slice(None) for each in rows)
+    return input if every else _rows(input, tuple(rows))
+
+
+def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
+    """One a dimension (a mask: one for several, not the last); None for an index that is something else, and
+    for one that torch is to refuse."""
+    entries = [_as_tensor(each, input.device) for each in (index if isinstance(index, tuple) else (index,))]
+    width = 0
+    for each in entries:
+        if isinstance(each, Tensor):
+            if each.dtype not in INDEX_DTYPES:
+                return None
+            width += each.dim() if each.dtype == torch.bool else 1
+        elif isinstance(each, (int, slice)) and not isinstance(each, bool):
+            width += 1
+        elif each is not Ellipsis:
+            return None
+    ellipses = [place for place, each in enumerate(entries) if each is Ellipsis]
+    if len(ellipses) > 1 or width > input.dim():
+        return None
+    place = ellipses[0] if ellipses else len(entries)
+    entries[place : place + 1] = [slice(None)] * (input.dim() - width)
+    last = entries[-1]
+    return None if isinstance(last, Tensor) and last.dtype == torch.bool else entries
+
+
+# A byte is a mask or an index, depending on the version of torch.
+INDEX_DTYPES = (torch.bool, torch.int64, torch.int32)
+
+
+def _as_tensor(entry: Any, device: torch.device) -> Any:
+    """Return the tensor that a list of integers or truth values stands for. Other lists mean different things
+    in different versions of torch."""
+    kinds = {type(each) for each in entry} if isinstance(entry, list) else set()
+    return torch.tensor(entry, device=device) if kinds in ({int}, {bool}) else entry
+
+
+def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
+    node = expression.changed(_in_shape(input), rows=lambda x: x[index])
+    if all(isinstance(each, (int, slice)) for each in index):  # a view, with the strides of one
+        meta = input.meta[index]
+    else:
+        meta = torch.empty((*expression.leading(node), input.classes), dtype=input.dtype, device="meta")
+    return input.like(node, meta, meta.dim() - 1)
+
+
+def _in_shape(input: DeferredLogits) -> expression.Node:
+    """The node, its inputs having the rows' shape."""
+    return expression.changed(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
+
+
+# Each asks the meta tensor first, so that torch checks dimensions, sizes and indices.
+
+
+@handles("select")
+def select(input: DeferredLogits, dim: int, index: int) -> Any:
+    if not isinstance(index, int):
+        return NotImplemented
+    input.meta.select(dim, index)
+    return input[_at(input, dim, index)]
+
+
+@handles("narrow")
+def narrow(input: DeferredLogits, dim: int, start: Any, length: int) -> Any:
+    if not isinstance(start, int):
+        return NotImplemented
+    size = input.meta.narrow(dim, start, length).shape[dim]
+    start += input.shape[dim] * (start < 0)
+    return input[_at(input, dim, slice(start, start + size))]
+
+
+@handles("split")
+def split(
+    input: DeferredLogits, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None
+) -> Any:
+    sizes = split_size_or_sections if split_size is None else split_size
+    parts = torch.Tensor.split(input.meta, sizes, dim)
+    ends = list(itertools.accumulate(part.shape[dim] for part in parts))
+    return _several(input, dim, [slice(start, end) for start, end in zip([0, *ends], ends)])
+
+
+@handles("chunk")
+def chunk(input: DeferredLogits, chunks: int, dim: int = 0) -> Any:
+    return input.split([part.shape[dim] for part in input.meta.chunk(chunks, dim)], dim)
+
+
+@handles("unbind")
+def unbind(input: DeferredLogits, dim: int = 0) -> Any:
+    return _several(input, dim, range(len(input.meta.unbind(dim))))
+
+
+def _several(input: DeferredLogits, dim: int, entries: Iterable[Any]) -> tuple[Any, ...]:
+    parts = tuple(input[_at(input, dim, entry)] for entry in entries)
+    for part in parts:
+        if isinstance(part, DeferredLogits):
+            part.one_of_several = True
+    return parts
+
+
+def _at(input: DeferredLogits, dim: int, entry: Any) -> tuple[Any, ...]:
+    """Return an index that has `entry` at an existing dimension."""
+    return (*(slice(None),) * (dim % input.dim()), entry)
+
+
+def _creating(name: str) -> None:
+    @handles(name)
+    def create(input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of its own, which takes from the logits at most the shape, dtype and device."""
+        if name.endswith("_like"):
+            return getattr(torch, name)(input.meta, *args, **{"device": input.device} | kwargs)
+        return getattr(torch.empty(0, dtype=input.dtype, device=input.device), name)(*args, **kwargs)
+
+
+for _name in ("zeros", "ones", "empty", "full"):
+    _creating(f"{_name}_like")
+    _creating(f"new_{_name}")
+_creating("new_tensor")

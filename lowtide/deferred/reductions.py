@@ -1,0 +1,261 @@
+"""What becomes a number, or a number a row: the losses by the fused operators, all else a chunk of rows at a
+time.
+
+Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked of each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.deferred import chunks, expression
+from lowtide.deferred.counting import FUSED
+from lowtide.deferred.elementwise import is_class_dim
+from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
+from lowtide.deferred.match_head import Formula, formula
+from lowtide.ops.linear_cross_entropy import dispatch
+
+NO_CLASS = -(1 << 63)  # an index that nobody has
+
+
+@handles("cross_entropy")
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    legacy = size_average is not None or reduce is not None
+    if legacy or not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
+        return NotImplemented
+    return _loss(input, input.checked(), target, weight, ignore_index, options)
+
+
+@handles("nll_loss")
+def nll_loss(
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    legacy = size_average is not None or reduce is not None
+    if legacy or not isinstance(input, DeferredLogits):
+        return NotImplemented
+    node = _below_log_softmax(input.checked())
+    if node is None:
+        return NotImplemented
+    return _loss(input, node, target, weight, ignore_index, {"reduction": reduction})
+
+
+def _loss(
+    input: DeferredLogits,
+    node: expression.Node,
+    target: Any,
+    weight: Tensor | None,
+    ignore_index: int,
+    options: dict[str, Any],
+) -> Any:
+    if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
+        return NotImplemented
+    probabilities = target.is_floating_point()
+    if not probabilities and target.dtype not in (torch.int64, torch.uint8):
+        return NotImplemented  # torch has the message
+    if target.shape != (input.shape if probabilities else input.rows) or (
+        probabilities and ignore_index >= 0
+    ):
+        return NotImplemented
+    other = weight is not None and not probabilities and weight.dtype != input.dtype
+    if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):  # which casts both
+        return NotImplemented
+    found, rows = formula(node), expression.leading(node)
+    if probabilities:
+        target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
+    else:
+        target = target.reshape(rows)
+    if found is not None:
+        loss = _fused(found, target, weight, ignore_index, options)
+    elif _takes_chunks(weight):
+        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+    else:
+        return NotImplemented
+    loss = input.source.counts.on(loss, FUSED)
+    return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+def _fused(
+    found: Formula, target: Tensor, weight: Tensor | None, ignore_index: int, options: dict[str, Any]
+) -> Tensor:
+    inputs, weights, head = found.arguments()
+    ignored = None if target.is_floating_point() else ignore_index
+    with expression.as_recorded(target.device, found.autocast):
+        return dispatch.cross_entropy(
+            inputs, weights, target, weight=weight, ignore_index=ignored, **head, **options
+        )
+
+
+def _takes_chunks(weight: Tensor | None) -> bool:
+    """Return whether a loss can be computed chunk by chunk: outside a compiled graph, and without a gradient
+    for class weights."""
+    differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+    return not differentiated and not torch.compiler.is_compiling()
+
+
+@handles("grad")
+def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad."""
+    if any(isinstance(each, DeferredLogits) for each in inputs):
+        raise RuntimeError(f"torch.autograd.grad: {NO_GRADIENT}")
+    return NotImplemented
+
+
+@handles("logsumexp")
+def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    node = input.checked()
+    found = formula(node)
+    if found is None:
+        (result,) = _by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
+        return result.unsqueeze(place) if keepdim else result
+    rows = found.inputs[0].shape[:-1]
+    target = torch.zeros(rows, dtype=torch.long, device=input.device)
+    result = _log_probs(found, target).logsumexp.view(input.rows)
+    return result.unsqueeze(place) if keepdim else result
+
+
+@handles("gather")
+def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not isinstance(input, DeferredLogits) or not input.classes_last or _class_dim(input, dim) is None:
+        return NotImplemented
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape[:-1] != input.rows:
+        return NotImplemented
+    node = input.checked()
+    if index.shape[-1] == 1:
+        picked = _picked(node, index.reshape(expression.leading(node)))
+        if picked is not None:
+            return picked.view(index.shape)
+    (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    return result
+
+
+def _picked(node: expression.Node, index: Tensor) -> Tensor | None:
+    """The log-probability of class `index` of each row, and what follows it, number by number."""
+    if isinstance(node, expression.Linear) or any(
+        isinstance(each, expression.Vector) for each in node.operands
+    ):
+        return None
+    below, *rest = node.operands
+    if node.name == "log_softmax":
+        found = formula(below)  # type: ignore[arg-type]
+        return None if found is None else _log_probs(found, index).log_prob
+    if node.name == "softmax" or any(
+        isinstance(each, (expression.Linear, expression.Apply)) for each in rest
+    ):
+        return None
+    picked = _picked(below, index)  # type: ignore[arg-type]
+    return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
+
+
+def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
+    """What lowtide.linear_log_probs gives, of logits [..., V], deferred or real, and targets [...]; in one
+    sweep if they are deferred, and of a head that it takes. That counts as a loss."""
+    found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
+    if found is not None:
+        results = _log_probs(found, target.reshape(found.inputs[0].shape[:-1]))
+        first = input.source.counts.on(results.log_prob, FUSED)
+        return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
+    log_p = input.float().log_softmax(-1)
+    return dispatch.LogProbs(
+        log_p.gather(-1, target[..., None])[..., 0],
+        -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1),
+        input.float().logsumexp(-1),
+        input.argmax(-1),
+    )
+
+
+def _log_probs(found: Formula, target: Tensor) -> dispatch.LogProbs:
+    inputs, weights, head = found.arguments()
+    with expression.as_recorded(target.device, found.autocast):
+        return dispatch.log_probs(inputs, weights, target, ignore_index=NO_CLASS, **head)
+
+
+def _below_log_softmax(node: expression.Node) -> expression.Node | None:
+    if isinstance(node, expression.Linear):
+        return None
+    if node.name == "log_softmax":
+        return node.operands[0]  # type: ignore[return-value]
+    cast = node.name == "to" and node.dtype != torch.float64
+    return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
+
+
+@handles("argmax")
+def argmax(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.argmax(-1))
+
+
+@handles("max")
+def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
+    return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in found)
+
+
+@handles("amax")
+def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.amax(-1))
+
+
+@handles("sum")
+def sum_(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.sum(-1, dtype=dtype))
+
+
+@handles("mean")
+def mean(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.mean(-1, dtype=dtype))
+
+
+@handles("topk")
+def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not input.classes_last or _class_dim(input, dim) is None:
+        return NotImplemented
+    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)))
+    return torch.return_types.topk(found)
+
+
+def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    (found,) = _by_rows(input, 1, lambda z_CV: (function(z_CV),))
+    return found.unsqueeze(place) if keepdim else found
+
+
+def _class_dim(input: Any, dim: Any) -> int | None:
+    """The dimension of the classes, if `dim` names that and no other."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    return input.class_dim if isinstance(input, DeferredLogits) and is_class_dim(input, dim) else None
+
+
+def _by_rows(
+    input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the results of chunks.by_rows in the shape of the logits' rows."""
+    node = input.checked()
+    cut = [each.reshape((*expression.leading(node), *each.shape[len(input.rows) :])) for each in row_tensors]
+    found = chunks.by_rows(node, results, function, *cut)
+    return tuple(each.view((*input.rows, *each.shape[len(expression.leading(node)) :])) for each in found)

@@ -1,0 +1,293 @@
+"""Masks that know which keys a query sees, under the names that xformers gave them.
+
+Every mask here lets a query see one interval of keys, and later queries see intervals that begin and end no
+earlier. So a mask is two vectors of M numbers, from which the engines read which tiles to skip, which to
+take as they are, and which to mask inside. A tensor of any shape that broadcasts to the scores can be put on
+top: `mask.add_bias(tensor)`.
+
+Shapes: M queries, N keys; i counts queries, j keys.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
+
+
+class Band(NamedTuple):
+    """The diagonals that are seen: -left <= j - i - offset <= right, where None is no limit. The offset is 0,
+    or N - M, so that the last query meets the last key."""
+
+    left: int | None = None
+    right: int | None = None
+    from_bottom_right: bool = False
+
+
+class Intervals(NamedTuple):
+    """Query i sees the keys first_i <= j < end_i. Both vectors are non-decreasing."""
+
+    first_M: Tensor  # int32
+    end_M: Tensor  # int32
+
+
+class AttentionBias:
+    """What all masks share. This one hides nothing."""
+
+    band = Band()
+    bias: Tensor | None = None
+    """Added to the scores (bool: True takes part); broadcasts to [B, H, M, N]."""
+    made_for: tuple[int, int] | None = None
+    """The number of queries and that of keys; None for any."""
+
+    def add_bias(self, bias: Tensor) -> "AttentionBias":
+        """The same mask, with a tensor that is added to the scores besides, and may need a gradient."""
+        if not isinstance(bias, Tensor):
+            raise ArgumentTypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
+        if self.bias is not None:
+            raise ArgumentError("this mask has a bias already; add the two tensors first")
+        other = copy.copy(self)
+        other.bias = bias
+        return other
+
+    def materialize(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """The mask as a tensor [..., M, N] to be added: 0, or the bias, where a key is seen, else -inf."""
+        *_, M, N = shape
+        dense = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        if self.bias is not None:
+            bias = self.bias.to(device)
+            if bias.dtype == torch.bool:
+                dense = dense.masked_fill(~bias, -torch.inf)
+            else:
+                dense = dense + bias.to(dtype)
+        found = intervals(self, None, M, N, torch.device(device))
+        return dense if found is None else dense.masked_fill(~visible(found, N), -torch.inf)
+
+    def check(self, M: int, N: int) -> None:
+        """Raises if the mask is not one of M queries and N keys."""
+        if self.made_for is not None and self.made_for != (M, N):
+            queries, keys = self.made_for
+            raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
+
+    def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
+        """Where the sequences of a variable-length mask start, among queries and among keys; or None."""
+        return None
+
+    def __repr__(self) -> str:
+        bias = "" if self.bias is None else f"bias={list(self.bias.shape)}"
+        return f"{type(self).__name__}({bias})"
+
+
+class LowerTriangularMask(AttentionBias):
+    """Query i sees the keys j <= i."""
+
+    band = Band(right=0)
+
+    def add_bias(self, bias: Tensor) -> "LowerTriangularMaskWithTensorBias":
+        if self.bias is not None:
+            raise ArgumentError("this mask has a bias already; add the two tensors first")
+        return LowerTriangularMaskWithTensorBias(bias)
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    """:class:`LowerTriangularMask` and a bias of any shape that broadcasts to [B, H, M, N]."""
+
+    def __init__(self, bias: Tensor) -> None:
+        if not isinstance(bias, Tensor):
+            raise ArgumentTypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
+        self.bias = bias
+
+
+class LowerTriangularFromBottomRightMask(AttentionBias):
+    """Query i sees the keys j <= i + N - M: the last query sees all."""
+
+    band = Band(right=0, from_bottom_right=True)
+
+
+class LocalAttentionFromBottomRightMask(AttentionBias):
+    """Query i sees the keys from i + N - M - window_left to i + N - M + window_right."""
+
+    def __init__(self, window_left: int, window_right: int) -> None:
+        self.band = window_band((window_left, window_right))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(window_left={self.band.left}, window_right={self.band.right})"
+
+
+class BlockDiagonalMask(AttentionBias):
+    """Sequences of several lengths, one after the other in a batch of one: query s sees the keys of its own
+    sequence. Make one with :meth:`from_seqlens` or :meth:`from_tensor_list`.
+
+    Example::
+
+        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # each [1, M_i, H, K]; x [1, sum, H, K]
+        y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
+    """
+
+    def __init__(
+        self, q_seqlens: Sequence[int], kv_seqlens: Sequence[int], batch_sizes: Sequence[int] | None = None
+    ) -> None:
+        for name, lengths in (("q_seqlen", q_seqlens), ("kv_seqlen", kv_seqlens)):
+            if any(not isinstance(length, int) or length < 0 for length in lengths):
+                raise ArgumentError(f"{name} must be a list of ints of at least 0, got {list(lengths)}")
+        if len(q_seqlens) != len(kv_seqlens):
+            raise ArgumentError(
+                f"q_seqlen and kv_seqlen must be as long, got {len(q_seqlens)} and {len(kv_seqlens)}"
+            )
+        self.q_starts = (0, *accumulate(q_seqlens))
+        self.k_starts = (0, *accumulate(kv_seqlens))
+        self.made_for = self.q_starts[-1], self.k_starts[-1]
+        self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
+        self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_seqlen: Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> "BlockDiagonalMask":
+        """`kv_seqlen` is `q_seqlen` unless it is given. With a device, its copy there is made now."""
+        mask = cls(tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen))
+        if device is not None:
+            mask.blocks(torch.device(device))
+        return mask
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> "tuple[BlockDiagonalMask, Tensor]":
+        """Of tensors [B_i, M_i, ...], B_i sequences each: the mask, and all of them as one [1, sum, ...]."""
+        lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
+        mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
+        flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]
+        return mask, torch.cat(flat, dim=1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """What :meth:`from_tensor_list` put together, or the result of attention with it, taken apart."""
+        return self.split_queries(tensor)
+
+    def split_queries(self, tensor: Tensor) -> list[Tensor]:
+        return self._split(tensor, self.q_starts)
+
+    def split_kv(self, tensor: Tensor) -> list[Tensor]:
+        return self._split(tensor, self.k_starts)
+
+    def _split(self, tensor: Tensor, starts: Sequence[int]) -> list[Tensor]:
+        if tensor.shape[:2] != (1, starts[-1]):
+            raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
+        parts, sequence = [], 0
+        for batch in self.batch_sizes or (1,) * (len(starts) - 1):
+            piece = tensor[:, starts[sequence] : starts[sequence + batch]]
+            parts.append(piece.reshape(batch, -1, *tensor.shape[2:]) if batch else piece)
+            sequence += batch
+        return parts
+
+    def make_causal(self) -> "BlockDiagonalCausalMask":
+        """The same sequences, each with a :class:`LowerTriangularMask`."""
+        causal = copy.copy(self)
+        causal.__class__ = BlockDiagonalCausalMask
+        return causal  # type: ignore[return-value]
+
+    def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._starts:
+            self._starts[device] = (
+                torch.tensor(self.q_starts, dtype=torch.int32, device=device),
+                torch.tensor(self.k_starts, dtype=torch.int32, device=device),
+            )
+        return self._starts[device]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.q_starts) - 1} sequences)"
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """:class:`BlockDiagonalMask` where the i-th query of a sequence sees no key after its i-th."""
+
+    band = Band(right=0)
+
+
+def is_from_torch(bias: object) -> bool:
+    """Returns whether torch's causal_upper_left or causal_lower_right made it. By name: to import their
+    module takes seconds."""
+    kind = type(bias)
+    return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
+
+
+def from_torch(bias: Any) -> AttentionBias:
+    """Returns the mask that torch's causal_upper_left or causal_lower_right stands for."""
+    upper = bias.variant.name == "UPPER_LEFT"
+    mask = LowerTriangularMask() if upper else LowerTriangularFromBottomRightMask()
+    mask.made_for = bias.seq_len_q, bias.seq_len_kv
+    return mask
+
+
+def window_band(window: tuple[int | None, int | None]) -> Band:
+    """(left, right), each at least 0, or -1 or None for no limit; counted from the bottom right corner."""
+    for side in window:
+        if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < -1):
+            raise ArgumentError(
+                f"window must be two ints of at least 0, or -1 or None for no limit: {window}"
+            )
+    left, right = (None if side == -1 else side for side in window)
+    return Band(left, right, from_bottom_right=True)
+
+
+def intervals(
+    mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
+) -> Intervals | None:
+    """The keys that each query sees; None if all see all."""
+    starts = None if mask is None else mask.blocks(device)
+    bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
+    bands = [band for band in bands if (band.left, band.right) != (None, None)]
+    if starts is None and not bands:
+        return None
+    row_M = torch.arange(M, dtype=torch.int32, device=device)
+    # Numbers where there is one sequence: on CUDA each operation on a vector takes the host 5 us.
+    low: Any = 0
+    high: Any = N
+    offset: Any = N - M
+    if starts is not None:
+        q_starts, k_starts = starts
+        block_M = torch.searchsorted(q_starts[1:], row_M, right=True)
+        low, high = k_starts[block_M], k_starts[block_M + 1]
+        row_M = row_M - q_starts[block_M] + low  # the key of the same place in its sequence
+        offset = high - low - (q_starts[block_M + 1] - q_starts[block_M])
+    firsts, ends = [], []
+    for band in bands:
+        shift = offset if band.from_bottom_right else 0
+        if band.left is not None:
+            firsts.append((row_M + (shift - band.left)).clamp(low, high))
+        if band.right is not None:
+            ends.append((row_M + (shift + band.right + 1)).clamp(low, high))
+    first_M = reduce(torch.maximum, firsts) if firsts else _vector(low, row_M)
+    end_M = reduce(torch.minimum, ends) if ends else _vector(high, row_M)
+    return Intervals(first_M, end_M)
+
+
+def _vector(bound: int | Tensor, like: Tensor) -> Tensor:
+    return bound if isinstance(bound, Tensor) else torch.full_like(like, bound)
+
+
+def visible(found: Intervals, N: int) -> Tensor:
+    """[M, N]: whether i sees j. For tests, tiles and the reference."""
+    key_N = torch.arange(N, dtype=torch.int32, device=found.first_M.device)
+    return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])
+
+
+def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:
+    """Whether the mask says what torch calls is_causal, and nothing else."""
+    return (
+        isinstance(mask, (LowerTriangularMask, LowerTriangularFromBottomRightMask))
+        and mask.bias is None
+        and (M == N or not mask.band.from_bottom_right)
+    )

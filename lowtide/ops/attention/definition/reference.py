@@ -1,0 +1,59 @@
+"""The definition, in the fewest lines: any dtype, any device, any order of derivative, all scores at once.
+
+Shapes: B batches, H query heads, G key heads, M queries, N keys, K features, E of values.
+"""
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.attention.definition.dropout import column_keys, kept, rescale, row_keys
+from lowtide.ops.attention.definition.masks import Intervals, visible
+from lowtide.ops.attention.definition.operands import Operands, Options, sizes
+
+
+def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+    """[B, H, M, E] and the logsumexp of each row [B, H, M]."""
+    query, key, value, bias, first, end, seed = operands
+    B, H, _, M, N, _, _ = sizes(operands)
+    shown_MN = None if first is None or end is None else visible(Intervals(first, end), N)
+    kept_BHMN = None
+    if seed is not None:
+        kept_BHMN = kept(row_keys(seed, B, H, M)[..., None], column_keys(seed, N), options.dropout)
+    dtype = operands.sum_dtype
+    wide = Operands(query.to(dtype), key.to(dtype), value.to(dtype), bias)
+    out, logsumexp = attend(wide, shown_MN, kept_BHMN, options)
+    return out.to(query.dtype), logsumexp
+
+
+def attend(
+    operands: Operands, shown_MN: Tensor | None, kept_BHMN: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    query, key, value, bias = operands.differentiable
+    size = sizes(operands)
+    B, H, G, M, N, K, E = size
+    rows = size.R * M
+    with torch.autocast(operands.device.type, enabled=False):
+        # Query heads of one key head are rows of one product: no key is repeated.
+        z_BHMN = (query.reshape(B, G, rows, K) @ key.mT).reshape(B, H, M, N) * options.scale
+        if options.softcap:
+            z_BHMN = options.softcap * torch.tanh(z_BHMN / options.softcap)
+        if bias is not None and bias.dtype == torch.bool:
+            z_BHMN = z_BHMN.masked_fill(~bias, -torch.inf)
+        elif bias is not None:
+            z_BHMN = z_BHMN + bias.to(z_BHMN.dtype)
+        if shown_MN is not None:
+            z_BHMN = z_BHMN.masked_fill(~shown_MN, -torch.inf)
+        # A row that sees nothing has sum 0, whatever it is shifted by; its result is 0.
+        lowest = torch.finfo(z_BHMN.dtype).min
+        max_BHM1 = z_BHMN.detach().amax(-1, keepdim=True) if N else z_BHMN.new_zeros(B, H, M, 1)
+        max_BHM1 = max_BHM1.clamp(min=lowest)
+        weight_BHMN = torch.exp(z_BHMN - max_BHM1)
+        sum_BHM1 = weight_BHMN.sum(-1, keepdim=True)
+        nothing_BHM1 = sum_BHM1 == 0
+        sum_BHM1 = sum_BHM1.masked_fill(nothing_BHM1, 1)
+        logsumexp_BHM1 = (max_BHM1 + sum_BHM1.log()).masked_fill(nothing_BHM1, -torch.inf)
+        weight_BHMN = weight_BHMN / sum_BHM1
+        if kept_BHMN is not None:
+            weight_BHMN = weight_BHMN * kept_BHMN * rescale(options.dropout)
+        out_BHME = (weight_BHMN.reshape(B, G, rows, N) @ value).reshape(B, H, M, E)
+    return out_BHME, logsumexp_BHM1[..., 0]

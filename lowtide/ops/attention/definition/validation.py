@@ -1,0 +1,185 @@
+"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_from_torch, window_band
+from lowtide.ops.attention.definition.operands import Operands, sizes
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
+
+Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]
+BACKENDS = get_args(Backend)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(named: Mapping[str, object]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        _check_memory(name, tensor)
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Checks that the tensor is numbers in memory, and nothing that only its own class understands."""
+    kind = type(tensor)
+    if (kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
+        return
+    if tensor.is_nested:
+        raise ArgumentTypeError(
+            f"{name} must be a dense tensor, got a nested one; put its sequences one after the other into a "
+            "batch of one, with lowtide.attn_bias.BlockDiagonalMask.from_tensor_list(nested.unbind())"
+        )
+    _check_subclass(name, tensor, kind)
+    if tensor.layout is not torch.strided:
+        raise ArgumentTypeError(
+            f"{name} must be a dense tensor, got one of layout {tensor.layout}; use {name}.to_dense()"
+        )
+
+
+def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
+    function = kind.__torch_function__
+    # torch's own for subclasses, which computes as with a plain tensor; or none, as of fake tensors.
+    same = getattr(function, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    if not same and function is not torch._C._disabled_torch_function_impl:
+        raise ArgumentTypeError(
+            f"{name} must be a plain tensor, got {kind.__name__}, which has a meaning of its own to torch's "
+            f"functions (__torch_function__); for its numbers pass {name}.as_subclass(torch.Tensor)"
+        )
+    if hasattr(tensor, "to_local"):
+        raise ArgumentTypeError(
+            f"{name} must be a plain tensor, got {kind.__name__}; pass {name}.to_local() on each rank, with "
+            "batches or heads sharded alike in query, key and value"
+        )
+
+
+def check_bias(name: str, attn_bias: object) -> None:
+    if attn_bias is None or is_from_torch(attn_bias):
+        return
+    if isinstance(attn_bias, Tensor):
+        _check_memory(name, attn_bias)
+        return
+    if isinstance(attn_bias, AttentionBias):
+        if attn_bias.bias is not None:
+            _check_memory(name, attn_bias.bias)
+        return
+    hint = ""
+    if isinstance(attn_bias, type):
+        hint = f"; make one: {attn_bias.__name__}(...)"
+    elif type(attn_bias).__name__ == "BlockMask":
+        hint = "; call torch's flex_attention with it, or pass what it shows as a bool tensor or such a mask"
+    raise ArgumentTypeError(
+        f"{name} must be a torch.Tensor, a mask of lowtide.attn_bias or None, "
+        f"got {type(attn_bias).__name__}{hint}"
+    )
+
+
+def check_operands(operands: Operands) -> None:
+    """Of tensors in one layout; the messages speak of that of the caller, in words."""
+    query, key, value, bias = operands.differentiable
+    if query.dtype not in DTYPES:
+        raise ArgumentTypeError(f"query must be float32, bfloat16, float16 or float64, got {query.dtype}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ArgumentTypeError(
+                f"{name} must have query's dtype ({query.dtype}), got {tensor.dtype}; cast it"
+            )
+    if query.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"query must be on the CPU or a CUDA device, got {query.device}; move it")
+    named = {"key": key, "value": value, "attn_bias": bias}
+    for name, other in named.items():
+        if other is not None and other.device != query.device:
+            raise ArgumentError(
+                f"{name} must be on query's device ({query.device}), got {other.device}; move it"
+            )
+    _check_shapes(query, key, value)
+    if bias is not None:
+        _check_bias_tensor(bias, operands)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    B, H, _, K = query.shape
+    G = key.shape[1]
+    if key.shape[0] != B or value.shape[0] != B:
+        raise ArgumentError(
+            f"query, key and value must have as many batches, got {B}, {key.shape[0]} and {value.shape[0]}"
+        )
+    if key.shape[3] != K:
+        raise ArgumentError(f"key must have query's {K} features, got {key.shape[3]}")
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ArgumentError(
+            f"value must have as many heads and keys as key ({G} and {key.shape[2]}), "
+            f"got {value.shape[1]} and {value.shape[2]}"
+        )
+    if (G == 0) != (H == 0) or (G and H % G):
+        raise ArgumentError(f"query's heads must be a multiple of key's, got {H} and {G}")
+
+
+def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
+    if bias.dtype != torch.bool and bias.dtype not in DTYPES:
+        raise ArgumentTypeError(
+            f"attn_bias must be bool (True takes part) or floating-point (added), got {bias.dtype}; "
+            "use attn_bias.bool() or attn_bias.float()"
+        )
+    B, H, _, M, N, _, _ = sizes(operands)
+    # Dynamo compares symbols by `==`, but not within `in`.
+    if not all(given == 1 or given == size for given, size in zip(bias.shape, (B, H, M, N))):
+        raise ArgumentError(
+            f"attn_bias must broadcast to {B} batches, {H} heads, {M} queries and {N} keys, "
+            f"got {list(bias.shape)}"
+        )
+
+
+def check_numbers(p: object, scale: object, softcap: object) -> None:
+    _check_number("p", p)
+    if not 0 <= p <= 1:  # type: ignore[operator]
+        raise ArgumentError(f"p must be in [0, 1], got {p}")
+    if scale is not None:
+        _check_number("scale", scale)
+        if not -float("inf") < scale < float("inf"):  # type: ignore[operator]
+            raise ArgumentError(f"scale must be finite, got {scale}")
+    if softcap is not None:
+        _check_number("softcap", softcap)
+        if not 0 < softcap < float("inf"):  # type: ignore[operator]
+            raise ArgumentError(f"softcap must be a finite number above 0, or None for none, got {softcap}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        raise ArgumentTypeError(
+            f"{name} must be a float, got a tensor; multiply query with it, or use .item()"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+
+
+def check_choice(backend: object) -> None:
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+
+
+def check_window(window: object) -> Band | None:
+    if window is None:
+        return None
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ArgumentTypeError(f"window must be (left, right) or None, got {window!r}")
+    return window_band((window[0], window[1]))
+
+
+def check_seed(seed: object, generator: object) -> None:
+    if seed is not None and generator is not None:
+        raise ArgumentError("seed and generator cannot both be given; a generator draws a seed")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ArgumentTypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if isinstance(seed, Tensor):
+        if seed.dim() != 0 or seed.dtype != torch.int64:
+            raise ArgumentError(
+                f"seed must be an int or a 0-d int64 tensor, got {list(seed.shape)}, {seed.dtype}"
+            )
+    elif seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise ArgumentTypeError(f"seed must be an int or a 0-d int64 tensor, got {seed!r}")
+    elif seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise ArgumentError(f"seed must be a 64-bit integer, got {seed}")

@@ -1,0 +1,154 @@
+"""The plain case, handed on: torch's own scaled_dot_product_attention, where one of its kernels computes
+exactly what is asked for, in O(M) memory. Its dense fallback is switched off, so that it cannot be reached.
+
+Those kernels cannot be differentiated twice, and know no transforms. So the graph of the one call is kept
+inside an autograd function, whose backward runs it, or, where that is to be differentiated, goes the
+transforms' way.
+
+Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import sdpa_kernel
+
+# By name: ours may have been put in its place there.
+from torch.nn.functional import scaled_dot_product_attention as torchs_own
+
+from lowtide.core.autodiff import active, is_differentiated, placed
+from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals, is_plain_causal
+from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, sizes
+from lowtide.ops.attention.operator.autograd import Gradients, again
+from lowtide.ops.attention.sdpa import alignment
+from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
+
+HALVES = (torch.bfloat16, torch.float16)
+# These kernels multiply a causal mask's -inf by the scale, in float32: by 0 or less that gives nan.
+SCALES = torch.finfo(torch.float32)
+# The most programs along the second and third side of a CUDA grid.
+PROGRAMS = 65535
+
+
+def reason_against(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    with_logsumexp: bool,
+) -> str | None:
+    """Returns why torch's kernels cannot take the call, or are not known to be right; None if they are. What
+    takes the host longest to find out is asked last."""
+    if with_logsumexp:
+        return "it gives no logsumexp"
+    if options.softcap:
+        return "it takes no soft cap"
+    if options.dropout:
+        return "its dropout depends on the kernel"
+    if operands.bias is not None:
+        return "its biases are dense"
+    if window is not None:
+        return "it takes no window"
+    if active(*operands[:3]):
+        return "it knows no transforms"
+    size = sizes(operands)
+    if mask is not None and not is_plain_causal(mask, size.M, size.N):
+        return "it takes no mask but a causal one"
+    if size.K != size.E:
+        return "it needs as many features of values as of keys"
+    if 0 in size:
+        return "it needs something to attend"
+    if not SCALES.tiny <= options.scale <= SCALES.max:
+        return "its causal masks are nan where the scale is not a normal float32 above 0"
+    if operands.device.type == "cuda":
+        reason = _reason_against_on_cuda(operands, size, mask is not None)
+    elif operands.query.dtype in HALVES:
+        reason = "its kernels for the CPU round sums to half precision"
+    else:
+        sides = (each.stride(3) == 1 for each in operands[:3])
+        reason = None if all(sides) else "it needs features that lie side by side"
+    return reason
+
+
+def _reason_against_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
+    if operands.query.dtype not in HALVES:
+        return "its kernels for float32 are slower"
+    if size.K > 256 or size.K % 8:
+        return "it takes at most 256 features, a multiple of 8"
+    if causal and size.M != size.N:
+        return "its causal mask needs as many queries as keys"
+    if size.B * size.H > PROGRAMS:
+        return f"it is not known to be right for more than {PROGRAMS} heads in all batches"
+    return alignment.reason_against(*operands[:3])
+
+
+def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # [B, H, M, E]
+    tracked = torch.is_grad_enabled() and any(each.requires_grad for each in operands[:3])
+    if not tracked:
+        return _sdpa(operands, causal, options)
+    return _Handed.apply(causal, options, *operands[:3])  # type: ignore[no-any-return]
+
+
+def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
+    query, key, value = operands[:3]
+    given = {
+        "is_causal": causal,
+        "scale": options.scale,
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "dropout_p": alignment.NO_DROPOUT,
+    }
+    if _is_fused_already(operands, given):
+        return torchs_own(query, key, value, **given)
+    with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):
+        return torchs_own(query, key, value, **given)
+
+
+def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
+    """Whether torch takes one of these kernels with its settings as they are, by the function that it asks
+    itself (it knows no subclasses). To change the settings and restore them takes the host 25 us."""
+    tensors, device = operands[:3], operands.device.type
+    if any(type(tensor) is not Tensor for tensor in tensors):
+        return False
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != operands.query.dtype:
+        return False  # float64, which autocast would cast
+    return torch._fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, causal: bool, options: Options, *tensors: Tensor) -> Tensor:
+        ctx.causal, ctx.options = causal, options
+        ctx.save_for_backward(*tensors)
+        ctx.wanted = tuple(tensor.requires_grad for tensor in tensors)
+        # The caller's hooks could bring a tensor back in other strides or at another address.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooks = saved_tensors_hooks(_unchanged, _unchanged) if hooked else nullcontext()
+        with torch.enable_grad(), hooks:
+            ctx.own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            ctx.out = _sdpa(Operands(*ctx.own), causal, options)
+        return ctx.out.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Gradients:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        if is_differentiated(upstream):
+            operands, M, N = Operands(*tensors), tensors[0].shape[2], tensors[1].shape[2]
+            if ctx.causal:
+                found = intervals(None, Band(right=0), M, N, operands.device)
+                assert found is not None
+                operands = operands._replace(first=found.first_M, end=found.end_M)
+            gradients = again(operands, ctx.options, (*ctx.wanted, False), (upstream, None))[:3]
+        else:
+            wanted = [own for own in ctx.own if own.requires_grad]
+            upstream = alignment.readable_like(upstream, ctx.out)
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            found = torch.autograd.grad(ctx.out, wanted, upstream, retain_graph=keep)
+            gradients = placed(found, ctx.wanted)
+        return (None, None, *gradients)

@@ -1,0 +1,85 @@
+"""Attention to several sets of keys, put together: each part counts with the weight of its keys.
+
+Shapes: P parts; B batches, M queries, H heads, E features of values.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.attention.definition.validation import check_tensors
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
+
+
+def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    r"""Merge attention of the same queries to several disjoint sets of keys: attention to all of them,
+    and its logsumexp.
+
+    Example::
+
+        first = memory_efficient_attention_with_lse(q, k[:, :n], v[:, :n])
+        second = memory_efficient_attention_with_lse(q, k[:, n:], v[:, n:])
+        out, lse = merge_attentions([first, second])   # attention to all of k
+
+    .. math::
+        \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
+        o = \sum_p e^{\mathrm{lse}_p - \mathrm{lse}}\, o_p.
+
+    Shapes:
+        Each part is (out, logsumexp) as :func:`memory_efficient_attention_with_lse` gives them: out
+        [B, M, H, E] and logsumexp [B, H, M]; or [B, M, E] and [B, M]; or [B, M, G, H, E] and [B, G, H, M].
+        So is the result.
+
+    Differentiable to any order, with respect to the outs and the logsumexps: merged halves have the
+    gradients of the whole. A part that sees nothing (logsumexp -inf) counts for nothing; a query that sees
+    nothing anywhere gets 0 and -inf, and finite gradients. What a logsumexp has lost, its part has: of scores
+    that are all about -1e9 (a float32 has no digits left then for how many there are) each part counts the
+    same.
+
+    Dtypes: the weights are computed in the logsumexps' dtype (float32; float64 for float64), the result is
+    in that of the outs.
+
+    Raises:
+        ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.
+    """
+    outs, logsumexps = _checked(parts)
+    logsumexp_P = torch.stack(logsumexps)
+    max_1 = logsumexp_P.detach().amax(0).clamp(min=torch.finfo(logsumexp_P.dtype).min)
+    weight_P = torch.exp(logsumexp_P - max_1)
+    total_1 = weight_P.sum(0)
+    nothing_1 = total_1 == 0
+    total_1 = total_1.masked_fill(nothing_1, 1)
+    share_P = weight_P / total_1
+    terms = (_beside(share, out) * out for share, out in zip(share_P, outs))
+    merged = sum(terms, start=torch.zeros((), dtype=logsumexp_P.dtype, device=logsumexp_P.device))
+    logsumexp = (max_1 + total_1.log()).masked_fill(nothing_1, -torch.inf)
+    return merged.to(outs[0].dtype), logsumexp
+
+
+def _beside(share: Tensor, out: Tensor) -> Tensor:
+    """[B, H, M], as [B, M, H, 1]."""
+    return share.movedim(-1, 1)[..., None] if out.dim() > 3 else share[..., None]
+
+
+def _checked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    if not parts:
+        raise ArgumentError("parts must have one (out, logsumexp) at least, got none")
+    for place, part in enumerate(parts):
+        if not isinstance(part, (tuple, list)) or len(part) != 2:
+            raise ArgumentTypeError(f"parts[{place}] must be (out, logsumexp), got {type(part).__name__}")
+        out, logsumexp = part
+        check_tensors({f"parts[{place}][0]": out, f"parts[{place}][1]": logsumexp})
+        expected = _beside(logsumexp, out).shape[:-1] if logsumexp.dim() == out.dim() - 1 else None
+        if out.dim() not in (3, 4, 5) or expected != out.shape[:-1]:
+            raise ArgumentError(
+                f"parts[{place}] must be out [B, M, H, E] and logsumexp [B, H, M], got {list(out.shape)} and "
+                f"{list(logsumexp.shape)}"
+            )
+        for name, tensor, first in (("out", out, parts[0][0]), ("logsumexp", logsumexp, parts[0][1])):
+            if (tensor.shape, tensor.dtype, tensor.device) != (first.shape, first.dtype, first.device):
+                raise ArgumentError(
+                    f"{name} of parts[{place}] must be like the first ({list(first.shape)}, {first.dtype}, "
+                    f"{first.device}), got {list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
+                )
+    return [out for out, _ in parts], [logsumexp for _, logsumexp in parts]

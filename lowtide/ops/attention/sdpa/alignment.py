@@ -1,0 +1,63 @@
+"""Say which memory torch's own CUDA kernels can read. They load 16 bytes at once: from an address that is no
+multiple of 16, cuDNN's compute garbage without an error, and the others end in a misaligned address.
+
+Shapes: B batches, H heads, M rows (of queries or keys), K features.
+"""
+
+import torch
+from torch import Tensor
+
+BYTES = 16
+# Beyond it a kernel that counts numbers in 32 bits goes wrong.
+NUMBERS = 1 << 31
+
+# Torch 2.11 keeps cuDNN's plans by the strides of queries, keys and values, and ignores those of the output
+# and its gradient: a plan that was made for other strides misreads them without an error. Calls with this
+# dropout, a 0 of the other sign, share no plan with the program's own; here these strides follow the query's.
+NO_DROPOUT = -0.0
+
+
+def reason_against(*tensors: Tensor) -> str | None:
+    """Returns why torch's CUDA kernels are not known to read such tensors [B, H, M, K]; None if they are."""
+    # torch.compile knows no addresses: what it compiles asks for them when it runs (kernels.py).
+    has_address = not torch.compiler.is_compiling()
+    step = BYTES // tensors[0].element_size()
+    for tensor in tensors:
+        B, H, M, K = tensor.shape
+        b, h, m, k = tensor.stride()
+        if k != 1:
+            return "it needs features that lie side by side"
+        if b % step or h % step or m % step:
+            return f"its strides must be multiples of {step}"
+        if min(b, h, m) < K:
+            return "it is not known to read rows that share memory, as expanded ones do"
+        if max(B * b, H * h, M * m) >= NUMBERS:
+            return "it is not known to read beyond 2^31 numbers"
+        if has_address and not is_aligned(tensor):
+            return f"its tensors must begin at multiples of {BYTES} bytes"
+    return None
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Returns whether the tensor is known to begin at a multiple of 16 bytes. A fake one stands for memory
+    that does, but for its offset; of a class whose numbers are elsewhere nothing is known."""
+    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return tensor.data_ptr() % BYTES == 0
+    from torch._subclasses.fake_tensor import FakeTensor  # takes long to import
+
+    offset = tensor.storage_offset() * tensor.element_size()
+    return isinstance(tensor, FakeTensor) and offset % BYTES == 0
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Returns the tensor, or a copy that torch's CUDA kernels can read."""
+    if tensor.device.type != "cuda" or reason_against(tensor) is None:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def readable_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns the tensor, or a copy in the strides of `like`, which torch's kernels made."""
+    if tensor.device.type != "cuda" or (tensor.stride() == like.stride() and is_aligned(tensor)):
+        return tensor
+    return torch.empty_like(like, device=tensor.device).copy_(tensor)

@@ -1,0 +1,113 @@
+"""Torch's own kernels as an engine of the operators, for compiled graphs. The addresses of a graph's tensors
+are known only when it runs, and no guard asks for them: a tensor that these kernels would misread is
+copied then.
+
+Forward keeps the logsumexp of each row, as the other engines do.
+
+Shapes: B batches; H query heads; M queries, N keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.validation import ArgumentError
+from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_like
+
+FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
+aten = torch.ops.aten
+# The memory-efficient kernel pads its logsumexp to a multiple of these.
+ROWS = 32
+
+
+def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
+    tensors = [readable(each) for each in operands[:3]]
+    kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, False, **given
+        )
+        logsumexp = logsumexp[..., 0] if keep_statistics else None
+    elif kernel == SDPBackend.EFFICIENT_ATTENTION:
+        out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, **given
+        )
+    elif operands.device.type == "cpu":
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            *tensors, NO_DROPOUT, options.causal, **given
+        )
+    else:
+        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
+            *tensors, NO_DROPOUT, options.causal, False, **given
+        )
+    out = _laid(out, options.rows_first)
+    if not keep_statistics:
+        return [out]
+    return [out, logsumexp[:, :, None, : out.shape[2]].contiguous()]
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    wanted: Sequence[bool],
+    upstream: Tensor,
+    logsumexp_upstream: Tensor | None,
+    out: Tensor,
+    statistics_BH1M: Tensor,
+) -> list[Tensor]:
+    """Returns those gradients of query, key and value that are wanted; torch's kernels make all three."""
+    assert logsumexp_upstream is None
+    tensors = [readable(each) for each in operands[:3]]
+    kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
+    if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
+        out = readable_like(out, torch.empty_like(tensors[0], device="meta"))
+    out = readable(out)
+    upstream = readable_like(upstream, out)
+    given_first = (upstream, *tensors, out)
+    logsumexp_BHM, M, N = statistics_BH1M[:, :, 0], out.shape[2], tensors[1].shape[2]
+    seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read for dropout alone
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        found = aten._scaled_dot_product_cudnn_attention_backward(
+            *given_first, logsumexp_BHM[..., None], seed, seed, None, None, None, M, N,
+            NO_DROPOUT, options.causal, **given
+        )  # fmt: skip
+    elif kernel == SDPBackend.EFFICIENT_ATTENTION:
+        padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % ROWS), value=torch.inf)
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            upstream, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
+            [*wanted[:3], False], options.causal, **given
+        )  # fmt: skip
+    elif operands.device.type == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given_first, logsumexp_BHM, NO_DROPOUT, options.causal, **given
+        )
+    else:
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *given_first, logsumexp_BHM, None, None, M, N, NO_DROPOUT, options.causal, seed, seed, **given
+        )
+    return [_laid(each, options.rows_first) for each, want in zip(found, wanted) if want]
+
+
+def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBackend:
+    """Returns the kernel that torch takes for such tensors, whatever its settings are."""
+    query, key, value = (each.detach().requires_grad_(tracked) for each in tensors)
+    given = {"is_causal": options.causal, "enable_gqa": query.shape[1] != key.shape[1]}
+    found = torch._fused_sdp_choice(query, key, value, scale=options.scale, **given)
+    if found not in FUSED_NUMBERS:
+        with sdpa_kernel(FUSED):
+            found = torch._fused_sdp_choice(query, key, value, scale=options.scale, **given)
+    if found not in FUSED_NUMBERS:
+        raise ArgumentError("torch has no kernel of its own for this call here; use backend='torch'")
+    return SDPBackend(found)
+
+
+def _laid(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
+    """Returns the tensor as `chunk.allocate` lays it."""
+    if rows_first:
+        return tensor_BHMX.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor_BHMX.contiguous()

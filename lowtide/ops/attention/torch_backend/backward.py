@@ -1,0 +1,114 @@
+"""Backward in plain torch: every tile of scores is computed once more, and no other tensor of its size than
+the gradient of these scores. In the notation of forward.py, with do and dlse the upstream gradients,
+
+    delta = rowsum(o do) - dlse            dv = (D p)^T do
+    dz = p (D (do v^T) - delta)            dbias = dz, summed over the axes along which the bias is broadcast
+    ds = dz (1 - tanh^2) scale             dq = ds k            dk = ds^T q
+
+What nobody wants a gradient of is not computed. The order of all sums is fixed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.torch_backend.chunk import Chunk, allocate
+from lowtide.ops.attention.torch_backend.forward import Blockwise
+from lowtide.ops.attention.torch_backend.tiling import Columns
+
+
+class BlockwiseBackward(Blockwise):
+    def __init__(self, operands: Operands, options: Options, wanted: Sequence[bool]) -> None:
+        super().__init__(operands, options)
+        self.want_query, self.want_key, self.want_value, self.want_bias = wanted
+        self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE = (
+            allocate(tensor, tensor.shape, options.rows_first) if want else None
+            for tensor, want in zip(operands[:3], wanted)
+        )
+        self.grad_bias: Tensor | None = None
+        if self.want_bias and operands.bias is not None:
+            self.grad_bias = operands.bias.new_zeros(operands.bias.shape, dtype=self.dtype)
+
+    def backward(
+        self,
+        upstream_BHME: Tensor,
+        logsumexp_upstream_BHM: Tensor | None,
+        out_BHME: Tensor,
+        statistics_BHSM: Tensor,
+    ) -> list[Tensor]:
+        """The gradients of query, key, value and bias that are wanted."""
+        for chunk in self.chunks():
+            sums = self._sums_of_keys(chunk)
+            for rows in self.rows():
+                upstream_crE = chunk.packed(upstream_BHME, rows)
+                delta_cr1 = (upstream_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
+                if logsumexp_upstream_BHM is not None:
+                    delta_cr1 -= chunk.packed(logsumexp_upstream_BHM[..., None], rows)
+                statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
+                # Where no column is seen, z is -inf, and exp(-inf - 0) is 0.
+                statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
+                self._rows_backward(chunk, rows, upstream_crE, delta_cr1, statistics_crS, *sums)
+            for grad, total in zip((self.grad_key_BGNK, self.grad_value_BGNE), sums):
+                if grad is not None and total is not None:
+                    part = grad[chunk.batches, chunk.groups]
+                    part.copy_(total.view(part.shape))
+        bias = self.operands.bias
+        grad_bias = None if self.grad_bias is None or bias is None else self.grad_bias.to(bias.dtype)
+        gradients = (self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE, grad_bias)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    def _sums_of_keys(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
+        """Where the gradients of a chunk's keys and values are added up."""
+        grad_key_cNK, grad_value_cNE = (
+            tensor.new_zeros(chunk.c, *tensor.shape[2:], dtype=self.dtype) if want else None
+            for tensor, want in zip(self.operands[1:3], (self.want_key, self.want_value))
+        )
+        return grad_key_cNK, grad_value_cNE
+
+    def _rows_backward(
+        self,
+        chunk: Chunk,
+        rows: slice,
+        upstream_crE: Tensor,
+        delta_cr1: Tensor,
+        statistics_crS: Tensor,
+        grad_key_cNK: Tensor | None,
+        grad_value_cNE: Tensor | None,
+    ) -> None:
+        scale = self.options.scale
+        query_crK = chunk.packed(self.operands.query, rows)
+        grad_query_crK = torch.zeros_like(query_crK) if self.want_query else None
+        for columns in self.seen.columns(rows):
+            z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
+            for part_cr1 in statistics_crS.split(1, 2):
+                z_crn.sub_(part_cr1)
+            weight_crn = z_crn.exp_()
+            kept_crn = None if self.operands.seed is None else self.kept(chunk, rows, columns)
+            if grad_value_cNE is not None:
+                factor = 1.0 if kept_crn is None else self.rescale
+                used_crn = weight_crn if kept_crn is None else weight_crn * kept_crn
+                grad_value_cNE[:, columns.span].baddbmm_(used_crn.mT, upstream_crE, alpha=factor)
+            if not (self.want_query or self.want_key or self.want_bias):
+                continue
+            value_cnE = chunk.keys(self.operands.value, columns.span)
+            grad_crn = self.product("gradients", upstream_crE, value_cnE.mT)
+            if kept_crn is not None:
+                grad_crn.mul_(kept_crn).mul_(self.rescale)
+            grad_crn.sub_(delta_cr1).mul_(weight_crn)
+            self._add_to_bias(chunk, rows, columns, grad_crn)
+            if slope_crn is not None:
+                grad_crn.mul_(slope_crn)
+            if grad_query_crK is not None:
+                grad_query_crK.baddbmm_(grad_crn, chunk.keys(self.operands.key, columns.span), alpha=scale)
+            if grad_key_cNK is not None:
+                grad_key_cNK[:, columns.span].baddbmm_(grad_crn.mT, query_crK, alpha=scale)
+        if self.grad_query_BHMK is not None and grad_query_crK is not None:
+            chunk.of_rows(self.grad_query_BHMK, rows).copy_(chunk.unpacked(grad_query_crK, rows))
+
+    def _add_to_bias(self, chunk: Chunk, rows: slice, columns: Columns, grad_crn: Tensor) -> None:
+        if self.grad_bias is None:
+            return
+        part = chunk.of_bias(self.grad_bias, rows, columns.span)
+        part.add_(chunk.unpacked(grad_crn, rows).sum_to_size(part.shape))

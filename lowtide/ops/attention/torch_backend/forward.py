@@ -1,0 +1,127 @@
+"""The engine in plain torch, for any device: tiles of scores whose products are BLAS calls, and an online
+softmax over them. backward.py goes through the same tiles again.
+
+With z the scores (scaled, capped, biased, masked) and D dropout's 0 or 1 / (1 - rate):
+
+    lse_i = log sum_j exp(z_ij)        p_ij = exp(z_ij - lse_i)        o_i = sum_j D_ij p_ij v_j
+
+Query heads that share a key head are rows of one product (chunk.py). Shapes of a tile: c key heads, r rows, n
+columns, K features, E of values.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lowtide.core.soft_cap import slope_of_tanh
+from lowtide.ops.attention.definition import dropout
+from lowtide.ops.attention.definition.operands import Operands, Options, sizes
+from lowtide.ops.attention.torch_backend.chunk import Chunk, allocate
+from lowtide.ops.attention.torch_backend.tiling import Columns, Seen, head_chunks, spans, tile_shape
+
+
+class Blockwise:
+    def __init__(self, operands: Operands, options: Options) -> None:
+        self.operands, self.options = operands, options
+        self.size = sizes(operands)
+        self.dtype, self.device = operands.sum_dtype, operands.device
+        self.shape = tile_shape(self.size)
+        self.seen = Seen(operands.first, operands.end, self.size, self.shape)
+        self.buffers: dict[str, Tensor] = {}
+        if operands.seed is not None:
+            self.row_key_BHM1 = dropout.row_keys(operands.seed, self.size.B, self.size.H, self.size.M)[
+                ..., None
+            ]
+            self.column_key_N = dropout.column_keys(operands.seed, self.size.N)
+            self.rescale = dropout.rescale(options.dropout)
+
+    def chunks(self) -> Iterator[Chunk]:
+        for batches, groups in head_chunks(self.size.B, self.size.G, self.shape.heads):
+            yield Chunk(batches, groups, self.size.R, self.dtype)
+
+    def rows(self) -> Iterator[slice]:
+        return spans(self.size.M, self.shape.rows)
+
+    def product(self, name: str, a_crk: Tensor, b_ckn: Tensor, factor: float = 1.0) -> Tensor:
+        """factor * a @ b, in the buffer of that name."""
+        shape = (a_crk.shape[0], a_crk.shape[1], b_ckn.shape[2])
+        size = shape[0] * shape[1] * shape[2]
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
+        buffer_crn = self.buffers[name][:size].view(shape)
+        return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
+
+    def forward(self, keep_statistics: bool) -> list[Tensor]:
+        B, H, _, M, _, _, E = self.size
+        query = self.operands.query
+        out_BHME = allocate(query, (B, H, M, E), self.options.rows_first)
+        statistics_BHSM = query.new_empty(
+            self.operands.statistics_shape if keep_statistics else 0, dtype=self.dtype
+        )
+        for chunk in self.chunks():
+            for rows in self.rows():
+                out_crE, max_cr1, sum_cr1 = self._attend(chunk, rows)
+                nothing_cr1 = sum_cr1 == 0  # no column is seen: the result is 0
+                sum_cr1.masked_fill_(nothing_cr1, 1)
+                chunk.of_rows(out_BHME, rows).copy_(chunk.unpacked(out_crE.div_(sum_cr1), rows))
+                if keep_statistics:
+                    log_sum_cr1 = sum_cr1.log_().masked_fill_(nothing_cr1, -torch.inf)
+                    parts = (max_cr1, log_sum_cr1) if self.operands.adds_bias else (max_cr1 + log_sum_cr1,)
+                    statistics_crS = torch.cat(parts, 2)
+                    chunk.of_rows(statistics_BHSM.mT, rows).copy_(chunk.unpacked(statistics_crS, rows))
+        return [out_BHME, statistics_BHSM] if keep_statistics else [out_BHME]
+
+    def _attend(self, chunk: Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows: the weighted sum of values, the maximum of z, the sum of weights exp(z - maximum)."""
+        query_crK = chunk.packed(self.operands.query, rows)
+        c, r, _ = query_crK.shape
+        out_crE = query_crK.new_zeros(c, r, self.size.E)
+        # Finite, so that a row that has seen nothing yet is shifted by a number.
+        max_cr1 = query_crK.new_full((c, r, 1), torch.finfo(self.dtype).min)
+        sum_cr1 = query_crK.new_zeros(c, r, 1)
+        for columns in self.seen.columns(rows):
+            weight_crn, _ = self.scores(chunk, rows, columns, query_crK)
+            new_max_cr1 = torch.maximum(max_cr1, weight_crn.amax(-1, keepdim=True))
+            weight_crn.sub_(new_max_cr1).exp_()
+            fade_cr1 = max_cr1.sub_(new_max_cr1).exp_()
+            max_cr1 = new_max_cr1
+            sum_cr1.mul_(fade_cr1).add_(weight_crn.sum(-1, keepdim=True))
+            if self.operands.seed is not None:
+                weight_crn.mul_(self.kept(chunk, rows, columns))
+            out_crE.mul_(fade_cr1).baddbmm_(weight_crn, chunk.keys(self.operands.value, columns.span))
+        if self.operands.seed is not None:
+            out_crE.mul_(self.rescale)
+        return out_crE, max_cr1, sum_cr1
+
+    def scores(
+        self, chunk: Chunk, rows: slice, columns: Columns, query_crK: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """z, and the soft cap's slope."""
+        key_cnK = chunk.keys(self.operands.key, columns.span)
+        z_crn = self.product("scores", query_crK, key_cnK.mT, self.options.scale)
+        slope_crn = None
+        if softcap := self.options.softcap:
+            slope_crn = slope_of_tanh(z_crn.div_(softcap))
+            z_crn.tanh_().mul_(softcap)
+        z = chunk.unpacked(z_crn, rows)
+        if (bias := self.operands.bias) is not None:
+            part = chunk.of_bias(bias, rows, columns.span)
+            if bias.dtype == torch.bool:
+                z.masked_fill_(~part, -torch.inf)
+            else:
+                z.add_(part)
+        if not columns.whole:
+            z.masked_fill_(self._hidden(rows, columns.span), -torch.inf)
+        return z_crn, slope_crn
+
+    def _hidden(self, rows: slice, columns: slice) -> Tensor:  # [m, n]
+        first, end = self.operands.first, self.operands.end
+        assert first is not None
+        assert end is not None
+        key_n = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=self.device)
+        return (key_n < first[rows, None]).logical_or_(key_n >= end[rows, None])
+
+    def kept(self, chunk: Chunk, rows: slice, columns: Columns) -> Tensor:  # [c, r, n]
+        row_key_cr1 = chunk.packed(self.row_key_BHM1, rows)
+        return dropout.kept(row_key_cr1, self.column_key_N[columns.span], self.options.dropout)

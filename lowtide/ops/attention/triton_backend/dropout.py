@@ -1,0 +1,44 @@
+"""The keys of dropout in Triton: dropout.py, bit for bit, in one launch instead of forty.
+
+Shapes: B batches, H heads, M queries, N keys.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.ops.attention.definition import dropout
+
+FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)
+GOLDEN = tl.constexpr(dropout.GOLDEN)
+
+
+@triton.jit
+def mixed(bits):
+    bits ^= bits >> 16
+    bits *= FIRST
+    bits ^= bits >> 15
+    bits *= SECOND
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def chained(key, value):
+    return mixed((key + GOLDEN) ^ value.to(tl.uint32))
+
+
+@triton.jit
+def dropout_keys_kernel(
+    seed_ptr, row_key_ptr, column_key_ptr, rows, row_programs, H, M, N, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """row_key [B, H, M], of which there are `rows`; then, from program `row_programs` on, column_key [N]."""
+    seed = tl.load(seed_ptr)
+    own = chained(mixed(seed.to(tl.uint32)), seed >> 32)
+    program = tl.program_id(0)
+    if program < row_programs:
+        at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        key = chained(chained(chained(own, at // M // H), at // M % H), at % M)
+        tl.store(row_key_ptr + at, key.to(tl.int32, bitcast=True), mask=at < rows)
+    else:
+        j = (program - row_programs) * BLOCK + tl.arange(0, BLOCK)
+        key = chained(mixed((own + GOLDEN) ^ GOLDEN), j)
+        tl.store(column_key_ptr + j, key.to(tl.int32, bitcast=True), mask=j < N)

@@ -1,0 +1,94 @@
+"""Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
+
+A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py says how many).
+It writes its rows of the result, and of their statistics where somebody wants these.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.ops.attention.triton_backend.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.tiles import (
+    LOWEST,
+    add_product,
+    finished,
+    head,
+    interval,
+    kept,
+    load_pieces,
+    product,
+    seen_of_rows,
+    store_statistics,
+    store_tile,
+    tile_start,
+    tiles_seen,
+    weights,
+)
+
+
+@triton.jit
+def forward_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    out_ptr, statistics_ptr,
+    query_strides, key_strides, value_strides, bias_strides, out_strides,
+    H, R, M, N, K, E, tiles, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    """PIECES: of query, key and value (bf16_split.py), whose rows are padded where there are several."""
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
+    b, h = bh // H, bh % H
+    query_ptr, out_ptr = head(query_ptr, query_strides, b, h), head(out_ptr, out_strides, b, h)
+    key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
+    if bias_ptr is not None:
+        bias_ptr = head(bias_ptr, bias_strides, b, h)
+    if row_key_ptr is not None:
+        row_key_ptr += bh.to(tl.int64) * M
+
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    k, e = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    i = start_m + row_m
+    query_place = query_ptr, start_m, row_m, query_strides, M
+    width_k, width_e = K, E
+    if PIECES > 1:
+        width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    sum_m = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
+            key_place = key_ptr, start_n, row_n, key_strides, N
+            key = load_pieces(key_place, k, width_k, MASKED, CUT_K, PIECES)
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            scores = product(
+                query, key, query_place, key_place, width_k, zero, PRECISION, BLOCKS_K,
+                True, MASKED, CUT_K, PIECES,
+            )  # fmt: skip
+            j = start_n + row_n
+            z, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
+            new_max_m = tl.maximum(max_m, tl.max(z, 1))
+            weight = weights(z, new_max_m[:, None], 0.0, BASE_2)
+            fade_m = weights(max_m, new_max_m, 0.0, BASE_2)
+            max_m = new_max_m
+            sum_m = sum_m * fade_m + tl.sum(weight, 1)
+            if row_key_ptr is not None:
+                weight = tl.where(
+                    kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
+                )
+            value_place = value_ptr, start_n, row_n, value_strides, N
+            value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
+            out = add_product(weight, value, out * fade_m[:, None], PRECISION, PIECES)
+
+    divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees nothing, whose result is 0
+    store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])
+    if statistics_ptr is not None and tl.program_id(1) == 0:
+        store_statistics(statistics_ptr, bh, i, M, max_m, sum_m, BASE_2)

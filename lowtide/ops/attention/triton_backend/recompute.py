@@ -1,0 +1,306 @@
+"""Backward in Triton, for queries and for keys and values: backward.py has the mathematics.
+
+Two kernels, so that each gradient is added up in one program, in one order: the scores are computed twice,
+and nothing is atomic. A program writes a block of features (tile_sizes.py has the sizes); the sums for the scores
+go over all features whatever the block.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.core.triton_helpers import slope_of_tanh
+from lowtide.ops.attention.triton_backend.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.tiles import (
+    LOG2E,
+    add_product,
+    finished,
+    head,
+    interval,
+    kept,
+    load_pieces,
+    load_rows,
+    load_tile,
+    product,
+    seen_of_rows,
+    store_tile,
+    tile_start,
+    tiles_seen,
+    weights,
+)
+
+
+@triton.jit
+def rows_kernel(
+    out_ptr, upstream_ptr, logsumexp_upstream_ptr, statistics_ptr, rows_ptr,
+    out_strides, upstream_strides, lse_strides, H, M, E, tiles,
+    BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """rows [B, H, 2 or 3, M]: delta = rowsum(o do) - dlse, and what `weights` takes, once and not a tile: the
+    shift and, in natural units, log2_sum. 0 instead of -inf, where all scores are -inf too."""
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    b, h = bh // H, bh % H
+    start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
+    i = start_m + row_m
+    out_ptr, upstream_ptr = head(out_ptr, out_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
+    delta_m = tl.zeros([BLOCK_M], tl.float32)
+    if logsumexp_upstream_ptr is not None:
+        dlse_ptr = head(logsumexp_upstream_ptr, lse_strides, b, h)
+        delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
+    for start_e in range(0, E, BLOCK_E):
+        e = start_e + tl.arange(0, BLOCK_E)
+        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
+        upstream = load_tile((upstream_ptr, start_m, row_m, upstream_strides, M), e, E, True, True)
+        delta_m += tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)
+    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2) + i
+    tl.store(rows_ptr, delta_m, mask=i < M)
+    if BASE_2:
+        logarithm_ptr = statistics_ptr + bh.to(tl.int64) * M + i
+    else:
+        maximum_ptr = statistics_ptr + bh.to(tl.int64) * (2 * M) + i
+        tl.store(rows_ptr + M, tl.load(maximum_ptr, mask=i < M, other=0.0), mask=i < M)
+        logarithm_ptr, rows_ptr = maximum_ptr + M, rows_ptr + M
+    logarithm_m = tl.load(logarithm_ptr, mask=i < M, other=0.0)
+    logarithm_m = tl.where(logarithm_m == -float("inf"), 0.0, logarithm_m) * LOG2E
+    tl.store(rows_ptr + M, logarithm_m, mask=i < M)
+
+
+@triton.jit
+def rows_of(rows_ptr, bh, M, BASE_2: tl.constexpr):
+    """Where those of one batch and head begin."""
+    return rows_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
+
+
+@triton.jit
+def load_shift(rows_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+    shift = load_rows(rows_ptr + M, i, M, CUT)
+    log2_sum = shift
+    if not BASE_2:
+        log2_sum = load_rows(rows_ptr + 2 * M, i, M, CUT)
+    return shift, log2_sum
+
+
+@triton.jit
+def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.constexpr):
+    """dz, from do v^T."""
+    if DROPOUT:
+        of_weight = tl.where(kept, of_weight * rescale, 0.0)
+    return weight * (of_weight - delta)
+
+
+@triton.jit
+def scores_of(ptr, strides, head, start_n):
+    """Where the tiles of some keys begin, of a strip's grad_scores (stored_scores.py)."""
+    return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
+
+
+@triton.jit
+def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
+    """Of queries beyond the last too, as far as rows are padded: so that stores are of 16 bytes."""
+    ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
+    tile = tile.to(ptr.dtype.element_ty)
+    if CUT:
+        tl.store(ptrs, tile, mask=(i < strides[1])[None, :])
+    else:
+        tl.store(ptrs, tile)
+
+
+@triton.jit
+def query_gradient_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    upstream_ptr, rows_ptr, grad_query_ptr,
+    query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
+    H, R, M, N, K, E, tiles, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    start_m = (tiles - 1 - tile) * BLOCK_M
+    b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
+    query_ptr, upstream_ptr = head(query_ptr, query_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
+    key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
+    if bias_ptr is not None:
+        bias_ptr = head(bias_ptr, bias_strides, b, h)
+    if row_key_ptr is not None:
+        row_key_ptr += row
+
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i, k, e = start_m + row_m, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
+    own_k = tl.program_id(1) * BLOCK_K + k
+    query_place = query_ptr, start_m, row_m, query_strides, M
+    upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
+    query = load_tile(query_place, k, K, True, CUT_K)
+    upstream = load_tile(upstream_place, e, E, True, CUT_E)
+    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2)
+    delta = load_rows(rows_ptr, i, M, True)[:, None]
+    shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
+            key_place = key_ptr, start_n, row_n, key_strides, N
+            value_place = value_ptr, start_n, row_n, value_strides, N
+            key = load_tile(key_place, k, K, MASKED, CUT_K)
+            value = load_tile(value_place, e, E, MASKED, CUT_E)
+            j = start_n + row_n
+            zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            scores = product(
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
+            )
+            z, room = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
+            of_weight = product(
+                upstream,
+                value,
+                upstream_place,
+                value_place,
+                E,
+                zero,
+                PRECISION,
+                BLOCKS_E,
+                True,
+                MASKED,
+                CUT_E,
+            )
+            stays = MASKED
+            if row_key_ptr is not None:
+                stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
+            weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
+            grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
+            if SOFTCAP > 0:
+                grad *= slope_of_tanh(room)
+            if BLOCKS_K > 1:
+                key = load_tile(key_place, own_k, K, MASKED, CUT_K)
+            grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
+    grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, h)
+    store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
+
+
+@triton.jit(do_not_specialize=["first_group"])
+def key_value_gradient_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    row_first_ptr, row_end_ptr, upstream_ptr, rows_ptr, grad_key_ptr, grad_value_ptr,
+    bias_sum_ptr, grad_scores_ptr, grad_z_ptr,
+    query_strides, key_strides, value_strides, bias_strides, upstream_strides,
+    grad_key_strides, grad_value_strides, grad_scores_strides,
+    B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key.
+
+    bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is the same for
+    all of them. grad_scores, grad_z: where the tiles of a strip are kept (strips.py), behind the soft
+    cap's slope and before it. PIECES: of query, key, value and upstream (bf16_split.py), those of the
+    strip's heads alone; with three, sums are apart as in forward.py.
+    """
+    unit = tl.program_id(0) // tiles
+    start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
+    b, g = unit % B, first_group + unit // B
+    first_there = first_group  # of operands
+    width_k, width_e = K, E
+    if PIECES > 1:
+        first_there, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    there = first_there + unit // B
+    key_ptr, value_ptr = head(key_ptr, key_strides, b, there), head(value_ptr, value_strides, b, there)
+
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    j, k, e = start_n + row_n, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
+    own_k, own_e = tl.program_id(1) * BLOCK_K + k, tl.program_id(1) * BLOCK_E + e
+    key_place = key_ptr, start_n, row_n, key_strides, N
+    value_place = value_ptr, start_n, row_n, value_strides, N
+    key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
+    value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
+    low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
+    grad_key = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    grad_value = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    for r in range(0, R):
+        h = g * R + r
+        row = (b * H + h).to(tl.int64) * M
+        q_ptr = head(query_ptr, query_strides, b, there * R + r)
+        do_ptr = head(upstream_ptr, upstream_strides, b, there * R + r)
+        head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
+        head_rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
+        if bias_ptr is not None:
+            head_bias_ptr = head(bias_ptr, bias_strides, b, h)
+        if row_key_ptr is not None:
+            head_row_key_ptr = row_key_ptr + row
+        bias_sum_n = tl.zeros([BLOCK_N], tl.float32)
+        first_tile, whole_first, whole_last, wholes, rest = tiles_seen(
+            low, whole_low, whole_high, high, BLOCK_M
+        )
+        for MASKED in tl.static_range(2):
+            for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+                start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
+                query_place = q_ptr, start_m, row_m, query_strides, M
+                upstream_place = do_ptr, start_m, row_m, upstream_strides, M
+                query = load_pieces(query_place, k, width_k, MASKED, CUT_K, PIECES)
+                upstream = load_pieces(upstream_place, e, width_e, MASKED, CUT_E, PIECES)
+                i = start_m + row_m
+                zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                scores = product(
+                    key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
+                    True, MASKED, CUT_K, PIECES,
+                )  # fmt: skip
+                of_weight = product(
+                    value, upstream, value_place, upstream_place, width_e, zero, PRECISION, BLOCKS_E,
+                    True, MASKED, CUT_E, PIECES,
+                )  # fmt: skip
+                first, end = i, i
+                if MASKED:
+                    first, end = interval(first_ptr, end_ptr, i, M, N)
+                z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
+                )  # fmt: skip
+                shift_m, log2_sum_m = load_shift(head_rows_ptr, i, M, MASKED, BASE_2)
+                weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
+                used, stays = weight, MASKED
+                if row_key_ptr is not None:
+                    stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+                    used = tl.where(stays, weight * rescale, 0.0)
+                if grad_value_ptr is not None:
+                    own = upstream
+                    if BLOCKS_E > 1 or BLOCKS_K > 1:
+                        own = load_pieces(upstream_place, own_e, width_e, MASKED, True, PIECES)
+                    grad_value = add_product(used, own, grad_value, PRECISION, PIECES)
+                if (
+                    grad_key_ptr is not None
+                    or bias_sum_ptr is not None
+                    or grad_scores_ptr is not None
+                    or grad_z_ptr is not None
+                ):
+                    delta = load_rows(head_rows_ptr, i, M, MASKED)[None, :]
+                    grad = gradient_of_scores(
+                        weight, of_weight, delta, stays, rescale, row_key_ptr is not None
+                    )
+                    if bias_sum_ptr is not None:
+                        bias_sum_n += tl.sum(grad, 1)
+                    if grad_z_ptr is not None and tl.program_id(1) == 0:
+                        ptr = scores_of(grad_z_ptr, grad_scores_strides, unit * R + r, start_n - first_key)
+                        store_scores(ptr, grad_scores_strides, row_n, i, grad, MASKED)
+                    sloped = grad
+                    if SOFTCAP > 0:
+                        sloped = grad * slope_of_tanh(room)
+                    if grad_scores_ptr is not None and tl.program_id(1) == 0:
+                        ptr = scores_of(
+                            grad_scores_ptr, grad_scores_strides, unit * R + r, start_n - first_key
+                        )
+                        store_scores(ptr, grad_scores_strides, row_n, i, sloped, MASKED)
+                if grad_key_ptr is not None:
+                    own = query
+                    if BLOCKS_E > 1 or BLOCKS_K > 1:
+                        own = load_pieces(query_place, own_k, width_k, MASKED, True, PIECES)
+                    grad_key = add_product(sloped, own, grad_key, PRECISION, PIECES)
+        if bias_sum_ptr is not None and tl.program_id(1) == 0:
+            tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)
+    if grad_key_ptr is not None:
+        own_ptr = head(grad_key_ptr, grad_key_strides, b, g)
+        store_tile(own_ptr, j, own_k, grad_key_strides, N, K, grad_key * scale)
+    if grad_value_ptr is not None:
+        own_ptr = head(grad_value_ptr, grad_value_strides, b, g)
+        store_tile(own_ptr, j, own_e, grad_value_strides, N, E, grad_value)

@@ -1,0 +1,281 @@
+"""Backward in Triton by way of memory, a strip of scores at a time (strips.py).
+
+What is kept lies as [heads, keys, queries], the queries next to each other and padded to a multiple of 16:
+the gradients of the scores, and where query and key have many features the weights. `scores_kernel` writes
+both then; else the kernel that makes the gradients of key and value does (recompute.py). The others
+read them here, and compute no score again. A place that its query does not see may never have been written:
+what is read there is thrown away.
+
+Shapes: I rows of a matrix, F features, of whatever is multiplied.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.core.triton_helpers import slope_of_tanh
+from lowtide.ops.attention.triton_backend.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.recompute import (
+    gradient_of_scores,
+    load_shift,
+    rows_of,
+    scores_of,
+    store_scores,
+)
+from lowtide.ops.attention.triton_backend.tiles import (
+    add_product,
+    dot,
+    finished,
+    head,
+    interval,
+    kept,
+    load_pieces,
+    load_rows,
+    load_tile,
+    seen_of_rows,
+    store_tile,
+    tile_start,
+    tiles_seen,
+    weights,
+)
+
+# What differs from strip to strip: no reason to compile another kernel.
+OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
+
+
+@triton.jit
+def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
+    """The tile [keys, queries] of keys start_n + n and queries i, of which ptr says where its keys begin."""
+    ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
+    tile = tl.load(ptrs, mask=(i < strides[1])[None, :], other=0.0)
+    if MASKED:
+        j = (start_n + n)[:, None]
+        tile = tl.where((j >= first[None, :]) & (j < end[None, :]), tile, 0.0)
+    return tile
+
+
+@triton.jit
+def over_features(
+    a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    CUT: tl.constexpr,
+):  # fmt: skip
+    """tile + a b^T, of which a block of features is loaded at a time."""
+    for block in range(0, BLOCKS):
+        f = block * BLOCK + tl.arange(0, BLOCK)
+        a, b = load_tile(a_place, f, F, True, CUT), load_tile(b_place, f, F, True, CUT)
+        tile = dot(a, b, tile, PRECISION, True)
+    return tile
+
+
+@triton.jit(do_not_specialize=OF_A_STRIP)
+def scores_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    upstream_ptr, rows_ptr, weight_ptr, grad_scores_ptr, grad_z_ptr, bias_sum_ptr,
+    query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_scores_strides,
+    B, H, R, M, N, K, E, first_group, first_key, tiles_m, tiles_n, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head of the strip. bias_sum [heads of the strip, tiles_m, keys of the strip]: the sums of
+    dz over the queries of a tile, which add up to the gradient of a bias that is the same for all of them."""
+    tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
+    own = tl.program_id(0) // (tiles_n * tiles_m)
+    start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
+    low, _low, _high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    if (start_n >= high) | (start_n + BLOCK_N <= low):
+        return
+
+    b, g = own // R % B, first_group + own // R // B
+    h = g * R + own % R
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i, j = start_m + row_m, start_n + row_n
+    query_place = head(query_ptr, query_strides, b, h), start_m, row_m, query_strides, M
+    upstream_place = head(upstream_ptr, upstream_strides, b, h), start_m, row_m, upstream_strides, M
+    key_place = head(key_ptr, key_strides, b, g), start_n, row_n, key_strides, N
+    value_place = head(value_ptr, value_strides, b, g), start_n, row_n, value_strides, N
+    head_bias_ptr = bias_ptr
+    if bias_ptr is not None:
+        head_bias_ptr = head(bias_ptr, bias_strides, b, h)
+    row = (b * H + h).to(tl.int64) * M
+    rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
+
+    zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    scores = over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+        head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
+    shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
+    weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
+    sloped = weight
+    if SOFTCAP > 0:
+        sloped = weight * slope_of_tanh(room)
+    used, stays = weight, True
+    if row_key_ptr is not None:
+        stays = kept(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+        used = tl.where(stays, weight * rescale, 0.0)
+    if weight_ptr is not None:
+        ptr = scores_of(weight_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+        store_scores(ptr, grad_scores_strides, row_n, i, used, True)
+    if grad_scores_ptr is not None or grad_z_ptr is not None or bias_sum_ptr is not None:
+        of_weight = over_features(value_place, upstream_place, E, zero, PRECISION, BLOCK_E, BLOCKS_E, CUT_E)
+        delta = load_rows(rows_ptr, i, M, True)[None, :]
+        if grad_z_ptr is not None or bias_sum_ptr is not None:
+            grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
+            if bias_sum_ptr is not None:
+                place = (own * tiles_m + tile_m).to(tl.int64) * (tiles_n * BLOCK_N) + tile_n * BLOCK_N
+                tl.store(bias_sum_ptr + place + row_n, tl.sum(grad, 1))
+            if grad_z_ptr is not None:
+                ptr = scores_of(grad_z_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+                store_scores(ptr, grad_scores_strides, row_n, i, grad, True)
+        if grad_scores_ptr is not None:
+            grad = gradient_of_scores(sloped, of_weight, delta, stays, rescale, row_key_ptr is not None)
+            ptr = scores_of(grad_scores_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+            store_scores(ptr, grad_scores_strides, row_n, i, grad, True)
+
+
+@triton.jit(do_not_specialize=OF_A_STRIP)
+def query_of_scores_kernel(
+    key_ptr, first_ptr, end_ptr, grad_scores_ptr, grad_query_ptr,
+    key_strides, grad_scores_strides, grad_query_strides,
+    B, R, M, N, K, first_group, groups, first_key, end_key, tiles_m, scale,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    CUT_K: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds k, of a strip's keys, and some features; ADD: to what there is. grad_query is of the
+    strip's heads; the key, too, if it is in PIECES."""
+    heads = groups * B * R
+    program = tl.program_id(0)
+    own = program // BLOCKS_K % heads
+    # The last first: under a causal mask they see most.
+    start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
+    b, g, r = own // R % B, own // R // B, own % R
+    first_there, width = first_group, K
+    if PIECES > 1:
+        first_there, width = 0, tl.cdiv(K, STEP) * STEP
+    key_ptr = head(key_ptr, key_strides, b, first_there + g)
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i, k = start_m + row_m, program % BLOCKS_K * BLOCK_K + tl.arange(0, BLOCK_K)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low = tl.maximum(low, first_key), tl.maximum(whole_low, first_key)
+    whole_high, high = tl.minimum(whole_high, end_key), tl.minimum(high, end_key)
+    grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
+            ptr = scores_of(grad_scores_ptr, grad_scores_strides, own, start_n - first_key)
+            grad = load_scores(ptr, grad_scores_strides, row_n, i, start_n, first, end, MASKED)
+            key = load_pieces((key_ptr, start_n, row_n, key_strides, N), k, width, MASKED, CUT_K, PIECES)
+            grad_query = add_product(tl.trans(grad), key, grad_query, PRECISION, PIECES)
+    grad_query *= scale
+    grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, g * R + r)
+    end_row = M
+    if ADD:
+        end_row = tl.where(low < high, M, 0)
+        grad_query += load_tile(
+            (grad_query_ptr, start_m, row_m, grad_query_strides, end_row), k, K, True, True
+        )
+    store_tile(grad_query_ptr, i, k, grad_query_strides, end_row, K, grad_query)
+
+
+@triton.jit
+def over_queries(
+    scores_ptr, x_ptr, out_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, scores_strides, x_strides,
+    out_strides, own, b, g, there, start_n, first_key, R, M, N, F, block, factor,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Some keys, and some features, of the product of what is kept of one key head and x: over the queries of
+    all its query heads."""
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    f, width = block * BLOCK_F + tl.arange(0, BLOCK_F), F
+    if PIECES > 1:
+        width = tl.cdiv(F, STEP) * STEP
+    low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
+    total = tl.zeros([BLOCK_N, BLOCK_F], tl.float32)
+    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_M)
+    for r in range(0, R):
+        own_ptr = scores_of(scores_ptr, scores_strides, own * R + r, start_n - first_key)
+        own_x_ptr = head(x_ptr, x_strides, b, there * R + r)
+        for MASKED in tl.static_range(2):
+            for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+                start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
+                i = start_m + row_m
+                first, end = i, i
+                if MASKED:
+                    first, end = interval(first_ptr, end_ptr, i, M, N)
+                part = load_scores(own_ptr, scores_strides, row_n, i, start_n, first, end, MASKED)
+                x = load_pieces((own_x_ptr, start_m, row_m, x_strides, M), f, width, MASKED, CUT, PIECES)
+                total = add_product(part, x, total, PRECISION, PIECES)
+    out_ptr = head(out_ptr, out_strides, b, g)
+    store_tile(out_ptr, start_n + row_n, f, out_strides, N, F, total * factor)
+
+
+@triton.jit(do_not_specialize=OF_A_STRIP)
+def key_value_of_scores_kernel(
+    query_ptr, upstream_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, grad_scores_ptr, weight_ptr,
+    grad_key_ptr, grad_value_ptr, query_strides, upstream_strides, grad_scores_strides,
+    grad_key_strides, grad_value_strides,
+    B, R, M, N, K, E, first_group, groups, first_key, scale, PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    """dk = scale ds^T q and dv = p^T do, or one of them, of a strip's keys; a program makes one of some
+    features."""
+    BLOCKS: tl.constexpr = (BLOCKS_K if grad_key_ptr is not None else 0) + (
+        BLOCKS_E if grad_value_ptr is not None else 0
+    )
+    program = tl.program_id(0)
+    block, own = program % BLOCKS, program // BLOCKS % (groups * B)
+    start_n = first_key + program // (BLOCKS * groups * B) * BLOCK_N
+    b, g, there = own % B, first_group + own // B, own // B
+    if PIECES == 1:
+        there += first_group
+    if grad_key_ptr is not None:
+        if block < BLOCKS_K:
+            over_queries(
+                grad_scores_ptr, query_ptr, grad_key_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
+                grad_scores_strides, query_strides, grad_key_strides, own, b, g, there, start_n, first_key,
+                R, M, N, K, block, scale, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_K, CUT_K,
+            )  # fmt: skip
+        block -= BLOCKS_K
+    if grad_value_ptr is not None and block >= 0:
+        over_queries(
+            weight_ptr, upstream_ptr, grad_value_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
+            grad_scores_strides, upstream_strides, grad_value_strides, own, b, g, there, start_n, first_key,
+            R, M, N, E, block, 1.0, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_E, CUT_E,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=OF_A_STRIP)
+def bias_of_scores_kernel(
+    first_ptr, end_ptr, grad_scores_ptr, grad_bias_ptr, grad_scores_strides, grad_bias_strides,
+    B, R, M, N, own, loops, first_group, first_key, tile_counts,
+    ADD_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sums over the batches, or heads, that share a bias: a program has a tile of it, and one order. own:
+    batches and heads of the bias in the strip; loops: of those that share it; tile_counts: of queries and
+    keys; ADD_BIAS: to what there is."""
+    tile_n, tile_m = tl.program_id(0) % tile_counts[1], tl.program_id(0) // tile_counts[1] % tile_counts[0]
+    place = tl.program_id(0) // (tile_counts[1] * tile_counts[0])
+    own_b, own_h = place % own[0], place // own[0]
+    start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
+    n, i = tl.arange(0, BLOCK_N), start_m + tl.arange(0, BLOCK_M)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, _low, _high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    steps = tl.where((start_n < high) & (start_n + BLOCK_N > low), loops[0] * loops[1], 0)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(0, steps):
+        b, h = own_b + step % loops[0], own_h + step // loops[0]
+        kept_head = (h // R * B + b) * R + h % R
+        ptr = scores_of(grad_scores_ptr, grad_scores_strides, kept_head, start_n - first_key)
+        total += load_scores(ptr, grad_scores_strides, n, i, start_n, first, end, False)
+    j = start_n + n
+    seen = (j[:, None] >= first[None, :]) & (j[:, None] < end[None, :])
+    total = tl.trans(tl.where(seen, total, 0.0))
+    grad_bias_ptr = head(grad_bias_ptr, grad_bias_strides, own_b, first_group * R + own_h)
+    if ADD_BIAS:
+        total += load_tile((grad_bias_ptr, start_m, i - start_m, grad_bias_strides, M), j, N, True, True)
+    store_tile(grad_bias_ptr, i, j, grad_bias_strides, M, N, total)

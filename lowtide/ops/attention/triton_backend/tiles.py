@@ -1,0 +1,265 @@
+"""What the Triton kernels have in common: a tile of scores, from its product to what is exponentiated.
+
+Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction; but in natural units
+where a floating-point bias is added: -1e9, or the lowest number there is, has to stay what it is. Indices i
+of queries and j of keys are columns or rows of numbers that broadcast against each other; a kernel that wants
+a tile the other way round passes them the other way round.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.core.triton_helpers import tanh_and_room
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Of float32, finite: a row that has seen nothing yet is shifted by a number, and no other score is below it.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
+    """X[start + i, f] of a matrix [I, F], whose place is (pointer, start, i, strides, I).
+
+    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is outside. The start is a number, the rest
+    the same for every tile of a loop: one address is computed a tile, not one a thread.
+    """
+    ptr, start, i, strides, I = place
+    ptr += tl.cast(start, tl.int64) * strides[2]
+    ptrs = ptr + (i[:, None] * strides[2] + f[None, :] * strides[3])
+    if CUT_I and CUT_F:
+        tile = tl.load(ptrs, mask=(start + i < I)[:, None] & (f < F)[None, :], other=0.0)
+    elif CUT_I:
+        tile = tl.load(ptrs, mask=(start + i < I)[:, None], other=0.0)
+    elif CUT_F:
+        tile = tl.load(ptrs, mask=(f < F)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def store_tile(ptr, i, f, strides, I, F, tile):
+    offsets = i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3]
+    tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(i < I)[:, None] & (f < F)[None, :])
+
+
+@triton.jit
+def load_rows(ptr, i, M, CUT: tl.constexpr):
+    if CUT:
+        rows = tl.load(ptr + i, mask=i < M, other=0.0)
+    else:
+        rows = tl.load(ptr + i)
+    return rows
+
+
+@triton.jit
+def head(ptr, strides, b, h):
+    """Where the matrix of one batch and head begins."""
+    return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr):
+    """A tile; or that of each piece of a matrix (bf16_split.py), which are strides[4] apart."""
+    tile = load_tile(place, f, F, CUT_I, CUT_F)
+    if PIECES > 1:
+        ptr, start, i, strides, I = place
+        piece_stride = tl.cast(strides[4], tl.int64)
+        second = load_tile((ptr + piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
+        if PIECES > 2:
+            third = load_tile((ptr + 2 * piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
+            tile = tile, second, third
+        else:
+            tile = tile, second
+    return tile
+
+
+@triton.jit
+def pieces_of(tile, like, PIECES: tl.constexpr):
+    """A tile of float32 as what it is multiplied with: rounded to that dtype, or in as many pieces."""
+    if PIECES == 1:
+        found = tile.to(like.dtype)
+    else:
+        first = tile.to(tl.bfloat16)
+        rest = tile - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        if PIECES > 2:
+            found = first, second, (rest - second.to(tl.float32)).to(tl.bfloat16)
+        else:
+            found = first, second
+    return found
+
+
+@triton.jit
+def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """tile + a b, or a b^T."""
+    if TRANSPOSED:
+        b = tl.trans(b)
+    if PRECISION == "ieee" and a.dtype == tl.bfloat16:  # the interpreter would multiply their bits
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, tile, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The same where both may be in pieces: of two each three products, of three six, the smallest first.
+    What is left out is of the size of what the pieces leave out."""
+    if PIECES == 1:
+        tile = dot(a, b, tile, PRECISION, TRANSPOSED)
+    else:
+        if PIECES > 2:
+            tile = dot(a[2], b[0], tile, PRECISION, TRANSPOSED)
+            tile = dot(a[1], b[1], tile, PRECISION, TRANSPOSED)
+            tile = dot(a[0], b[2], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[1], b[0], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[0], b[1], tile, PRECISION, TRANSPOSED)
+        tile = dot(a[0], b[0], tile, PRECISION, TRANSPOSED)
+    return tile
+
+
+@triton.jit
+def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
+    """total + a b, of a tile of float32 and one that may be in pieces; with three they are summed up by
+    themselves first: tensor cores round what they add to towards 0, each time."""
+    a = pieces_of(a, b, PIECES)
+    if PIECES > 2:
+        total += dot_pieces(a, b, tl.zeros_like(total), PRECISION, PIECES, False)
+    else:
+        total = dot_pieces(a, b, total, PRECISION, PIECES, False)
+    return total
+
+
+@triton.jit
+def product(
+    a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
+    CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr = 1,
+):  # fmt: skip
+    """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first.
+
+    With three pieces a block of features is summed up by itself, as in forward.py."""
+    tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
+    if BLOCKS > 1:
+        BLOCK: tl.constexpr = a.shape[1] if PIECES == 1 else a[0].shape[1]
+        for block in range(1, BLOCKS):
+            f = block * BLOCK + tl.arange(0, BLOCK)
+            next_a = load_pieces(a_place, f, F, CUT_A, CUT_F, PIECES)
+            next_b = load_pieces(b_place, f, F, CUT_B, CUT_F, PIECES)
+            if PIECES > 2:
+                tile += dot_pieces(next_a, next_b, tl.zeros_like(tile), PRECISION, PIECES, True)
+            else:
+                tile = dot_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
+    return tile
+
+
+@triton.jit
+def finished(
+    product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
+    BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """z, and what its slope is made of (without a soft cap, anything); COLUMN_BIAS: one that is the same for
+    all queries; MASKED: a score of the tile may be hidden."""
+    unit: tl.constexpr = LOG2E if BASE_2 else 1.0
+    room = product
+    if SOFTCAP > 0:
+        capped, room = tanh_and_room(product * (scale / SOFTCAP))
+        z = capped * (SOFTCAP * unit)
+    else:
+        z = product * (scale * unit)
+    if bias_ptr is not None:
+        if COLUMN_BIAS:
+            bias = tl.load(bias_ptr + j.to(tl.int64) * bias_strides[3], mask=j < N, other=0)
+        else:
+            offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
+            bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
+        if bias_ptr.dtype.element_ty == tl.uint8:  # bool: whether a score takes part
+            z = tl.where(bias != 0, z, -float("inf"))
+        else:
+            z += bias.to(tl.float32)
+    if MASKED:
+        z = tl.where((j >= first) & (j < end), z, -float("inf"))
+    return z, room
+
+
+@triton.jit
+def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
+    """exp(z - shift) / 2^log2_sum; in base 2 the shift has the logarithm in it. In natural units the
+    difference comes first, which is exact where both are large."""
+    if BASE_2:
+        power = z - shift
+    else:
+        power = (z - shift) * LOG2E - log2_sum
+    return tl.exp2(power)
+
+
+@triton.jit
+def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
+    """operands.py, statistics_shape; in natural units."""
+    nothing_m = sum_m == 0.0
+    log2_sum_m = tl.log2(tl.where(nothing_m, 1.0, sum_m))
+    if BASE_2:
+        logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + log2_sum_m) / LOG2E)
+        tl.store(ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)
+    else:
+        ptr += bh.to(tl.int64) * (2 * M) + i
+        tl.store(ptr, max_m, mask=i < M)
+        tl.store(ptr + M, tl.where(nothing_m, -float("inf"), log2_sum_m / LOG2E), mask=i < M)
+
+
+@triton.jit
+def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
+    """Of the tiles that touch low <= n < high, in numbers of tiles: the first; the first and the last + 1 of
+    those that are seen whole; how many these and the others are."""
+    first, last = low // BLOCK, tl.cdiv(high, BLOCK)
+    whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
+    whole_last = tl.maximum(whole_high // BLOCK, whole_first)
+    wholes = whole_last - whole_first
+    return first, whole_first, whole_last, wholes, last - first - wholes
+
+
+@triton.jit
+def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Where the tile of a step lies: the whole ones in one loop; those before and after them in another.
+
+    Two loops, so that only the second looks at masks; and the second without a pipeline of its own (one
+    stage), or ptxas makes the matrix products of both wait for each other (decision 0019).
+    """
+    tile = whole_first + step
+    if MASKED:
+        before = whole_first - first
+        tile = tl.where(step < before, first + step, whole_last + step - before)
+    return tile * BLOCK
+
+
+@triton.jit
+def seen_of_rows(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
+    """Of the rows from `start` on: the columns that some row sees, and those that every row does."""
+    if first_ptr is None:
+        low, whole_low, whole_high, high = 0, 0, N, N
+    else:
+        last = tl.minimum(start + BLOCK, M) - 1  # neither vector ever goes back
+        low, whole_low = tl.load(first_ptr + start), tl.load(first_ptr + last)
+        whole_high, high = tl.load(end_ptr + start), tl.load(end_ptr + last)
+    return low, whole_low, whole_high, high
+
+
+@triton.jit
+def interval(first_ptr, end_ptr, i, M, N):
+    """Of each row; a row beyond the last sees nothing."""
+    if first_ptr is None:
+        first, end = tl.zeros_like(i), tl.where(i < M, N, 0)
+    else:
+        first = tl.load(first_ptr + i, mask=i < M, other=0)
+        end = tl.load(end_ptr + i, mask=i < M, other=0)
+    return first, end
+
+
+@triton.jit
+def kept(row_key_ptr, column_key_ptr, i, j, M, N, limit):
+    """dropout.py, bit for bit: whether each score stays."""
+    bits = tl.load(row_key_ptr + i, mask=i < M, other=0) ^ tl.load(column_key_ptr + j, mask=j < N, other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+    bits ^= bits >> 16
+    bits *= 0x7FEB352D
+    bits ^= bits >> 15
+    bits *= 0x846CA68B
+    return bits.to(tl.int32, bitcast=True) > limit

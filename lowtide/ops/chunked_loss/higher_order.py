@@ -1,0 +1,196 @@
+"""The loss as a function of rows (rowwise.py): for a backward that is itself to be differentiated, for the
+transforms of torch.func, and for forward mode. Each derivative, of whatever order, is computed chunk by chunk
+like the loss itself, and nothing of a chunk outlives its turn.
+
+A chunk is differentiated by torch.autograd, inside and alone, so that head and loss_fn may do whatever they
+do in an ordinary backward pass: autocast, checkpoints, functions of their own.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from lowtide.core.row_function import (
+    RowFunction,
+    Tensors,
+    as_variables,
+    at,
+    jacobian_vector,
+    split,
+    vector_jacobian,
+)
+from lowtide.ops.chunked_loss.accumulate import Sum
+from lowtide.ops.chunked_loss.chunks import Replay, cut, ours
+from lowtide.ops.chunked_loss.functional import closure_error
+from lowtide.ops.chunked_loss.loop import Job, loss_alone
+from lowtide.ops.chunked_loss.validation import check_unchanged
+
+Both = tuple[Tensors, Tensors]
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward mode is at work."""
+    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def loss_within_transforms(job: Job, tensors: Tensors) -> Tensor:
+    """The loss (aux is in the job), to be differentiated in whatever way."""
+    _check_closures(job, tensors)
+    loss, *aux = First.of(job, 0)(*tensors)
+    for name, total in zip(job.aux, aux):
+        job.aux[name].total = total
+    return loss
+
+
+def _check_closures(job: Job, tensors: Tensors) -> None:
+    """Raise if a derivative would come in by any other way than `tensors`, where it would be lost: of a chunk
+    for which they stand still, nothing varies."""
+    still = tuple(_still(tensor) for tensor in tensors)
+    sample = replace(job, aux={}, replay=Replay(still))
+    sample.state = sample.state_of(still)
+    whole = still[job.cut :]
+
+    def run(place: int, start: int, stop: int) -> Tensor:
+        rows = sample.piece(still[: job.cut], start, stop)
+        return job.call.within(whole, lambda: sample.loss_again(place, rows, whole))
+
+    with torch.random.fork_rng(devices=job.replay.cuda):
+        for place, (start, stop) in enumerate(job.chunks):
+            value = run(place, start, stop)
+            batched = any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value))
+            if batched and sample.replay.drew():
+                raise RuntimeError(
+                    "vmap: head or loss_fn draws random numbers, which chunked_loss draws once for all "
+                    "elements of the batch: pass randomness='same' to vmap"
+                )
+            if _varies(value):
+                raise closure_error(job.call.reached(_varies) or ["a tensor"])
+    check_unchanged(sample.changed(still))
+
+
+def _still(tensor: Tensor) -> Tensor:
+    """Its values, as no transform sees them; of a batch, the first's."""
+    for layer in _layers(tensor):
+        tensor = layer
+    return forward_ad.unpack_dual(tensor).primal.detach()
+
+
+def _varies(tensor: Tensor) -> bool:
+    return any(
+        layer.requires_grad
+        or torch._C._functorch.is_batchedtensor(layer)
+        or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(layer).tangent is not None)
+        for layer in _layers(tensor)
+    )
+
+
+def _layers(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor as each transform sees it, from the last one in; of a batch, the first element."""
+    functorch = torch._C._functorch
+    yield tensor
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        place = functorch.maybe_get_bdim(tensor) if functorch.is_batchedtensor(tensor) else -1
+        tensor = functorch.get_unwrapped(tensor)
+        tensor = tensor if place < 0 else tensor.select(place, 0)
+        yield tensor
+
+
+@dataclass
+class Rows(RowFunction):
+    """A function of rows over the job's chunks, with their random numbers and autocast."""
+
+    job: Job
+    function: Callable[[int, Tensors, Tensors], Both]
+    """(place of the chunk, what is cut, what is whole) -> (results of rows, sums over rows)"""
+    cut: int
+    results: int
+
+    @classmethod
+    def of(cls, job: Job, results: int) -> "Rows":
+        """The loss itself, as it was computed the first time: `results` 1 for a value a row, 0 for a sum."""
+
+        def function(place: int, rows: Tensors, whole: Tensors) -> Both:
+            value = job.loss_again(place, rows, whole)
+            return ((value,), ()) if value.dim() else ((), (value,))
+
+        return cls(job, function, job.cut, results)
+
+    def run(self, *tensors: Tensor) -> Tensors:
+        job, dims = self.job, len(self.job.leading)
+        job.check_unchanged()
+        results: list[Tensor] = []
+        sums: list[Sum] = []
+        with job.replay.autocast():
+            for place, (start, stop) in enumerate(job.chunks):
+                pieces = tuple(cut(tensor, dims, start, stop) for tensor in tensors[: self.cut])
+                parts, terms = self.function(place, pieces, tensors[self.cut :])
+                if place == 0:
+                    results = [part.new_empty((job.rows, *part.shape[1:])) for part in parts]
+                    sums = [Sum() for _ in terms]
+                for result, part in zip(results, parts):
+                    result[start:stop] = part
+                for total, term in zip(sums, terms):
+                    total.add(term)
+                del parts, terms  # before the next are made
+        shaped = (result.view(*job.leading, *result.shape[1:]) for result in results)
+        return (*shaped, *(total.total for total in sums))
+
+    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rows":
+        of_rows = sum(place < self.results for place in upstream)
+
+        def function(place: int, rows: Tensors, whole: Tensors) -> Both:
+            own, create_graph = len(whole) - len(upstream) + of_rows, torch.is_grad_enabled()
+
+            def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
+                given = (*rows[self.cut :], *whole[own:])
+                return vector_jacobian(at(upstream, outputs), at(wanted, arguments), given, create_graph)
+
+            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
+
+        results = sum(place < self.cut for place in wanted)
+        return Rows(self.job, function, self.cut + of_rows, results)
+
+    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rows":
+        of_rows = sum(place < self.cut for place in moved)
+
+        def function(place: int, rows: Tensors, whole: Tensors) -> Both:
+            own, create_graph = len(whole) - len(moved) + of_rows, torch.is_grad_enabled()
+
+            def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
+                given = (*rows[self.cut :], *whole[own:])
+                return jacobian_vector(at(wanted, outputs), at(moved, arguments), given, create_graph)
+
+            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
+
+        results = sum(place < self.results for place in wanted)
+        return Rows(self.job, function, self.cut + of_rows, results)
+
+    def _derived(
+        self, place: int, rows: Tensors, whole: Tensors, derive: Callable[[Tensors, Tensors], Tensors]
+    ) -> Tensors:
+        """derive(arguments, outputs) of one chunk."""
+        rows, whole = as_variables(rows), as_variables(whole)
+
+        def run() -> Tensors:
+            parts, terms = self.function(place, rows, whole)
+            with self.job.replay.no_autocast():
+                return derive((*rows, *whole), (*parts, *terms))
+
+        with torch.enable_grad(), ours():
+            return self.job.call.within(whole[: len(self.job.call.learned)], run)
+
+
+@dataclass
+class First(Rows):
+    """The loss for the first time: everything about it is checked, and aux comes along."""
+
+    def run(self, *tensors: Tensor) -> Tensors:
+        job = self.job
+        job.aux.clear()
+        loss = loss_alone(job, tensors, graph=True)
+        aux = [torch.as_tensor(total.total, device=loss.device) for total in job.aux.values()]
+        self.results, self.constants = int(loss.dim() > 0), len(aux)
+        return (loss, *aux)

@@ -1,0 +1,191 @@
+"""What stands in for two of torch's operators while a chunk runs, in the caller's own code.
+
+F.linear          Nearly every head is made of it. Autograd gives each chunk's gradient of the weight in the
+                  weight's dtype; here the product itself adds to the float32 sum: nothing is rounded, and no
+                  tensor of the weight's size is made for a chunk. It costs the 4 bytes an element of that sum
+                  until forward ends. The CPU has no such product for half precision: none is used there.
+F.cross_entropy   On CUDA, of float32 logits and classes, a sum or a value a row: it reads the logits once and
+                  keeps two numbers a row, where torch writes their log-softmax; backward reads them once more
+                  and writes their gradient, where torch takes three passes.
+
+Both are differentiable once more, should head or loss_fn itself ask for gradients.
+
+Shapes: C rows, D features, V classes.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lowtide.ops.chunked_loss.accumulate import HALVES, Sum, sum_dtype
+from lowtide.ops.chunked_loss.chunks import is_ours
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+
+PLAIN = Columns(0, None, None, None, (1.0, 0.0), None, 0.0)
+
+
+class Operators(TorchFunctionMode):
+    """Within, F.linear adds the gradients of these parameters to these sums, and autograd gives none."""
+
+    def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
+        super().__init__()
+        self.sums = {id(parameter): total for parameter, total in zip(parameters, sums) if total is not None}
+        self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.task: int | None = None
+
+    @contextlib.contextmanager
+    def collect(self, value: Tensor) -> Iterator[None]:
+        """Around the backward pass from `value` that the sums are for. In any other (one that head or loss_fn
+        runs, even within this one; one that measures) gradients go where autograd sends them."""
+
+        def enter(_: Any) -> None:
+            if self.task is None:
+                self.task = torch._C._current_graph_task_id()
+
+        handle = None if value.grad_fn is None else value.grad_fn.register_prehook(enter)
+        try:
+            yield
+        finally:
+            self.task = None
+            if handle is not None:
+                handle.remove()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Compiled code has its own backward. A checkpoint inside the head runs again in backward, where no
+        # mode is active: it must look the same.
+        if function in (F.linear, F.cross_entropy) and not torch.compiler.is_compiling() and is_ours():
+            own = self._linear if function is F.linear else _cross_entropy
+            found = own(*args, **kwargs)
+            if found is not None:
+                return found
+        return function(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        total = self.sums.get(id(weight))
+        if total is None or weight.dim() != 2 or type(input) is not Tensor or type(weight) is not Tensor:
+            return None
+        kind = input.device.type
+        dtype = input.dtype
+        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
+            dtype = torch.get_autocast_dtype(kind)
+        elif weight.dtype != dtype:
+            return None  # torch's own error
+        if dtype in HALVES and kind != "cuda":
+            return None
+        if weight._backward_hooks or (bias is not None and (bias._backward_hooks or bias.dim() != 1)):
+            return None  # hooks that the head has put there see what autograd gives
+        own_bias = None if bias is None else self.sums.get(id(bias))
+        if bias is not None and own_bias is None and bias.requires_grad:
+            return None
+        cast_VD = self._cast(weight, dtype)
+        return Linear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
+
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Once for all chunks, as autocast's own cache would."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        if (id(weight), dtype) not in self.casts:
+            self.casts[id(weight), dtype] = weight.detach().to(dtype)
+        return self.casts[id(weight), dtype]
+
+
+class Linear(torch.autograd.Function):
+    """F.linear; `weight` and `bias` are inputs for the sake of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cast_VD: Tensor,
+        weight_sum: Sum,
+        bias_sum: Sum | None,
+        operators: Operators,
+    ) -> Tensor:
+        ctx.save_for_backward(input, cast_VD, weight)
+        ctx.sums, ctx.operators = (weight_sum, bias_sum), operators
+        ctx.set_materialize_grads(False)
+        return F.linear(input, cast_VD, None if bias is None else bias.to(cast_VD.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if upstream is None:
+            return (None,) * 7
+        input, cast_VD, weight = ctx.saved_tensors
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        g_CV, x_CD = upstream.reshape(-1, upstream.shape[-1]), input.reshape(-1, input.shape[-1])
+        if ctx.operators.task != torch._C._current_graph_task_id():
+            grad_input = upstream @ weight.to(upstream.dtype) if for_input else None
+            grad_weight = g_CV.t() @ x_CD if for_weight else None
+            return grad_input, grad_weight, g_CV.sum(0) if for_bias else None, *(None,) * 4
+        weight_sum, bias_sum = ctx.sums
+        if for_weight:
+            weight_sum.add_product(g_CV, x_CD)
+        if for_bias:
+            bias_sum.add(g_CV.sum(0, dtype=sum_dtype(g_CV.dtype)))
+        return upstream @ cast_VD if for_input else None, *(None,) * 6
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    if any(each is not None for each in (weight, size_average, reduce)) or label_smoothing:
+        return None
+    if reduction not in ("sum", "none") or type(input) is not Tensor or not runs_fused(input):
+        return None
+    if input.dtype in HALVES and torch.is_autocast_enabled(input.device.type):
+        input = input.float()  # as autocast does
+    classes = target.dtype == torch.int64 and target.shape == input.shape[:1]
+    if input.dim() != 2 or input.dtype != torch.float32 or input.stride(1) != 1 or not classes:
+        return None
+    ignored_C = target == ignore_index
+    target_C = target.masked_fill(ignored_C, 0)
+    torch._assert_async(((target_C >= 0) & (target_C < input.shape[1])).all())  # as torch does, on the device
+    losses_C: Tensor = CrossEntropy.apply(input, target_C, ignored_C)
+    return losses_C if reduction == "none" else losses_C.sum()
+
+
+def runs_fused(logits: Tensor) -> bool:
+    return logits.is_cuda and find_spec("triton") is not None
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_CV: Tensor, target_C: Tensor, ignored_C: Tensor) -> Tensor:
+        from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_into
+
+        max_C, sum_C, gap_C = logits_CV.new_empty((3, len(logits_CV)))
+        statistics = Statistics(max_C, sum_C, gap_C)
+        terms = Terms(target_C, ignored_C, max_C, max_C)  # the last two are not read
+        softmax_gradient_into(None, logits_CV, terms, statistics, PLAIN, take_statistics=True)
+        ctx.save_for_backward(logits_CV, target_C, ignored_C, max_C, sum_C)
+        return gap_C.masked_fill(ignored_C, 0)
+
+    @staticmethod
+    def backward(ctx: Any, upstream_C: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_into
+
+        logits_CV, target_C, ignored_C, max_C, sum_C = ctx.saved_tensors
+        pull_C = upstream_C.masked_fill(ignored_C, 0).contiguous()
+        if torch.is_grad_enabled():
+            gradient_CV = logits_CV.softmax(1) - F.one_hot(target_C, logits_CV.shape[1])
+            return gradient_CV * pull_C[:, None], None, None
+        terms, statistics = Terms(target_C, ignored_C, pull_C, pull_C), Statistics(max_C, sum_C)
+        grad_CV = torch.empty_like(logits_CV)
+        softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_statistics=False)
+        return grad_CV, None, None

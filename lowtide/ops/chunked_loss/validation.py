@@ -1,0 +1,251 @@
+"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lowtide.core import tensor_kinds
+
+MODES = ("gradient_in_forward", "recompute")
+MEANS = ("mean", "batchmean")
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError):
+    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
+
+
+def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode: Any) -> None:
+    for name, function in (("loss_fn", loss_fn), ("head", head)):
+        if not callable(function):
+            raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
+    if mode not in MODES:
+        raise ArgumentError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    if chunk_size is not None and workspace is not None:
+        raise ArgumentError("chunk_size and workspace must not both be given: one follows from the other")
+    for name, value, unit in (("chunk_size", chunk_size, "rows"), ("workspace", workspace, "bytes")):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ArgumentTypeError(f"{name} must be an int, {unit}, got {value!r}")
+        if value is not None and value < 1:
+            raise ArgumentError(f"{name} must be at least 1, got {value}")
+    if _reduces_by_mean(loss_fn):
+        raise ArgumentError(
+            "loss_fn must return the sum over its rows, but reduces by the mean: means of chunks do not add "
+            "up. Give it reduction='sum' and divide the result by the number of rows that count"
+        )
+
+
+def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
+    """The leading dimensions, which all tensors that are cut have in common."""
+    first = hidden[0] if hidden else None
+    if not all(isinstance(each, Tensor) for each in hidden) or first is None:
+        kinds = ", ".join(type(each).__name__ for each in hidden) or "nothing"
+        raise ArgumentTypeError(f"hidden must be a tensor or a tuple of tensors, got {kinds}")
+    for k, each in enumerate(hidden):
+        _check_dense(f"hidden[{k}]", each)
+    for k, each in enumerate(arguments):
+        if isinstance(each, Tensor):
+            _check_dense(f"token_tensors[{k}]", each)
+    if first.dim() < 2:
+        raise ArgumentError(
+            f"hidden must be [..., T, D], got {list(first.shape)}; a single row is hidden[None]"
+        )
+    leading = first.shape[:-1]
+    named = [(f"hidden[{k}]", each) for k, each in enumerate(hidden)]
+    named += [(f"token_tensors[{k}]", each) for k, each in enumerate(arguments) if is_cut(each)]
+    for name, tensor in named:
+        if tensor.shape[: len(leading)] != leading:
+            raise ArgumentError(
+                f"{name} must have the rows of hidden, {list(leading)}, as its leading dimensions, got "
+                f"{list(tensor.shape)}; what every chunk is to see whole goes in by "
+                "functools.partial(loss_fn, ...)"
+            )
+        if tensor.device != first.device:
+            raise ArgumentError(
+                f"{name} must be on hidden's device ({first.device}), got {tensor.device}; move it"
+            )
+    return leading
+
+
+def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
+    for name, tensor in zip(names, learned):
+        _check_dense(name, tensor)
+        if tensor.is_complex():
+            raise ArgumentTypeError(
+                f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "
+                "torch.view_as_complex in head"
+            )
+        if tensor.device != hidden.device and tensor.dim():
+            raise ArgumentError(
+                f"{name} must be on hidden's device ({hidden.device}), got {tensor.device}; move one of them"
+            )
+
+
+def check_wanted(wanted: Sequence[bool]) -> None:
+    if torch.is_grad_enabled() and not any(wanted):
+        raise ArgumentError(
+            "nothing here needs a gradient: no parameter of head or loss_fn, and no tensor that is cut; to "
+            "compute the loss alone, call under torch.no_grad()"
+        )
+
+
+def check_no_workspace(workspace: int | None) -> None:
+    if workspace is not None:
+        raise ArgumentError(
+            "workspace is measured by running a chunk, which torch.func's transforms and forward mode "
+            "are in the way of: give chunk_size"
+        )
+
+
+def check_result(value: Any, rows: int, per_row: bool) -> None:
+    """What loss_fn returned for `rows` rows."""
+    if not isinstance(value, Tensor):
+        hint = "; a pair (sum, dict) needs has_aux=True" if isinstance(value, tuple) else ""
+        raise ArgumentTypeError(f"loss_fn must return a tensor, got {type(value).__name__}{hint}")
+    if not value.is_floating_point():
+        raise ArgumentTypeError(f"loss_fn must return a floating-point tensor, got {value.dtype}")
+    if value.shape == (rows,) and not per_row:
+        raise ArgumentError(
+            f"loss_fn must return the sum over its rows, 0-d, got a value for each row, {list(value.shape)}; "
+            "add .sum(), or pass mode='recompute' to have them all"
+        )
+    if value.dim() and value.shape != (rows,):
+        kinds = "0-d, or a value for each row" if per_row else "0-d"
+        raise ArgumentError(
+            f"loss_fn must return the sum over its rows, {kinds}, got {list(value.shape)} for {rows} rows"
+        )
+    if rows > 1 and _is_mean(value, rows):
+        raise ArgumentError(
+            "loss_fn must return the sum over its rows, got their mean: means of chunks do not add up. Sum, "
+            "and divide the result by the number of rows that count"
+        )
+
+
+def check_aux(aux: Any) -> None:
+    if not isinstance(aux, dict):
+        raise ArgumentTypeError(
+            f"with has_aux, loss_fn must return (sum, dict), got {type(aux).__name__} as aux"
+        )
+    for name, value in aux.items():
+        if not isinstance(value, (Tensor, int, float)):
+            raise ArgumentTypeError(f"aux[{name!r}] must be a tensor or a number, got {type(value).__name__}")
+
+
+def check_modules(modules: Mapping[str, nn.Module]) -> None:
+    for prefix, module in modules.items():
+        for name, each in module.named_modules():
+            if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
+                where = f"{prefix}.{name}" if name else prefix
+                raise ArgumentError(
+                    f"{where} must not be a {type(each).__name__} with statistics of its batch: a row's "
+                    "result would depend on its chunk; put it in eval mode or before the head"
+                )
+
+
+def check_buffers(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    changed = [name for name in after if after[name] != before.get(name)]
+    if changed:
+        raise ArgumentError(
+            f"head and loss_fn must not change buffers, but did: {', '.join(changed)}. Once a chunk is "
+            "not once a step, and a row's result would depend on its chunk; put such a layer in eval mode or "
+            "before the head"
+        )
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in after if name in before and after[name] != before[name]]
+
+
+def check_unchanged(names: Sequence[str]) -> None:
+    """Before what a chunk is computed from is used once more."""
+    if names:
+        raise ArgumentError(
+            "what the loss is computed from must not change until it is computed again, but did: "
+            f"{', '.join(dict.fromkeys(names))}. mode='recompute', derivatives of higher order and a "
+            "workspace run head and loss_fn more than once: change a copy (labels = labels.clone()), or "
+            "after backward; pass a number that follows a schedule as an argument after the labels; or use "
+            "mode='gradient_in_forward'"
+        )
+
+
+def check_same_loss(was: float, now: float) -> None:
+    raise ArgumentError(
+        f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
+        "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "
+        "generator of its own). Read it before the call and pass it as a token tensor, or use "
+        "mode='gradient_in_forward'"
+    )
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    reason = tensor_kinds.reason_against(tensor)
+    if reason is not None:
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
+
+
+def is_cut(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and argument.dim() > 0
+
+
+def _is_mean(value: Tensor, rows: int) -> bool:
+    """Whether a mean over the rows is among the terms of a 0-d value. A mean over features may well be
+    summed, and a mean times a count is a sum."""
+    waiting, seen = [value.grad_fn if value.dim() == 0 else None], set[Any]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = type(node).__name__.removesuffix("Backward0").removesuffix("Backward1")
+        if getattr(node, "_saved_reduction", None) == 1:
+            return True
+        if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
+            return True
+        if kind == "Div" and type(node._saved_other) is int and node._saved_other == rows:
+            return True  # only torch's own code divides by what is no tensor: cross_entropy of probabilities
+        if kind in ("Add", "Sub", "Neg", "ToCopy") or (
+            kind in ("Mul", "Div") and _is_fraction(kind, node._saved_other)
+        ):
+            waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_fraction(kind: str, other: Any) -> bool:
+    """Whether a product or a quotient with this is less than the whole: a count of rows may be any other."""
+    if isinstance(other, Tensor):
+        if (
+            other.dim()
+            or other.device.type != "cpu"
+            or torch._C._functorch.is_functorch_wrapped_tensor(other)
+        ):
+            return False
+        one = torch.ones((), dtype=torch.float32)
+        if other.is_floating_point() and (
+            other.dtype != torch.float64 or torch.result_type(one, other) != one.dtype
+        ):
+            return False  # a tensor; a Python number does not promote
+        other = other.item()
+    if not isinstance(other, (int, float)):
+        return False
+    return abs(other) >= 1 if kind == "Div" else 0 < abs(other) < 1
+
+
+def _reduces_by_mean(loss_fn: Any) -> bool:
+    if isinstance(loss_fn, nn.Module):
+        return type(loss_fn).__module__.startswith("torch.nn.") and getattr(loss_fn, "reduction", "") in MEANS
+    function: Any = loss_fn
+    keywords: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        function, keywords = function.func, function.keywords | keywords
+    if getattr(function, "__module__", "") != "torch.nn.functional" or not inspect.isfunction(function):
+        return False
+    given = inspect.signature(function).parameters.get("reduction")
+    return given is not None and keywords.get("reduction", given.default) in MEANS

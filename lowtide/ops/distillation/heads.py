@@ -1,0 +1,120 @@
+"""What is distilled: the tensors of both heads, and the options. No tensor data is looked at here.
+
+Shapes: N rows, D_s and D_t features of student and teacher, V classes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.definition.head import Reduction, capped, compute_dtype
+from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, tokens_decide
+
+__all__ = ["Heads", "Options", "Reduction", "Side"]
+
+Side = tuple[Tensor, Tensor, Tensor | None]
+"""Input, weight and bias of one head."""
+
+
+# Of the size of the logits, in the dense computation: the log-softmax of both heads and the divergence's
+# elements, or in backward the gradients of the student's logits and log-softmax.
+TENSORS = 3, 4
+
+
+class Heads(NamedTuple):
+    student_input: Tensor  # [..., D_s]
+    student_weight: Tensor  # [V, D_s]
+    student_bias: Tensor | None  # [V]
+    teacher_input: Tensor  # [..., D_t]
+    teacher_weight: Tensor  # [V, D_t]
+    teacher_bias: Tensor | None  # [V]
+    ignored: Tensor | None  # [...]
+
+    @classmethod
+    def of(cls, student: Side, teacher: Side, ignored: Tensor | None) -> "Heads":
+        return cls(*student, *teacher, ignored)
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.student_input.shape[:-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def classes(self) -> int:
+        return self.student_weight.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.student_input.device
+
+    @property
+    def student(self) -> Side:
+        """What gets gradients."""
+        return self.student_input, self.student_weight, self.student_bias
+
+    @property
+    def teacher(self) -> Side:
+        """What is constant."""
+        return self.teacher_input, self.teacher_weight, self.teacher_bias
+
+    def detached_teacher(self) -> "Heads":
+        bias = self.teacher_bias
+        return self._replace(
+            teacher_input=self.teacher_input.detach(),
+            teacher_weight=self.teacher_weight.detach(),
+            teacher_bias=None if bias is None else bias.detach(),
+        )
+
+
+class Options(NamedTuple):
+    """Everything about a call that is no tensor, in the order of the operators' schema."""
+
+    beta: float
+    """Which divergence: 0 forward KL, 1 reverse KL, Jensen-Shannon between."""
+    temperature: float = 1.0
+    reduction: str = "mean"
+    workspace: int | None = None
+    student_softcap: float | None = None
+    teacher_softcap: float | None = None
+    student_dtype: torch.dtype = torch.float32
+    """What the operands of its products are rounded to: the input's dtype, or autocast's."""
+    teacher_dtype: torch.dtype = torch.float32
+    dense: int | None = None
+    """Bytes that the dense computation would hold in place of a workspace, which bound the default one. None
+    in a graph, where the number of rows must decide nothing, and before."""
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of logits, losses and accumulators."""
+        return torch.promote_types(self.student_dtype, torch.float32)
+
+    def of(self, heads: Heads) -> "Options":
+        """With what follows from the tensors, and as the operators' schema takes it."""
+        return self._replace(
+            temperature=float(self.temperature),
+            workspace=capped(self.workspace),
+            student_dtype=compute_dtype(heads.student_input),
+            teacher_dtype=compute_dtype(heads.teacher_input),
+        )
+
+    def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
+        """With what the caller decides for forward and backward."""
+        if not tokens_decide(heads.rows):
+            return self
+        operands = (heads.student_input, heads.student_weight)
+        tracked = [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
+        dense = dense_bytes(
+            heads.rows * heads.classes,
+            (each.dtype for each in operands),
+            self.student_dtype,
+            self.sum_dtype,
+            tracked,
+            TENSORS,
+        )
+        return self._replace(dense=dense)

@@ -1,0 +1,117 @@
+"""The registered operators: what a graph sees of distillation, what comes out of them without running them,
+and FLOPs. They know no autograd.
+
+    distillation            the loss; of a mean or sum also the gradients that wait for its upstream gradient,
+                            each as two tensors: the sum of the products, or that sum rounded, and the factor
+                            still to be applied
+    distillation_backward   the gradients of none, from its upstream gradient
+
+Sizes of chunks are chosen inside, so that no length compiles anew.
+
+Shapes: N rows, D features, V classes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+from torch.utils.flop_counter import register_flop_formula
+
+from lowtide.core.matmul import on_device_of
+from lowtide.core.operator import operator
+from lowtide.core.pending_gradient import scaled
+from lowtide.ops.distillation.chunking import keeps_sum
+from lowtide.ops.distillation.engine import Engine
+from lowtide.ops.distillation.heads import Heads, Options
+
+TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    torch.dtype: "ScalarType",
+    str: "str",
+    float: "float",
+    float | None: "float?",
+    int | None: "int?",
+}
+
+
+def _schema(fields: type) -> str:
+    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+ARGUMENTS = f"{_schema(Heads)}, bool[] wanted, {_schema(Options)}"
+
+
+@operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
+def distillation(*arguments: Any) -> list[Tensor]:
+    heads, wanted, options = _parsed(arguments)
+    with on_device_of(heads.student_input):
+        loss, gradients = Engine(heads, options, wanted).run()
+        waiting = [loss]
+        for kept in gradients:
+            # A graph's outputs are tensors of their own: the factor may be shared, or there may be none.
+            pending = torch.ones_like(loss) if kept.pending is None else kept.pending.clone()
+            waiting += [kept.tensor, pending]
+        return waiting
+
+
+@operator("distillation_backward", f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]")
+def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
+    heads, wanted, options = _parsed(arguments)
+    with on_device_of(heads.student_input):
+        engine = Engine(heads, options, wanted, upstream)
+        _, gradients = engine.run()
+        backend = engine.plan.backend
+        return [
+            scaled(kept.tensor, kept.pending, like.dtype, backend, in_place=True).view(like.shape)
+            for kept, like in zip(gradients, _wanted(heads, wanted))
+        ]
+
+
+def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:
+    count = len(Heads._fields)
+    return Heads(*arguments[:count]), list(arguments[count]), Options(*arguments[count + 1 :])
+
+
+def _wanted(heads: Heads, wanted: Sequence[bool]) -> list[Tensor]:
+    return [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
+
+
+@register_fake("lowtide::distillation")
+def _(*arguments: Any) -> list[Tensor]:
+    heads, wanted, options = _parsed(arguments)
+    shape = heads.leading if options.reduction == "none" else ()
+    outputs = [heads.student_input.new_empty(shape, dtype=options.sum_dtype)]
+    for place, (like, grad) in enumerate(zip(heads.student, wanted)):
+        if grad and like is not None:
+            rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, wanted))
+            kept = (heads.rows, like.shape[-1]) if place == 0 else like.shape
+            outputs.append(like.new_empty(kept, dtype=like.dtype if rounded else options.sum_dtype))
+            outputs.append(like.new_empty((), dtype=options.sum_dtype))
+    return outputs
+
+
+@register_fake("lowtide::distillation_backward")
+def _(upstream: Tensor, *arguments: Any) -> list[Tensor]:
+    heads, wanted, _ = _parsed(arguments)
+    return [like.new_empty(like.shape) for like in _wanted(heads, wanted)]
+
+
+def _flops(arguments: Sequence[Any]) -> int:
+    """Tensors come as their shapes here."""
+    heads, wanted, _ = _parsed(arguments)
+    (*leading, D), (V, teacher_D) = heads.student_input, heads.teacher_weight
+    return 2 * math.prod(leading) * V * (D * (1 + wanted[0] + wanted[1]) + teacher_D)
+
+
+@register_flop_formula(torch.ops.lowtide.distillation)
+def _(*arguments: Any, **kwargs: Any) -> int:
+    return _flops(arguments)
+
+
+@register_flop_formula(torch.ops.lowtide.distillation_backward)
+def _(upstream: Any, *arguments: Any, **kwargs: Any) -> int:
+    return _flops(arguments)

@@ -1,0 +1,142 @@
+"""The pass over a tile of both heads' logits, in plain torch: statistics of the rows, then, in the student's
+place, the gradient of what its product gave. `softmax_triton.py` has the same function in Triton; the formulas are
+in divergences.py.
+
+A product gives u + bias; the logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft cap c,
+whose slope, temperature apart, is 1 / cosh^2((u + bias) / c).
+
+Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core.soft_cap import slope_of_tanh
+
+
+class Logits(NamedTuple):
+    """A head's tile: what the product gave, and the way from there to the logits."""
+
+    product_CB: Tensor
+    bias_B: Tensor | None
+    temperature: float
+    softcap: float | None
+
+    @property
+    def largest(self) -> float:
+        """What no capped logit exceeds; 0 without a cap."""
+        return (self.softcap or 0) / self.temperature
+
+
+class Statistics(NamedTuple):
+    loss_C: Tensor
+    student_max_C: Tensor
+    student_sum_C: Tensor  # S of divergences.py
+    teacher_max_C: Tensor
+    teacher_sum_C: Tensor
+    log_ratio_C: Tensor  # d
+    mean_C: Tensor  # M or K
+
+    def of(self, rows: slice) -> "Statistics":
+        return Statistics(*(vector[rows] for vector in self))
+
+
+def divergence_(
+    student: Logits,
+    teacher: Logits,
+    statistics: Statistics,
+    pull_C: Tensor,
+    beta: float,
+    *,
+    take_statistics: bool,
+    gradient_dtype: torch.dtype | None,  # None: statistics alone
+    at_once: int,
+) -> Tensor | None:  # [C, B]
+    """The gradient is multiplied by pull, a number a row. `at_once`: about as many logits at a time."""
+    C, B = student.product_CB.shape
+    # Over the products, in as many bytes or half of them.
+    g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
+    step = max(1, at_once // B)
+    for start in range(0, C, step):
+        rows = slice(start, start + step)
+        stat = statistics.of(rows)
+        (s_cb, slope_cb), (t_cb, _) = _logits_(student, rows, g_CB is not None), _logits_(teacher, rows)
+        if take_statistics:
+            torch.amax(s_cb, 1, out=stat.student_max_C)
+            torch.amax(t_cb, 1, out=stat.teacher_max_C)
+        gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_statistics)
+        if g_CB is not None:
+            if slope_cb is not None:
+                gradient_cb.mul_(slope_cb)
+            torch.mul(gradient_cb, pull_C[rows, None], out=g_CB[rows])
+        del gradient_cb, slope_cb  # before the next is made
+    return g_CB
+
+
+def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
+    """z in the place of u; and, if it is to be had, the slope of a soft cap."""
+    z_cb = head.product_CB[rows]
+    if head.bias_B is not None:
+        z_cb.add_(head.bias_B)
+    if head.softcap:
+        z_cb.div_(head.softcap)
+        slope_cb = slope_of_tanh(z_cb) if sloped else None
+        return z_cb.tanh_().mul_(head.largest), slope_cb
+    return z_cb if head.temperature == 1 else z_cb.div_(head.temperature), None
+
+
+def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_statistics: bool) -> Tensor:
+    """The gradient by the student's logits."""
+    student_cb, teacher_cb = s_cb - stat.student_max_C[:, None], t_cb - stat.teacher_max_C[:, None]
+    ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
+    # Excluded by the head that weighs the term; for Jensen-Shannon, by both.
+    weighs_cb = (
+        student_cb if beta == 1 else teacher_cb if beta == 0 else torch.maximum(student_cb, teacher_cb)
+    )
+    ahead_cb.masked_fill_(weighs_cb == -torch.inf, 0)
+    del weighs_cb
+    student_cb.exp_(), teacher_cb.exp_()
+    if take_statistics:
+        torch.sum(student_cb, 1, out=stat.student_sum_C)
+        torch.sum(teacher_cb, 1, out=stat.teacher_sum_C)
+        # Term by term: a sum of numbers near each other's has lost the digits of the difference.
+        excess_c = (student_cb - teacher_cb).sum(1).div_(stat.teacher_sum_C)
+        log_ratio_c = (stat.student_sum_C / stat.teacher_sum_C).log_()
+        torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_C)
+    student_cb.div_(stat.student_sum_C[:, None]), teacher_cb.div_(stat.teacher_sum_C[:, None])
+    if 0 < beta < 1:
+        return _jensen_shannon(student_cb, teacher_cb, ahead_cb, stat, beta, take_statistics)
+    if take_statistics:
+        torch.sum(ahead_cb * (student_cb if beta else teacher_cb), 1, out=stat.mean_C)
+        torch.add(stat.mean_C, stat.log_ratio_C, alpha=-1 if beta else 1, out=stat.loss_C)
+    if beta == 0:
+        return student_cb.sub_(teacher_cb)
+    return ahead_cb.sub_(stat.mean_C[:, None]).mul_(student_cb)
+
+
+def _jensen_shannon(
+    student_cb: Tensor,
+    teacher_cb: Tensor,
+    ahead_cb: Tensor,  # a_s - a_t
+    stat: Statistics,
+    beta: float,
+    take_statistics: bool,
+) -> Tensor:
+    """Consumes all of its tensors."""
+    gap_cb = ahead_cb.neg_().add_(stat.log_ratio_C[:, None])
+    gap_cb.nan_to_num_(0)  # an infinite one: the largest number, which 0 takes to 0
+    # Whichever of both is the larger is the nearer to m: by log1p of something small.
+    share_cb = (gap_cb >= 0).to(gap_cb.dtype).mul_(1 - 2 * beta).add_(beta)
+    near_cb = gap_cb.abs().neg_().expm1_().mul_(share_cb).log1p_().neg_()
+    del share_cb
+    teacher_term_cb = teacher_cb.mul_(gap_cb.clamp(max=0).add_(near_cb))
+    s_gap_cb = near_cb.sub_(gap_cb.clamp_(min=0))
+    if take_statistics:
+        student_term_cb = student_cb * s_gap_cb
+        torch.sum(student_term_cb, 1, out=stat.mean_C)
+        # Term by term: the two sums cancel at first order.
+        terms_cb = teacher_term_cb.mul_(beta).add_(student_term_cb, alpha=1 - beta)
+        torch.sum(terms_cb, 1, out=stat.loss_C)
+    return s_gap_cb.sub_(stat.mean_C[:, None]).mul_(student_cb).mul_(1 - beta)

@@ -1,0 +1,140 @@
+"""What is computed: a head's tensors, and the options of the loss on top. No tensor data is looked at here.
+
+    logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
+
+A head is a sum of linear terms: the weight, and whatever an adapter adds (LoRA: x W^T + (s x A^T) B^T). That
+of a K-dimensional loss has one, and a weight for each position.
+Shapes: N tokens, D_k features of term k, V classes, P positions.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["mean", "sum", "none"]
+Backend = Literal["auto", "triton", "torch", "reference"]
+
+
+class Head(NamedTuple):
+    inputs: tuple[Tensor, ...]  # each [..., D_k]
+    weights: tuple[Tensor, ...]  # each [V, D_k]; of a K-dimensional loss one [V, P, D]
+    bias: Tensor | None = None  # [V]; [V, P]
+    scale: Tensor | None = None  # 0-d
+
+    @property
+    def leading(self) -> torch.Size:
+        return self.inputs[0].shape[:-1]
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.leading)
+
+    @property
+    def classes(self) -> int:
+        return self.weights[0].shape[0]
+
+    @property
+    def by_position(self) -> bool:
+        return self.weights[0].dim() == 3
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs[0].device
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the fields."""
+        return (*self.inputs, *self.weights, self.bias, self.scale)
+
+    @property
+    def first_position(self) -> "Head":
+        """The head of the first position; the others have the same layout."""
+        bias = None if self.bias is None else self.bias.select(1, 0)
+        return Head(self.inputs, (self.weights[0].select(1, 0),), bias, self.scale)
+
+    def at_positions(self) -> list["Head"]:
+        """The head of each position. One unbind a tensor: its gradient is put together once."""
+        weights = self.weights[0].unbind(1)
+        biases: Any = (None,) * len(weights) if self.bias is None else self.bias.unbind(1)
+        return [Head(self.inputs, (weight,), bias, self.scale) for weight, bias in zip(weights, biases)]
+
+    def of(self, tensors: Sequence[Any]) -> "Head":
+        """A head of these, in the same order."""
+        terms = len(self.inputs)
+        return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
+
+
+def targets_at_positions(target: Tensor) -> tuple[Tensor, ...]:
+    """Of [N, P] class indices or [N, V, P] class probabilities, each position's."""
+    return target.unbind(-1)
+
+
+class Options(NamedTuple):
+    """Everything about a call that is no tensor, in the order of the operators' schema."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    """0 for none."""
+    few_tokens: bool = False
+    """Whether these are known to be few beside the classes (plan.few_tokens): said by the caller, as a number
+    of tokens that is a symbol should not decide it."""
+    engine: str = ""
+    """The engine that runs the call, one of ENGINES in requirements.py: the caller chooses it once (plan.told), and
+    forward and backward obey. "" before that."""
+    dense: int | None = None
+    """Bytes that the dense computation would hold in place of a workspace (call_memory.py), which bound the
+    default one: said by the caller, as they depend on the number of tokens. None in a graph, and before."""
+    compute_dtype: torch.dtype = torch.float32
+    """What the operands of the products are rounded to: the input's dtype, or autocast's."""
+    workspace: int | None = None
+    backend: str = "auto"
+
+    @classmethod
+    def of(
+        cls,
+        input: Tensor,
+        *,
+        ignore_index: int | None,
+        softcap: float | None,
+        workspace: int | None,
+        backend: str,
+        reduction: str = "none",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> "Options":
+        """Of arguments that are checked: numbers of any type as Python's own, and what None stands for."""
+        smoothing = float(label_smoothing)
+        return cls(
+            reduction=reduction,
+            ignore_index=-100 if ignore_index is None else operator.index(ignore_index),
+            label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0 and NaN are none at all in torch
+            z_loss=float(z_loss),
+            softcap=float(softcap or 0),
+            compute_dtype=compute_dtype(input),
+            workspace=capped(workspace),
+            backend=backend,
+        )
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Of logits, statistics and accumulators."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+
+def capped(workspace: int | None) -> int | None:
+    """What the operators' schema takes: 64 bits."""
+    return None if workspace is None else min(operator.index(workspace), 1 << 60)
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    device = input.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return input.dtype

@@ -1,0 +1,149 @@
+"""The definition, in the fewest lines: any dtype, any device, any order of derivative, all logits at once.
+
+Shapes: N tokens, V classes; D_k features of term k.
+"""
+
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, check_classes
+
+
+def linear_cross_entropy(
+    head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
+) -> Tensor:
+    if not target.is_floating_point():
+        check_classes(target, head.classes, options.ignore_index)
+    head, target = flat(head, options), flat_target(target)
+    logits_NV = logits(head, options)
+    if head.classes == 0:
+        return without_logits(logits_NV, target, class_weight_V, options)
+    loss_N = losses(logits_NV, target, class_weight_V, options)
+    return reduce(loss_N, target, class_weight_V, options)
+
+
+def without_logits(
+    logits: Tensor,  # [N, V, d1, ..., dK], of which V or another is 0
+    target: Tensor,
+    class_weight_V: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """What torch makes of no logits: rows of 0, NaN where it divides by what is not there."""
+    V, probabilities = logits.shape[1], target.is_floating_point()
+    if V == 0 and options.z_loss:
+        raise ArgumentError("linear_weight must have at least one class where z_loss is not 0, got none")
+    terms = logits.movedim(1, -1)
+    if probabilities:
+        terms = terms * target.movedim(1, -1)
+        terms = terms if class_weight_V is None else terms * class_weight_V
+    loss = terms.sum(-1)
+    if not probabilities:
+        loss = loss.masked_fill(target != options.ignore_index, torch.nan)
+    nothing = options.reduction == "mean" or (V == 0 and not probabilities and options.label_smoothing > 0)
+    loss = loss if options.reduction == "none" else loss.sum()
+    return loss + torch.nan if nothing else loss
+
+
+def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_classes(target, head.classes, options.ignore_index)
+    head = flat(head, options)
+    return log_probs(logits(head, options), flat_target(target), options)
+
+
+def flat(head: Head, options: Options) -> Head:
+    """As [N, D_k], with operands rounded as products take them, in the dtype in which they are summed."""
+
+    def exact(tensor: Tensor) -> Tensor:
+        rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see Plan.compute_dtype
+        return rounded.to(options.sum_dtype)
+
+    return Head(
+        tuple(exact(input).reshape(head.tokens, input.shape[-1]) for input in head.inputs),
+        tuple(exact(weight) for weight in head.weights),
+        None if head.bias is None else head.bias.to(options.sum_dtype),
+        None if head.scale is None else head.scale.to(options.sum_dtype),
+    )
+
+
+def flat_target(target: Tensor) -> Tensor:
+    """[N] class indices, or [N, V] class probabilities."""
+    # In a narrower dtype a comparison would wrap ignore_index.
+    if not target.is_floating_point():
+        return target.flatten().long()
+    return target.reshape(math.prod(target.shape[:-1]), target.shape[-1])
+
+
+def logits(head: Head, options: Options) -> Tensor:  # [N, V]
+    meta = head.device.type == "meta"  # which knows no autocast
+    with contextlib.nullcontext() if meta else torch.autocast(head.device.type, enabled=False):
+        logits_NV = F.linear(head.inputs[0], head.weights[0], head.bias)
+        for input, weight in zip(head.inputs[1:], head.weights[1:]):
+            logits_NV = logits_NV + F.linear(input, weight)
+    if head.scale is not None:
+        logits_NV = head.scale * logits_NV
+    if options.softcap:
+        logits_NV = options.softcap * torch.tanh(logits_NV / options.softcap)
+    return logits_NV
+
+
+def losses(logits_NV: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+    """[N], 0 for ignored rows, NaN for a target that is no class."""
+    V, smoothing = logits_NV.shape[1], options.label_smoothing
+    weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
+    logsumexp_N = logits_NV.logsumexp(1)
+    gap_NV = -logits_NV.log_softmax(1)
+    if target.is_floating_point():
+        target_NV = target.to(logits_NV.dtype) * (1 - smoothing) + smoothing / V
+        return (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
+    ignored_N, foreign_N, class_N = classes(target, V, options.ignore_index)
+    loss_N = (1 - smoothing) * weight_V[class_N] * gap_NV.gather(1, class_N[:, None])[:, 0]
+    if smoothing:
+        loss_N = loss_N + smoothing / V * (gap_NV @ weight_V)
+    loss_N = loss_N + options.z_loss * logsumexp_N**2
+    return loss_N.masked_fill(foreign_N, torch.nan).masked_fill(ignored_N, 0)
+
+
+def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log_prob, entropy, logsumexp: 0 for ignored rows; argmax: -1."""
+    ignored_N, foreign_N, class_N = classes(target_N, logits_NV.shape[1], options.ignore_index)
+    logsumexp_N = logits_NV.logsumexp(1)
+    log_prob_NV = logits_NV.log_softmax(1)
+    log_prob_N = log_prob_NV.gather(1, class_N[:, None])[:, 0].masked_fill(foreign_N, torch.nan)
+    # A class that a bias of -inf excludes has probability 0 and adds 0, not 0 times infinity.
+    finite_NV = log_prob_NV.masked_fill(log_prob_NV == -torch.inf, 0)
+    entropy_N = -(log_prob_NV.exp() * finite_NV).sum(1)
+    values = (each.masked_fill(ignored_N, 0) for each in (log_prob_N, entropy_N, logsumexp_N))
+    return (*values, logits_NV.detach().argmax(1).masked_fill(ignored_N, -1))
+
+
+def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+    if options.reduction == "none":
+        return loss_N
+    if options.reduction == "sum":
+        return loss_N.sum()
+    total_1 = loss_N.sum(0, keepdim=True)  # not 0-d, which vmap over a batch of none cannot divide
+    if target.is_floating_point():
+        return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
+    if class_weight_V is None:
+        ignored_N = target == options.ignore_index
+        counted_1 = (~ignored_N).sum(0, keepdim=True).to(loss_N.dtype)
+    else:
+        ignored_N, _, class_N = classes(target, class_weight_V.shape[0], options.ignore_index)
+        weight_N = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0)
+        counted_1 = weight_N.sum(0, keepdim=True)
+    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    nothing_1 = ignored_N.all(0, keepdim=True)
+    mean_1 = total_1 / counted_1.masked_fill(nothing_1, 1)
+    return (mean_1 + torch.where(nothing_1, torch.nan, 0.0)).squeeze(0)
+
+
+def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which rows are ignored, which have a target that is no class, and a class to index with."""
+    ignored_N = target_N == ignore_index
+    foreign_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
+    return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0)

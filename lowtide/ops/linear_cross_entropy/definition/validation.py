@@ -1,0 +1,313 @@
+"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+
+import math
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lowtide.core import tensor_kinds
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
+
+REDUCTIONS = get_args(Reduction)
+BACKENDS = get_args(Backend)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
+
+
+class ArgumentTypeError(TypeError, RuntimeError):
+    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
+
+
+def kernels_run_on_the_cpu() -> bool:
+    """Through Triton's interpreter, which has to be asked for before Triton is imported: its own functions,
+    which kernels call, are made for it then or never."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    return triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)
+
+
+def check_arguments(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...] or [..., V]
+    linear_bias: Tensor | None,  # [V]
+    weight: Tensor | None,  # [V]
+    logit_scale: object,
+    softcap: object,
+    workspace: object,
+    backend: str,
+) -> None:
+    if len(inputs) != len(linear_weights) or not inputs:
+        raise ArgumentError(
+            "inputs and linear_weights must be as many, and one at least, "
+            f"got {len(inputs)} and {len(linear_weights)}"
+        )
+    named = {"input": inputs[0], "linear_weight": linear_weights[0], "target": target}
+    named |= {f"inputs[{k}]": tensor for k, tensor in enumerate(inputs) if k}
+    named |= {f"linear_weights[{k}]": tensor for k, tensor in enumerate(linear_weights) if k}
+    named |= {name: t for name, t in {"linear_bias": linear_bias, "weight": weight}.items() if t is not None}
+    if isinstance(logit_scale, Tensor):
+        named["logit_scale"] = logit_scale
+    check_tensors(named)
+    check_target_dtype(target)
+    _check_head_options(logit_scale, softcap, workspace, backend)
+    for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
+        names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
+        check_term(names, input, linear_weight)
+    _check_shapes(inputs, linear_weights, target, linear_bias, weight)
+    check_devices(named, meta=True)
+    _check_dtypes(named)
+
+
+def check_tensors(named: Mapping[str, object]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    reason = tensor_kinds.reason_against(tensor)
+    if reason is not None:
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
+
+
+def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
+    """All on that of the first, which the engine knows; on meta only where that is said."""
+    first = next(iter(named))
+    device = named[first].device
+    known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
+    if device.type not in (("cpu", "cuda", "meta") if meta else ("cpu", "cuda")):
+        raise ArgumentError(f"{first} must be on {known}, got {device}; move it")
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name} must be on {first}'s device ({device}), got {tensor.device}; move one of them"
+            )
+
+
+def check_loss_options(
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: object,
+    label_smoothing: object,
+    z_loss: object,
+) -> None:
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_ignore_index(ignore_index)
+    _check_smoothing(label_smoothing)
+    check_number("z_loss", z_loss)
+    if not 0 <= z_loss < math.inf:  # type: ignore[operator]
+        raise ArgumentError(f"z_loss must be a finite number of at least 0, got {z_loss}")
+    if target.is_floating_point():
+        if ignore_index is not None:
+            raise ArgumentError(
+                "ignore_index must be None where target holds class probabilities, "
+                f"got {ignore_index}; take the rows that are not to count out of input and target"
+            )
+    elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "weight (class weights) takes no gradient, got a tensor that requires one; pass weight.detach()"
+        )
+
+
+def check_ignore_index(ignore_index: object) -> None:
+    if ignore_index is None:
+        return
+    if not _has_index(ignore_index):
+        raise ArgumentTypeError(f"ignore_index must be an int or None, got {ignore_index!r}")
+    if not -(1 << 63) <= operator.index(ignore_index) < 1 << 63:  # type: ignore[arg-type]
+        raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
+
+
+def check_head(linear_weight: Tensor) -> None:
+    if linear_weight.dim() > 2:
+        raise ArgumentError(
+            f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
+            "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
+        )
+    if linear_weight.dim() == 2 and linear_weight.shape[0] == 0:
+        raise ArgumentError(
+            f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}"
+        )
+
+
+def check_target_dtype(target: Tensor) -> None:
+    """Raise for a dtype that no target has, whatever its shape."""
+    if target.dtype not in (*DTYPES, *TARGET_DTYPES):
+        raise _no_target(target)
+
+
+def _no_target(target: Tensor) -> ArgumentTypeError:
+    return ArgumentTypeError(
+        f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
+        f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
+    )
+
+
+def check_class_target(target: Tensor) -> None:
+    if target.is_floating_point():
+        raise ArgumentTypeError(f"target must hold class indices here, got {target.dtype}; use target.long()")
+
+
+def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
+    """On the CPU; elsewhere looking would mean waiting, and such a target makes NaN instead."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    target = target.long()
+    foreign = ((target < 0) | (target >= V)) & (target != ignore_index)
+    if bool(foreign.any()):
+        classes = f"classes from 0 to {V - 1}" if V else "no class, as linear_weight has none,"
+        raise IndexError(
+            f"target must hold {classes} or ignore_index ({ignore_index}), got {target[foreign][0].item()}"
+        )
+
+
+def _check_head_options(logit_scale: object, softcap: object, workspace: object, backend: str) -> None:
+    check_choice("backend", backend, BACKENDS)
+    check_workspace(workspace)
+    check_softcap("softcap", softcap)
+    if isinstance(logit_scale, Tensor):
+        if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
+            raise ArgumentError(
+                "logit_scale must be a float or a 0-d floating-point tensor, "
+                f"got {logit_scale.dtype} of shape {list(logit_scale.shape)}; "
+                "one number for all tokens, as logit_scale.float().reshape(())"
+            )
+    elif logit_scale is not None:
+        check_number("logit_scale", logit_scale)
+
+
+def check_workspace(workspace: object) -> None:
+    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
+        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+
+
+def check_softcap(name: str, softcap: object) -> None:
+    if softcap is not None:
+        check_number(name, softcap)
+        if not 0 < softcap < math.inf:  # type: ignore[operator]
+            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} must be one of {_listed(choices)}, got {value!r}{hint}")
+
+
+def check_number(name: str, value: object) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ArgumentError(
+            f"{name} must be a number that a float can hold, got one of {value.bit_length()} bits"
+        )
+
+
+def _check_smoothing(value: Any) -> None:
+    """A bool, a NumPy scalar, a 0-d tensor that needs no gradient: all that torch takes for a float."""
+    number = value
+    if not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
+        number = None if getattr(value, "requires_grad", False) else value.item()
+    if not isinstance(number, (int, float)):
+        raise ArgumentTypeError(f"label_smoothing must be a float, got {value!r}")
+    if number > 1:
+        raise ArgumentError(f"label_smoothing must be in [0, 1], got {value}")
+
+
+def _has_index(value: Any) -> bool:
+    """Whether torch takes it for an int: a NumPy integer and a tensor of one are, a bool is not."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> None:
+    if input.dim() < 1:
+        raise ArgumentError(f"{names[0]} must have shape [..., D], got a 0-d tensor")
+    D = input.shape[-1]
+    if linear_weight.dim() != 2 or linear_weight.shape[1] != D:
+        raise ArgumentError(
+            f"{names[1]} must have shape [V, {D}] to match {names[0]} {list(input.shape)}, "
+            f"got {list(linear_weight.shape)}; pass the weight of a torch.nn.Linear as it is, without .T"
+        )
+
+
+def _check_shapes(
+    inputs: Sequence[Tensor],
+    linear_weights: Sequence[Tensor],
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+) -> None:
+    V, leading = linear_weights[0].shape[0], inputs[0].shape[:-1]
+    for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
+        if input.shape[:-1] != leading:
+            raise ArgumentError(
+                f"inputs[{k}] must have shape [{', '.join(map(str, leading))}, D], got {list(input.shape)}"
+            )
+        if linear_weight.shape[0] != V:
+            raise ArgumentError(f"linear_weights[{k}] must have {V} rows, got {list(linear_weight.shape)}")
+    probabilities = target.is_floating_point() and target.dim() == len(leading) + 1
+    if probabilities and target.shape != (*leading, V):
+        raise ArgumentError(
+            f"target must have shape {[*leading, V]} where it holds class probabilities, "
+            f"got {list(target.shape)}"
+        )
+    # One row without a batch may have a target of shape [1], as in torch, but where that is a probability's.
+    one_class = len(leading) == 0 and target.shape == (1,) and V != 1
+    if not (probabilities or one_class or target.shape == leading):
+        raise ArgumentError(
+            f"target must have shape {list(leading)}, that of input without the last dimension, "
+            f"got {list(target.shape)}; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
+            + ("; class probabilities must be of a floating-point dtype" * (target.shape == (*leading, V)))
+        )
+    for name, vector in (("linear_bias", linear_bias), ("weight", weight)):
+        if vector is not None and vector.shape != (V,):
+            raise ArgumentError(f"{name} must have shape [{V}], one number a class, got {list(vector.shape)}")
+
+
+def _check_dtypes(named: dict[str, Tensor]) -> None:
+    input, target = named["input"], named["target"]
+    probabilities = target.is_floating_point() and target.dim() == input.dim()
+    if target.dtype not in (DTYPES if probabilities else TARGET_DTYPES):
+        raise _no_target(target)
+    for name, tensor in named.items():
+        if name == "weight" and probabilities and not tensor.is_complex():
+            continue  # a factor like any other
+        if name in ("input", "weight", "logit_scale") and tensor.dtype not in DTYPES:
+            raise ArgumentTypeError(
+                f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}"
+            )
+    autocast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)
+    for name, tensor in named.items():
+        if name in ("input", "weight", "logit_scale", "target") or tensor.dtype == input.dtype:
+            continue
+        if name == "linear_bias" and tensor.dtype == torch.promote_types(input.dtype, torch.float32):
+            continue  # which the sums are in anyway
+        if not (autocast and tensor.is_floating_point() and torch.float64 not in (tensor.dtype, input.dtype)):
+            raise ArgumentTypeError(
+                f"{name} must have the dtype of input ({input.dtype}), got {tensor.dtype}; "
+                "cast one of them, or run under torch.autocast"
+            )
+
+
+def _listed(choices: Sequence[object]) -> str:
+    return ", ".join(repr(choice) for choice in choices)

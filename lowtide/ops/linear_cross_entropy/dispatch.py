@@ -1,0 +1,141 @@
+"""From checked arguments to one of three ways: the operators, the transforms' way, or the dense reference.
+The public functions call it with one linear term; a head with adapters calls it with several.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core.autodiff import active
+from lowtide.ops.linear_cross_entropy.definition import reference
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
+from lowtide.ops.linear_cross_entropy.definition.validation import (
+    check_arguments,
+    check_class_target,
+    check_head,
+    check_ignore_index,
+    check_loss_options,
+    check_tensors,
+)
+from lowtide.ops.linear_cross_entropy.operator import autograd, higher_order
+
+
+class LogProbs(NamedTuple):
+    """Of each row, in float32 (float64 for float64); of an ignored row 0, 0, 0 and -1."""
+
+    log_prob: Tensor
+    """Of the target: z_t - logsumexp(z)."""
+    entropy: Tensor
+    """Of the distribution, in nats: - sum_v p_v log p_v."""
+    logsumexp: Tensor
+    """log sum_v exp(z_v)."""
+    argmax: Tensor
+    """The class with the largest logit, int64; the first of several."""
+
+
+def cross_entropy(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...] or [..., V]
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    z_loss: float = 0.0,
+    workspace: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    check_arguments(
+        inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
+    )
+    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
+    options = Options.of(
+        inputs[0],
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        workspace=workspace,
+        backend=backend,
+    )
+    return routed(head, target, weight, options)
+
+
+def routed(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+    """What is checked already, by the way that can serve it."""
+    by_definition = _by_definition(head, options)
+    transformed = not by_definition and _unknown_to_operators(head, target, class_weight)
+    if head.by_position and (by_definition or transformed or options.reduction == "none"):
+        return higher_order.by_position(routed, head, target, class_weight, options)
+    if by_definition:
+        loss = reference.linear_cross_entropy(head, target, class_weight, options)
+    elif transformed:
+        loss = higher_order.linear_cross_entropy(head, target, class_weight, options)
+    else:
+        loss = autograd.linear_cross_entropy(head, target, class_weight, options)
+    if target.is_floating_point():  # a product of the two, and as wide
+        loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
+        loss = loss if class_weight is None else loss.to(torch.promote_types(loss.dtype, class_weight.dtype))
+    return loss.view(head.leading) if options.reduction == "none" else loss
+
+
+def log_probs(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...]
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float | Tensor | None = None,
+    ignore_index: int | None = -100,
+    workspace: int | None = None,
+    backend: Backend = "auto",
+) -> LogProbs:
+    check_tensors({"linear_weight": linear_weights[0]})
+    check_head(linear_weights[0])
+    check_arguments(
+        inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
+    )
+    check_class_target(target)
+    check_ignore_index(ignore_index)
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
+    options = Options.of(
+        inputs[0], ignore_index=ignore_index, softcap=softcap, workspace=workspace, backend=backend
+    )
+    if _by_definition(head, options):
+        found = reference.linear_log_probs(head, target, options)
+    elif _unknown_to_operators(head, target, None):
+        found = higher_order.linear_log_probs(head, target, options)
+    else:
+        found = autograd.linear_log_probs(head, target, options)
+    return LogProbs(*(each.view(head.leading) for each in found))
+
+
+def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
+    if logit_scale is None or isinstance(logit_scale, Tensor):
+        return logit_scale
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    # Not torch.full: torch.compile would make a graph of its own for every value.
+    return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
+
+
+def _by_definition(head: Head, options: Options) -> bool:
+    """Where it is asked for, and where all logits take no memory: there are no classes, or no data."""
+    return options.backend == "reference" or head.classes == 0 or head.device.type == "meta"
+
+
+def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:
+    differentiated = (each for each in (target, class_weight_V) if each is not None)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in differentiated):
+        return True
+    return active(*head.tensors, target, class_weight_V)

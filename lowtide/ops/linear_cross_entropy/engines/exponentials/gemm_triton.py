@@ -1,0 +1,234 @@
+"""The Triton kernel of the path without a pass over the logits: a product whose tiles leave as exponentials
+(engine.py has the mathematics). gemm.py launches it, or another with the same ending.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
+= one tile, h a half of its classes."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowtide.core.triton_helpers import tanh_and_room
+
+# A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
+# memory of an H100 for its operands three deep, those of a second term, and what gemm_triton.py loads.
+BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
+STAGES, WARPS = 3, 8  # decision 0012
+GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
+
+HUGE = tl.constexpr(1e38)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+# Of a power of two that float32 takes for 0; finite, so that a class that is excluded (z = -inf) adds 0.
+LOWEST = tl.constexpr(-200.0)
+
+
+@triton.jit
+def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
+    """Of the rows and of the classes, which tile: GROUP tiles of rows go through all classes together."""
+    group_tiles = GROUP * tiles_b
+    first_c = tile // group_tiles * GROUP
+    height = min(tiles_c - first_c, GROUP)
+    return first_c + tile % group_tiles % height, tile % group_tiles // height
+
+
+@triton.jit
+def product_of_tile(
+    x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D,
+    BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
+    for start in range(0, D, BLOCK_D):
+        x_cd = x_CD.load([tile_c * BLOCK_C, start])
+        weight_bd = weight_BD.load([tile_b * BLOCK_B, start])
+        u_cb = tl.dot(x_cd, weight_bd.T, u_cb)
+    if x_CR is not None:
+        x_cr, weight_br = x_CR.load([tile_c * BLOCK_C, 0]), weight_BR.load([tile_b * BLOCK_B, 0])
+        u_cb = tl.dot(x_cr, weight_br.T, u_cb)
+    return u_cb
+
+
+@triton.jit
+def halves(tile_cb):
+    """Of the classes: the first and the second."""
+    C: tl.constexpr = tile_cb.shape[0]
+    B: tl.constexpr = tile_cb.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _others(exp_ch, columns, target_c, B):
+    """0 at the target, and beyond the last class."""
+    return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
+
+
+@triton.jit
+def leave(
+    u_ch, rows, columns, first, part, reference_c, target_c, scale, C, B,
+    bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
+    STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
+    REPAIR: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """What half a tile leaves, from its product: its sums are stored, its exponentials returned. part: the
+    number of the half, among those of all tiles of a row."""
+    H: tl.constexpr = u_ch.shape[1]
+    exp_ch = u_ch
+    if GUARDED:
+        u_ch = tl.where(reference_c[:, None] < float("inf"), u_ch, 0.0)
+    place = part.to(tl.int64) * C + rows
+    beyond = first + H > B
+    if bias_B_ptr is not None:
+        u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
+    z_ch = u_ch
+    if scale is not None:
+        z_ch = u_ch * scale
+    if SOFTCAP > 0:
+        capped_ch, _ = tanh_and_room(z_ch * (1.0 / SOFTCAP))
+        z_ch = capped_ch * SOFTCAP
+    if max_ptr is not None:
+        z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
+        max_c = tl.max(z_ch, 1)
+        tl.store(max_ptr + place, max_c, mask=rows < C)
+        if argmax_ptr is not None:
+            # The first column that holds the maximum. Comparing takes half the multiprocessor's
+            # lanes, arithmetic all: 0 x HUGE - column beats all that is below the maximum.
+            if REPAIR:
+                place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
+                argmax_c = tl.min(place_ch, 1)
+            else:
+                score_ch = tl.fma(z_ch - max_c[:, None], HUGE, -columns.to(tl.float32)[None, :])
+                argmax_c = -tl.max(score_ch, 1).to(tl.int32)
+            tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
+        if mean_ptr is not None:
+            # Its own: far from the largest logit differences would lose their digits.
+            reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
+    if STORE or sum_ptr is not None:
+        shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
+        exp_ch = tl.exp2(shift_ch)
+        if mean_ptr is not None:  # beyond the last class z is -inf
+            exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
+        elif MASKED:
+            exp_ch = _others(exp_ch, columns, target_c, B)
+        else:
+            hit_c = (target_c >= first) & (target_c < first + H)
+            if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
+                exp_ch = _others(exp_ch, columns, target_c, B)
+        if sum_ptr is not None:
+            sum_c = tl.sum(exp_ch, 1)
+            if ADD:
+                sum_c += tl.load(sum_ptr + place, mask=rows < C, other=0.0)
+            tl.store(sum_ptr + place, sum_c, mask=rows < C)
+        if tilt_C_ptr is not None or mean_ptr is not None:
+            shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
+        if mean_ptr is not None:
+            tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
+        if tilt_C_ptr is not None:
+            pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
+            tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
+            exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
+        if SOFTCAP > 0:
+            # slope_of_tanh would have more digits below 1e-4, but spills registers; E is bfloat16 anyway.
+            exp_ch *= 1.0 - capped_ch * capped_ch
+        if moment_ptr is not None:
+            product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
+            moment_c = tl.sum(product_ch, 1)
+            if ADD:
+                moment_c += tl.load(moment_ptr + place, mask=rows < C, other=0.0)
+            tl.store(moment_ptr + place, moment_c, mask=rows < C)
+        if factor_C_ptr is not None:
+            exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
+    return exp_ch
+
+
+@triton.jit
+def exponentials_kernel(
+    x_CD,
+    weight_BD,
+    x_CR,
+    weight_BR,
+    exp_CB,
+    reference_C_ptr,
+    target_C_ptr,
+    bias_B_ptr,
+    scale_ptr,
+    pull_C_ptr,
+    tilt_C_ptr,
+    factor_C_ptr,
+    repair_ptr,
+    sum_ptr,
+    mean_ptr,
+    moment_ptr,
+    max_ptr,
+    argmax_ptr,
+    C,
+    B,
+    D,
+    first_class,
+    STORE: tl.constexpr,
+    GUARDED: tl.constexpr,
+    ADD: tl.constexpr,
+    MASKED: tl.constexpr,
+    REPAIR: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class
+    and, with a factor, in each row; in float32, of each row and half a tile, whichever of these have a
+    pointer: the sum of E, of E (z - reference), of the stored value times u, and the largest z with its
+    class. With means, which come with maxima, the reference is the largest z of the half. With `repair`,
+    only row tiles that are marked: its first number says whether any is, the others are of each tile. An
+    ignored row's reference is infinite, so that it adds 0; if its logits are not finite, only where GUARDED.
+    Targets are left out of every half where MASKED, else out of those that have any.
+    Grid: one program a multiprocessor, tiles in turn."""
+    tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
+    scale = None
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    tiles = tiles_c * tiles_b
+    if REPAIR:
+        tiles *= tl.load(repair_ptr)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not REPAIR):
+        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
+        features = D
+        if REPAIR:
+            features = tl.where(tl.load(repair_ptr + 1 + tile_c) != 0, D, 0)
+        if not REPAIR or features > 0:
+            u_cb = product_of_tile(
+                x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, features, BLOCK_C, BLOCK_B, BLOCK_D
+            )
+            rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+            target_c = (tl.load(target_C_ptr + rows, mask=rows < C, other=0) - first_class).to(tl.int32)
+            reference_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=float("inf"))
+            halves_ch = halves(u_cb)
+            for half in tl.static_range(2):
+                first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
+                exp_ch = leave(
+                    halves_ch[half], rows, first + tl.arange(0, BLOCK_B // 2), first, 2 * tile_b + half,
+                    reference_c, target_c, scale, C, B, bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr,
+                    sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
+                    STORE, GUARDED, ADD, MASKED, REPAIR, SOFTCAP,
+                )  # fmt: skip
+                if STORE:
+                    exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
+
+
+def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
+    x_CD, weight_BD = term
+    return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
+
+
+@functools.cache  # torch takes 5 microseconds
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])

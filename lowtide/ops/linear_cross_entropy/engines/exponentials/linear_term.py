@@ -1,0 +1,165 @@
+"""One linear term of the head, on the path without a pass over the logits: what its two gradients are made
+of, chunk by chunk (engine.py has the mathematics).
+
+What a chunk adds to dW is a product with its rows of X, scaled, and the rows of its targets; what becomes its
+rows of dX, a product that is added to. The former comes first, and its scaled rows lie where the latter will
+be; in the last chunk dW is finished before, as it needs them once more.
+
+Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import repaired_product
+from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Terms
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import (
+    FloatSum,
+    RoundedProduct,
+    SplitSum,
+    SumWithin,
+    fits_within,
+)
+from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+
+
+class LinearTerm:
+    def __init__(
+        self,
+        operand: Operand,
+        dx: Kept | None,
+        dw: Kept | None,
+        plan: Plan,
+        class_weight_V: Tensor | None,
+        *,
+        place: int,
+        smoothing: bool,
+    ) -> None:
+        """dx, dw: where its gradients are kept, None for one that is not made here. place: of the term, among
+        the head's."""
+        self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
+        self.class_weight_V = class_weight_V
+        self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
+        # Of all blocks of classes so far, where there are blocks; or of all classes, from low_rank.py.
+        self.product_CD: Tensor | None = None
+        self.scaled_CD: Tensor | None = None  # where dX's rows have no room
+        if dw is not None and not plan.scales_in_gradient[place]:
+            self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
+        self.sum: Any = None
+        if dw is not None:
+            kind = plan.weight_gradient if place == 0 else "accumulate"
+            if kind == "split":
+                self.sum = SplitSum(dw.tensor, dw.rounding, bits=plan.sum_bits)
+            elif kind == "at_once":
+                self.sum = RoundedProduct(dw.tensor, dw.rounding)
+            else:
+                own = operand.weight_dtype == dw.tensor.dtype  # the gradient itself, not a sum to be rounded
+                within = own and fits_within(dw.tensor, plan.rows)
+                self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.rounding)
+        # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
+        self.total_weight_D: Tensor | None = None
+        self.spread_x_D: Tensor | None = None
+        if smoothing:
+            ones_V = torch.ones(operand.weight_VD.shape[0], dtype=plan.sum_dtype, device=self.one.device)
+            summed_V = ones_V if class_weight_V is None else class_weight_V
+            self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]
+            self.spread_x_D = torch.zeros_like(self.total_weight_D)
+
+    def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:  # [C]: its part of them
+        return row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C)
+
+    def sum_of_logits(self, x_CD: Tensor) -> Tensor:  # [C]: its part of sum_v w_v u_v
+        assert self.total_weight_D is not None
+        return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
+
+    def add_block(self, e_CB: Tensor, classes: slice, repair: Tensor | None) -> None:
+        """Where classes come in blocks: to the products that become the chunk's rows of dX; with `repair`,
+        anew for marked row tiles."""
+        if self.dx is None or self.plan.weight_gradient != "by_class":
+            return
+        if self.product_CD is None:
+            self.product_CD = self._empty(e_CB.shape[0], self.plan.sum_dtype)
+        weight_BD, add = self.operand.weight(classes), classes.start > 0
+        if repair is None:
+            product_of_rows(self.product_CD, e_CB, weight_BD, add=add)
+        else:
+            repaired_product(self.product_CD, e_CB, weight_BD, repair, add=add)
+
+    def add_chunk(
+        self,
+        e_CV: Tensor,
+        x_CD: Tensor,
+        row: Terms,
+        scale_C: Tensor,
+        rows: slice,
+        hit_N: Tensor,
+        targets: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """All that the chunk adds to dW; the last one finishes it. Its target rows go in with its product: in
+        the row of a frequent class of a trained model the two nearly cancel, and a sum of either alone would
+        round by more than what is left."""
+        if self.spread_x_D is not None:
+            self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
+        if self.sum is None or targets is None:
+            return
+        last = rows.stop == hit_N.shape[0]
+        scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
+        row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
+        self._add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
+        self.sum.add_target_rows(self.operand.input, hit_N, *targets)
+        if last:
+            self._subtract_spread(self.sum)
+            self.sum.round_in_place()
+
+    def _add_product(self, e_CV: Tensor, scaled_CD: Tensor, *, first: bool, last: bool) -> None:
+        self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
+
+    def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
+        if self.scaled_CD is not None:
+            return self.scaled_CD[: rows.stop - rows.start]
+        assert self.dx is not None
+        return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
+
+    def finish_products(self, sum: FloatSum, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+        """The rest of dW, where the products of all chunks are in the sum."""
+        sum.add_target_rows(self.operand.input, hit_N, *targets)
+        self._subtract_spread(sum)
+
+    def _subtract_spread(self, sum: Any) -> None:
+        if self.spread_x_D is not None:
+            sum.subtract_spread(self.class_weight_V, self.spread_x_D)
+
+    def finish_rows(self, e_CV: Tensor, row: Terms, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
+        """The chunk's rows of dX, some at a time, of the products and all else; over what dW needed."""
+        if self.dx is None:
+            return
+        C, dx_CD, sum_CD = rows.stop - rows.start, self.dx.tensor[rows], self.product_CD
+        self.product_CD = None
+        for piece in blocks(C, self.plan.product_rows):
+            of_piece = row[piece]
+            if sum_CD is None:
+                product_CD = self._empty(piece.stop - piece.start, self.plan.sum_dtype)
+                product(product_CD, e_CV[piece], self.operand.weight_VD)
+            else:
+                product_CD = sum_CD[piece]
+            row_kernels.input_gradient(
+                product_CD,
+                self.operand.weight_VD,
+                of_piece.target_N,
+                of_piece.ignored_N,
+                scale_C[piece],
+                hit_C[piece],
+                of_piece.spread_N,
+                self.total_weight_D,
+                self.one if self.dx.rounding is None else self.dx.rounding,
+                dx_CD[piece],
+            )
+            del product_CD  # before another is made
+
+    def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, self.operand.D, dtype=dtype, device=self.one.device)

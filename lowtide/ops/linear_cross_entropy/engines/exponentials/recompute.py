@@ -1,0 +1,124 @@
+"""Row tiles that are marked (engine.py says which), and Triton kernels: what tiles found, added up,
+and a product, of all rows or anew for these.
+
+Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import describe
+
+BLOCK_D, BLOCK_B = 128, 64
+STAGES, WARPS = 3, 8
+# At a time, of what each half of a tile has of a row.
+REDUCED_ROWS, REDUCED_PARTS = 32, 128
+
+
+@triton.jit
+def _mark_kernel(rows_C_ptr, repair_ptr, C, BLOCK_C: tl.constexpr):
+    """Grid: one program a row tile. The marks begin as 0."""
+    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    marked = tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0)
+    tl.store(repair_ptr + 1 + tl.program_id(0), marked)
+    if marked != 0:
+        tl.store(repair_ptr, 1)
+
+
+@triton.jit
+def _reduce_kernel(
+    partials_TC_ptr, out_C_ptr, repair_ptr, T, C,
+    LARGEST: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Grid: (C / BLOCK_C,). With marks, where none is set, which is nearly always, it returns at once."""
+    first = tl.program_id(0) * BLOCK_C
+    marked = 1
+    if repair_ptr is not None:
+        marked = tl.load(repair_ptr + 1 + first // HEIGHT)
+    if marked != 0:
+        rows = first + tl.arange(0, BLOCK_C)
+        NEUTRAL: tl.constexpr = -float("inf") if LARGEST else 0.0
+        found_tc = tl.full((BLOCK_T, BLOCK_C), NEUTRAL, tl.float32)
+        for start in range(0, T, BLOCK_T):
+            parts = start + tl.arange(0, BLOCK_T)
+            mask_tc = (parts[:, None] < T) & (rows[None, :] < C)
+            place_tc = parts[:, None].to(tl.int64) * C + rows[None, :]
+            more_tc = tl.load(partials_TC_ptr + place_tc, mask=mask_tc, other=NEUTRAL)
+            found_tc = tl.maximum(found_tc, more_tc) if LARGEST else found_tc + more_tc
+        found_c = tl.max(found_tc, 0) if LARGEST else tl.sum(found_tc, 0)
+        tl.store(out_C_ptr + rows, found_c, mask=rows < C)
+
+
+@triton.jit
+def _repaired_product_kernel(
+    exp_CB,
+    weight_BD,
+    repair_ptr,
+    sum_CD_ptr,
+    C,
+    B,
+    D,
+    ADD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """sum (+)= exp weight in row tiles that are marked. Grid: (C / BLOCK_C, D / BLOCK_D)."""
+    tile_c, tile_d = tl.program_id(0), tl.program_id(1)
+    if tl.load(repair_ptr + 1 + tile_c) != 0:
+        sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+        for start in range(0, B, BLOCK_B):
+            exp_cb = exp_CB.load([tile_c * BLOCK_C, start])
+            weight_bd = weight_BD.load([start, tile_d * BLOCK_D])
+            sum_cd = tl.dot(exp_cb, weight_bd, sum_cd)
+        rows = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+        columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
+        place_cd = rows[:, None].to(tl.int64) * D + columns[None, :]
+        mask_cd = (rows[:, None] < C) & (columns[None, :] < D)
+        if ADD:
+            sum_cd += tl.load(sum_CD_ptr + place_cd, mask=mask_cd, other=0.0)
+        tl.store(sum_CD_ptr + place_cd, sum_cd, mask=mask_cd)
+
+
+def tiles_of(rows_C: Tensor) -> Tensor:
+    """Marks: whether any row tile has any of these rows; and of each whether it has."""
+    height = gemm_triton.BLOCK_C
+    C, tiles = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
+    repair = torch.zeros(1 + tiles, dtype=torch.int32, device=rows_C.device)
+    _mark_kernel[(tiles,)](rows_C, repair, C, BLOCK_C=height)
+    return repair
+
+
+def reduce(
+    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, repair: Tensor | None = None
+) -> None:
+    """out = the sum over what each half of a tile has, or the largest; with `repair`, in marked tiles."""
+    (T, C), height = partials_TC.shape, gemm_triton.BLOCK_C
+    rows = min(REDUCED_ROWS, height)
+    _reduce_kernel[(triton.cdiv(C, rows),)](
+        partials_TC, out_C, repair, T, C, LARGEST=largest, HEIGHT=height, BLOCK_C=rows, BLOCK_T=REDUCED_PARTS,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def repaired_product(sum_CD: Tensor, exp_CB: Tensor, weight_BD: Tensor, repair: Tensor, *, add: bool) -> None:
+    """The marks are those of gemm_triton.py's row tiles."""
+    (C, B), D, height = exp_CB.shape, weight_BD.shape[1], gemm_triton.BLOCK_C
+    _repaired_product_kernel[(triton.cdiv(C, height), triton.cdiv(D, BLOCK_D))](
+        describe(exp_CB, height, BLOCK_B),
+        describe(weight_BD, BLOCK_B, BLOCK_D),
+        repair,
+        sum_CD,
+        C,
+        B,
+        D,
+        ADD=add,
+        BLOCK_C=height,
+        BLOCK_B=BLOCK_B,
+        BLOCK_D=BLOCK_D,
+        num_stages=STAGES,
+        num_warps=WARPS,
+    )

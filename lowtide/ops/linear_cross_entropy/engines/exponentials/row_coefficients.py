@@ -1,0 +1,78 @@
+"""The Triton kernel of what each row has, on the path without a pass over the logits, once its sums are
+known: the logarithm of 1 / p_t, and what its gradient is made of beside E (engine.py has the
+mathematics). Of a chunk it is one launch, where plain torch takes two dozen.
+
+Shapes: C tokens of a chunk.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+
+BLOCK = 128
+
+
+@triton.jit
+def _log1p(x):
+    # What adding 1 rounds away comes back: the quotient is near 1, whatever it is. Not of what is large or
+    # infinite, where there is nothing to bring back.
+    sum = 1.0 + x
+    return tl.where(sum == 1.0, x, tl.where(x < 1.0, tl.log(sum) * (x / (sum - 1.0)), tl.log(sum)))
+
+
+@triton.jit
+def _coefficients_kernel(
+    logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, pull_C_ptr, hit_C_ptr, lse_pull_C_ptr, tilt_C_ptr,
+    slope_C_ptr, gap_C_ptr, scale_out_C_ptr, hit_out_C_ptr, C, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """c and h of G = c E + h [v = t]; and the gap lse - z_t, where it has a place. Grid: (C / BLOCK,)."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < C
+    logit = tl.load(logit_C_ptr + rows, mask=inside, other=0.0)
+    distance = tl.load(max_C_ptr + rows, mask=inside, other=0.0) - logit
+    sum = tl.load(sum_C_ptr + rows, mask=inside, other=0.0)
+    ignored = tl.load(ignored_C_ptr + rows, mask=inside, other=0) != 0
+    exp = tl.exp(-distance)
+    log_total = distance + tl.log(exp + sum)
+    if gap_C_ptr is not None:
+        tl.store(gap_C_ptr + rows, tl.where(distance == 0.0, _log1p(sum), log_total), mask=inside)
+    exp = tl.where(ignored, 1.0, exp)
+    total = exp + sum
+    pull = tl.load(pull_C_ptr + rows, mask=inside, other=0.0)
+    hit = tl.load(hit_C_ptr + rows, mask=inside, other=0.0)
+    if lse_pull_C_ptr is not None:
+        lse = tl.where(ignored, 0.0, logit + log_total)
+        pull += tl.load(lse_pull_C_ptr + rows, mask=inside, other=0.0) * lse
+    # c e - hit, without the difference of two numbers near 1
+    rest = (pull - hit) * exp - hit * sum
+    if tilt_C_ptr is None:
+        scale = pull / total
+    else:  # pull and tilt are in E
+        scale = 1.0 / total
+        above = tl.where(ignored | (exp == 0.0), 0.0, -distance)
+        rest += tl.load(tilt_C_ptr + rows, mask=inside, other=0.0) * above * exp
+    rest /= total
+    if slope_C_ptr is not None:
+        rest *= tl.load(slope_C_ptr + rows, mask=inside, other=0.0)
+    tl.store(scale_out_C_ptr + rows, tl.where(ignored, 0.0, scale), mask=inside)
+    tl.store(hit_out_C_ptr + rows, rest, mask=inside)
+
+
+def coefficients(
+    row: Terms,
+    stat: Statistics,
+    logit_C: Tensor,
+    slope_C: Tensor | None,
+    scale_C: Tensor,
+    hit_C: Tensor,
+    *,
+    take_gap: bool,
+) -> None:
+    """Fills scale_C and hit_C with c and h; `take_gap`, the statistics' gap too."""
+    C = logit_C.shape[0]
+    _coefficients_kernel[(triton.cdiv(C, BLOCK),)](
+        logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.pull_N, row.hit_N, row.lse_pull_N, row.tilt_N,
+        slope_C, stat.gap_N if take_gap else None, scale_C, hit_C, C, BLOCK=BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""What each row of a call counts for: its target and its weight, its loss, and what its gradient is made
+of (the formulas are in softmax_torch.py).
+
+Shapes: N tokens, of which M count; V classes.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+
+
+class LossRows:
+    """Rows are those that count, on the CPU; on CUDA, where counting them would mean waiting, all."""
+
+    def __init__(self, plan: Plan, head: Head, target: Tensor, class_weight_V: Tensor | None) -> None:
+        self.plan, self.device, self.head = plan, head.device, head
+        self.N, self.V = head.tokens, head.classes
+        self.bias_V = _vector(head.bias, plan.sum_dtype)
+        self.scale = _vector(head.scale, plan.sum_dtype)
+        self.class_weight_V = _vector(class_weight_V, plan.sum_dtype)
+        self._set_target(target)
+
+    def _set_target(self, target: Tensor) -> None:
+        self.soft_NV, self.counted = None, None
+        if self.plan.job.probabilities:
+            self.soft_NV = target.reshape(self.N, self.V)
+            self.M = self.N
+            self.ignored_N = torch.zeros(self.N, dtype=torch.bool, device=self.device)
+            self.foreign_N = self.ignored_N
+            self.target_N = torch.zeros(self.N, dtype=torch.long, device=self.device)
+            return
+        ignore_index = self.plan.options.ignore_index
+        target_N = target.flatten().long()  # a narrower one would wrap ignore_index
+        check_classes(target_N, self.V, ignore_index)
+        ignored_N = target_N == ignore_index
+        if self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any()):
+            self.counted = (~ignored_N).nonzero()[:, 0]
+            target_N, ignored_N = target_N[self.counted], ignored_N[self.counted]
+        self.M = target_N.shape[0]
+        self.ignored_N = ignored_N
+        self.foreign_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
+        self.target_N = target_N.masked_fill(ignored_N | self.foreign_N, 0)
+
+    # From vectors of all rows to those that count, and back.
+
+    def of_counted(self, vector_N: Tensor) -> Tensor:  # [M]
+        return vector_N if self.counted is None else vector_N[self.counted]
+
+    def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
+        if self.counted is None:
+            return vector_M.masked_fill(self.ignored_N, ignored)
+        return vector_M.new_full((self.N,), ignored).index_copy_(0, self.counted, vector_M)
+
+    # The loss of each row, and what its gradient is made of.
+
+    def loss_N(self, statistics: Statistics) -> Tensor:
+        options = self.plan.options
+        if statistics.cross_N is not None:
+            loss_N = statistics.cross_N.clone()
+        else:
+            loss_N = self._hit_weight_N() * statistics.gap_N
+        if statistics.smooth_N is not None:
+            loss_N.add_(statistics.smooth_N, alpha=options.label_smoothing / self.V)
+        if options.z_loss:
+            loss_N.addcmul_(*[self.logsumexp_N(statistics)] * 2, value=options.z_loss)
+        return loss_N
+
+    def logsumexp_N(self, statistics: Statistics) -> Tensor:
+        return statistics.sum_N.log() + statistics.max_N
+
+    def entropy_N(self, statistics: Statistics) -> Tensor:
+        return statistics.sum_N.log() - statistics.mean_N
+
+    def denominator(self) -> Tensor:
+        """Of the mean: the class weights of the targets that count, added up."""
+        if self.soft_NV is not None:
+            return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
+        return self.target_weight_N.sum()
+
+    def terms(self, upstream_N: Tensor | None = None) -> Terms:
+        """Of the gradient of sum(upstream_N * loss_N); all upstream gradients are 1 where none are given."""
+        options = self.plan.options
+        smoothing = options.label_smoothing
+        one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
+        if upstream_N is not None:
+            one_N = self.of_counted(upstream_N).to(one_N.dtype)
+        one_N = one_N.masked_fill(self.ignored_N, 0)
+        soft_N = spread_N = None
+        if self.soft_NV is not None:
+            soft_N = one_N
+            pull_N = hit_N = torch.zeros_like(one_N)
+        else:
+            pull_N = hit_N = self._hit_weight_N() * one_N
+            if smoothing:
+                spread_N = one_N * (smoothing / self.V)
+                pull_N = pull_N + spread_N * self.total_weight()
+        lse_pull_N = one_N * (2 * options.z_loss) if options.z_loss else None
+        return Terms(self.target_N, self.ignored_N, pull_N, hit_N, spread_N, soft_N, lse_pull_N)
+
+    def log_prob_terms(
+        self,
+        statistics: Statistics,
+        grad_log_prob_N: Tensor | None,
+        grad_entropy_N: Tensor | None,
+        grad_logsumexp_N: Tensor | None,
+    ) -> Terms:
+        """Of the gradient of these three, each times its upstream gradient; all vectors of all rows."""
+        hit_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        tilt_N = None
+        if grad_log_prob_N is not None:
+            hit_N = self._counting(grad_log_prob_N).neg().masked_fill_(self.foreign_N, torch.nan)
+        pull_N = hit_N
+        if grad_logsumexp_N is not None:
+            pull_N = pull_N + self._counting(grad_logsumexp_N)
+        if grad_entropy_N is not None:
+            tilt_N = self._counting(grad_entropy_N).neg()
+            pull_N = pull_N - tilt_N * statistics.mean_N
+        return Terms(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
+
+    def total_weight(self) -> Tensor | int:
+        return self.V if self.class_weight_V is None else self.class_weight_V.sum()
+
+    def _counting(self, vector_N: Tensor) -> Tensor:
+        return self.of_counted(vector_N).to(self.plan.sum_dtype).masked_fill(self.ignored_N, 0)
+
+    def _hit_weight_N(self) -> Tensor:
+        smoothing = self.plan.options.label_smoothing
+        return self.target_weight_N * (1 - smoothing) if smoothing else self.target_weight_N
+
+    @functools.cached_property
+    def target_weight_N(self) -> Tensor:
+        """The class weight of each row's target; 0 for ignored rows, NaN where a CUDA target is no class."""
+        if self.class_weight_V is None:
+            weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        else:
+            weight_N = self.class_weight_V[self.target_N]
+        return weight_N.masked_fill_(self.foreign_N, torch.nan).masked_fill_(self.ignored_N, 0)
+
+    def empty_statistics(self) -> Statistics:
+        job, smoothing = self.plan.job, self.plan.options.label_smoothing
+
+        def vector(given: bool = True, dtype: torch.dtype = self.plan.sum_dtype) -> Tensor | None:
+            return torch.empty(self.M, dtype=dtype, device=self.device) if given else None
+
+        return Statistics(
+            max_N=vector(),
+            sum_N=vector(),
+            gap_N=vector(not job.probabilities),
+            smooth_N=vector(smoothing > 0 and not job.probabilities),
+            mass_N=vector(job.probabilities),
+            cross_N=vector(job.probabilities),
+            mean_N=vector(job.log_probs),
+            argmax_N=vector(job.log_probs, torch.long),
+        )
+
+
+def _vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if vector is None else vector.to(dtype).contiguous()

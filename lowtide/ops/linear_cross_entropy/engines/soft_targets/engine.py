@@ -1,0 +1,72 @@
+"""The chunk engine for class probabilities on a card with tensor maps: a pass over half the bytes.
+
+In each row G = c p - y, with p = exp(z - lse), is to be formed in float32 before it is rounded: z has to be
+kept until lse is known. What is kept is not z in 32 bits but d = m - z in 16, where m is the largest logit
+of the row in one part of its classes (half a tile of the product): steps of 1/1024, from 0 to 64. Half a
+step moves p by 5e-4 of itself, whatever z is, where rounding G to bfloat16 moves it by up to 4e-3; and p is
+0 where it is below e^-64 of a neighbour's. For bfloat16 y alone: one of more digits may be nearer to p than
+that. What becomes the loss is summed in float32 where z is still exact, in the product: of each part m, sum
+exp(-d), sum y and sum y d, from which, with M the largest m,
+
+    lse = M + log sum_parts exp(m - M) sum exp(-d),   loss = sum_parts (sum y d + (lse - m) sum y)
+
+G takes the place of d, which is as wide.
+
+Shapes: V classes; C tokens of a chunk.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core import backend
+from lowtide.ops.linear_cross_entropy.engines.engine import Stream
+from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
+from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
+
+
+class ProbabilityStream(Stream):
+    def _gradient_of_chunk_(
+        self,
+        z_CV: Tensor,
+        chunks: list[Tensor],
+        rows: slice,
+        terms: Terms,
+        statistics: Statistics,
+        take_statistics: bool,
+        gradient: bool,
+    ) -> Any:
+        columns = self._columns(rows)
+        operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
+        g_CV = z_CV if gradient else None
+        found_CT4 = distances(operands, columns, g_CV)
+        softmax_triton.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
+        return g_CV
+
+    def _split_sum(self, dw: Kept) -> Any:
+        return SplitSum(dw.tensor, dw.rounding, bits=self.plan.sum_bits)
+
+    def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
+        stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes
+        size = (rows if gradient else 0), stride
+        return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
+
+
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
+    there is a place for them."""
+    if not fits_pipeline(columns.soft_CB, out_CV):
+        return gemm_triton.distances(terms, columns, out_CV)
+    from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_gluon
+
+    return gemm_gluon.distances(terms, columns, out_CV)
+
+
+def fits_pipeline(soft_CV: Any, out_CV: Tensor | None) -> bool:
+    """Whether there are tensor maps of class probabilities, and of 16-bit distances."""
+    half = soft_CV.dtype == torch.bfloat16 and (out_CV is None or out_CV.dtype.itemsize == 2)
+    return half and backend.pipelines_on(soft_CV.device) and backend.mapped(soft_CV)

@@ -1,0 +1,184 @@
+"""The product of class probabilities on a Hopper card, as a pipeline (gluon.py) in Gluon: what
+gemm_triton.py's kernel makes, whose arithmetic it shares.
+
+After the operands of a tile its class probabilities take the next two stages of the ring, half the classes
+each: they come while the tile is still multiplied. Distances leave while the next are made.
+
+Shapes: see gemm_triton.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import halves, tile_at
+from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
+from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, given
+from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
+    distances_below,
+    in_16_bits,
+    inside,
+    leave_sums,
+    place_of_distances,
+)
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
+
+ROWS, CLASSES = pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2  # of one group, in half a tile
+PART = tl.constexpr(CLASSES)
+
+
+@gluon.jit
+def _load(
+    operands, soft_CB, a_s, b_s, full, empty, C, B, D,
+    PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    x_CD, weight_BD, x_CR, weight_BR = operands
+    tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_c * tiles_b, PROGRAMS):
+        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
+        row, first = tile_c * 2 * HALF, tile_b * WIDTH
+        step = pipeline.load_product(
+            x_CD, weight_BD, x_CR, weight_BR, row, first, D, a_s, b_s, full, empty, step, STAGES
+        )  # fmt: skip
+        for half in gl.static_range(2):
+            stage = pipeline.take(empty, step, STAGES)
+            mbarrier.expect(full.index(stage), HALF * WIDTH * 2)
+            soft_s = pipeline.view(b_s.index(stage), gl.bfloat16, [2, HALF, PART], soft_CB.layout)
+            for group in gl.static_range(2):
+                place = [row + group * HALF, first + half * PART]
+                pipeline.load(soft_CB, place, full.index(stage), soft_s.index(group))
+            step += 1
+
+
+@gluon.jit
+def _distances_of_half(
+    z_ch, bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, C, B, keep, floor,
+    SMOOTHED: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """In 16 bits. The sums leave."""
+    mask = inside(columns, B, CUT)
+    max_c, distance_ch = distances_below(z_ch, bias_B_ptr, scale, columns, mask)
+    leave_sums(
+        max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+        SMOOTHED, True,
+    )  # fmt: skip
+    return in_16_bits(distance_ch, True)
+
+
+@gluon.jit
+def _multiply(
+    out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+    WHICH: gl.constexpr, SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """WHICH of the two groups."""
+    distance_CB, distance_s = out
+    bias_B_ptr, scale_ptr, class_weight_B_ptr = of_classes
+    tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
+    scale = None
+    if scale_ptr is not None:
+        scale = gl.load(scale_ptr)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_c * tiles_b, PROGRAMS):
+        tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
+        u_cb, step = pipeline.multiply(a_s, b_s, full, empty, step, steps, WHICH, STAGES, False)
+        halves_ch = halves(u_cb)
+        LAYOUT: gl.constexpr = halves_ch[0].type.layout
+        first_row = tile_c * 2 * HALF + WHICH * HALF
+        rows = first_row + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+        for half in gl.static_range(2):
+            first = tile_b * WIDTH + half * PART
+            columns = (first + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT)))[None, :]
+            found_ptrs = found_CT4_ptr + 4 * (rows.to(gl.int64) * T + 2 * tile_b + half)
+            stage = pipeline.await_stage(full, step, STAGES)
+            soft_s = pipeline.view(b_s.index(stage), gl.bfloat16, [2, HALF, PART], soft_CB.layout)
+            soft_ch = soft_s.index(WHICH).load(LAYOUT)
+            step += 1
+            pipeline.give_back(empty, step, True, STAGES)
+            # A branch, where masks would be a choice for each number.
+            if first + PART > B:
+                bits_ch = _distances_of_half(
+                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows,
+                    columns, C, B, keep, floor, SMOOTHED, True,
+                )  # fmt: skip
+            else:
+                bits_ch = _distances_of_half(
+                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows,
+                    columns, C, B, keep, floor, SMOOTHED, False,
+                )  # fmt: skip
+            if distance_CB is not None:
+                # Here: what is in the place was on its way for long.
+                pipeline.leave_tile(
+                    bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first], 0
+                )  # fmt: skip
+    if distance_CB is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _distance_pipeline_kernel(
+    x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB, class_weight_B_ptr,
+    found_CT4_ptr, C, B, D, T, keep, floor,
+    SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """See gemm_triton.py. Grid: one program a multiprocessor, tiles in turn."""
+    a_s, b_s, full, empty = pipeline.ring(x_CD, weight_BD, STAGES, False)
+    steps = gl.cdiv(D, DEPTH)
+    if x_CR is not None:
+        steps += 1
+    distance_s = None
+    if distance_CB is not None:
+        distance_s = gl.allocate_shared_memory(gl.int16, [2, HALF, PART], distance_CB.layout)
+    operands, out = given(x_CD, weight_BD, x_CR, weight_BR), given(distance_CB, distance_s)
+    of_classes = given(bias_B_ptr, scale_ptr, class_weight_B_ptr)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+                0, SMOOTHED, PROGRAMS, GROUP, STAGES,
+            )),
+            (_multiply, (
+                out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+                1, SMOOTHED, PROGRAMS, GROUP, STAGES,
+            )),
+            (_load, (operands, soft_CB, a_s, b_s, full, empty, C, B, D, PROGRAMS, GROUP, STAGES)),
+        ],
+        [4, 1], REGISTERS,
+    )  # fmt: skip
+
+
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
+    there is a place for them."""
+    operands: Any = [_described(term) for term in terms]
+    (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]
+    soft: Any = columns.soft_CB
+    out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
+    (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
+    T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), tiles.multiprocessors(soft.device)
+    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
+    _distance_pipeline_kernel[(programs,)](
+        x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale,
+        pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, found_CT4, C, V, D, T,
+        *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0), PROGRAMS=programs, GROUP=tiles.GROUP,
+        STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,
+    )  # fmt: skip
+    return found_CT4
+
+
+def _described(term: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
+    x_CD, weight_VD = term
+    return (
+        pipeline.describe(x_CD, ROWS, pipeline.BLOCK_K),
+        pipeline.describe(weight_VD, pipeline.BLOCK_B, pipeline.BLOCK_K),
+    )

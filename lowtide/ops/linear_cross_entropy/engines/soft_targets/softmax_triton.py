@@ -1,0 +1,145 @@
+"""Triton kernels of the pass over the distances of gemm_triton.py: first each row's statistics, then the
+gradient in the place of the distances; their launcher.
+
+Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes of each
+in one block.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LOG2_E
+from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
+    FURTHEST,
+    STEPS,
+    WHOLE,
+    inside,
+    load_soft,
+    place_of_distances,
+    smoothed,
+)
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+
+# Classes of one program, and its warps: so few to a thread that all its loads are under way at once, in 32
+# registers, with which a multiprocessor is full.
+BLOCK, WARPS = 2048, 8  # decision 0042
+# A whole number below 2^23, with these bits beside its own, is WHOLE more as a float32.
+WHOLE_BITS = tl.constexpr(0x4B000000)
+
+
+@triton.jit
+def _rows_kernel(
+    found_CT4_ptr, soft_C_ptr, lse_pull_C_ptr, max_C_ptr, sum_C_ptr, mass_C_ptr, cross_C_ptr, T,
+    GRADIENT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Puts the parts of a row together. What the gradient multiplies the exponentials of each by takes the
+    place of the row's first T numbers: side by side they are a quarter of the memory to read. Grid: (C,)."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    row_ptr = found_CT4_ptr + row * T * 4
+    found_t4 = tl.load(
+        row_ptr + part[:, None] * 4 + tl.arange(0, 4)[None, :], mask=part[:, None] < T, other=0.0
+    )
+    first_t2, second_t2 = tl.split(tl.reshape(found_t4, (PARTS, 2, 2)))
+    max_t, mass_t = tl.split(first_t2)
+    sum_t, cross_t = tl.split(second_t2)
+    max_t = tl.where(part < T, max_t, -float("inf"))
+    row_max = tl.max(max_t, 0)
+    share_t = tl.exp(max_t - row_max)
+    row_sum, mass = tl.sum(sum_t * share_t, 0), tl.sum(mass_t, 0)
+    log_sum = tl.log(row_sum)
+    if max_C_ptr is not None:
+        shift_t = tl.where(max_t == -float("inf"), 0.0, max_t) - row_max
+        cross = tl.sum(cross_t + mass_t * tl.where(part < T, log_sum - shift_t, 0.0), 0)
+        tl.store(max_C_ptr + row, row_max)
+        tl.store(sum_C_ptr + row, row_sum)
+        tl.store(mass_C_ptr + row, mass)
+        tl.store(cross_C_ptr + row, cross)
+    if GRADIENT:
+        pull = tl.load(soft_C_ptr + row) * mass
+        if lse_pull_C_ptr is not None:
+            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+        tl.debug_barrier()  # all warps have read the row, of 4 T numbers: more than PARTS
+        tl.store(row_ptr + part, share_t * (pull / row_sum))
+
+
+@triton.jit
+def _put_gradient(
+    distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK classes of a row, which begins at these pointers."""
+    columns = start + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    mask = inside(columns, B, CUT)
+    distance_th = tl.load(distance_ptr + columns, mask=mask, other=0)
+    soft_th = load_soft(soft_ptr, soft_stride, columns, mask)
+    if distance_ptr.dtype.element_ty == tl.int16:
+        bits_th = distance_th.to(tl.int32) & FURTHEST
+        # A conversion would take the unit of the exponentials.
+        steps_th = (bits_th | WHOLE_BITS).to(tl.float32, bitcast=True) - WHOLE
+        exp_th = tl.where(bits_th < FURTHEST, tl.exp2(steps_th * (-LOG2_E / STEPS)), 0.0)
+    else:
+        exp_th = tl.exp2(distance_th * -LOG2_E)
+    soft_th = smoothed(soft_th, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
+    grad_th = exp_th * factor_t[:, None] - soft * soft_th
+    tl.store(grad_ptr + columns, grad_th.to(grad_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient_kernel(
+    found_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr, soft_C_ptr, B, T, stride,
+    soft_row_stride, soft_stride, keep, floor,
+    SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's gradient in the place of its distances. Grid: (C cdiv(B, BLOCK),), the blocks of a row one
+    after the other; what a row's statistics are made of is read once and not by each."""
+    blocks = tl.cdiv(B, BLOCK)
+    row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+    part = start // WIDTH + tl.arange(0, BLOCK // WIDTH)
+    factor_t = tl.load(found_CT4_ptr + row * T * 4 + part, mask=part < T, other=0.0)
+    soft = tl.load(soft_C_ptr + row)
+    distance_ptr, grad_ptr = distance_CB_ptr + row * stride, grad_CB_ptr + row * stride
+    soft_ptr = soft_CB_ptr + row * soft_row_stride
+    if start + BLOCK > B:
+        _put_gradient(
+            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep,
+            floor, SMOOTHED, True, WIDTH, BLOCK,
+        )  # fmt: skip
+    else:
+        _put_gradient(
+            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep,
+            floor, SMOOTHED, False, WIDTH, BLOCK,
+        )  # fmt: skip
+
+
+def gradient(
+    found_CT4: Tensor,
+    grad_CV: Tensor | None,  # None: statistics alone
+    terms: Terms,
+    statistics: Statistics,
+    columns: Columns,
+    *,
+    take_statistics: bool,
+) -> None:
+    """Uses up what was found."""
+    C, T, _ = found_CT4.shape
+    stat: Any = [None] * 4
+    if take_statistics:
+        stat = [statistics.max_N, statistics.sum_N, statistics.mass_N, statistics.cross_N]
+    _rows_kernel[(C,)](
+        found_CT4, terms.soft_N, terms.lse_pull_N, *stat, T,
+        GRADIENT=grad_CV is not None, PARTS=triton.next_power_of_2(T),
+    )  # fmt: skip
+    if grad_CV is None:
+        return
+    soft: Any = columns.soft_CB
+    V = soft.shape[1]
+    _gradient_kernel[(C * triton.cdiv(V, BLOCK),)](
+        found_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B, terms.soft_N, V, T,
+        grad_CV.stride(0), *soft.stride(), *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0),
+        WIDTH=tiles.BLOCK_B // 2, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip

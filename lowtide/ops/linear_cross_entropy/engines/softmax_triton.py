@@ -1,0 +1,299 @@
+"""The pass over a tile of logits as one Triton kernel; softmax_torch.py has the mathematics, and the same in torch.
+
+A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
+more to write the gradient and take what sums there are besides, from the last class to the first: what it
+read last is still in the L2 cache. A half-precision gradient is written into the second half of its own row
+of float32 logits, so that no write, going backwards, reaches a logit that is still to be read.
+
+Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
+from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+
+# Logits to the tile; with most options half as many, which is what the registers hold.
+BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
+WARPS = 16  # decision 0001
+
+# Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is seen.
+LOWEST = tl.constexpr(-3.0e38)
+
+
+@triton.jit
+def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
+    """z, the product u it came from, and the slope dz/du / scale; z is -inf beyond column B."""
+    raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
+    if bias_ptr is not None:
+        raw_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
+    z_b = raw_b * scale
+    slope_b = 1.0
+    if SOFTCAP > 0:
+        capped_b, room_b = tanh_and_room(z_b / SOFTCAP)
+        z_b = SOFTCAP * capped_b
+        slope_b = slope_of_tanh(room_b)
+    return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
+
+
+@triton.jit
+def max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """max z and sum exp(z - max), online: each lane keeps its own, and takes one exponential a logit."""
+    max_b = tl.full([BLOCK], LOWEST, tl.float32)
+    sum_b = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, B, BLOCK):
+        z_b, _, _ = load_logits(logits_ptr, bias_ptr, scale, start + tl.arange(0, BLOCK), B, SOFTCAP)
+        ratio_b = tl.exp(-tl.abs(z_b - max_b))
+        sum_b = tl.where(z_b > max_b, sum_b * ratio_b + 1.0, sum_b + ratio_b)
+        max_b = tl.maximum(max_b, z_b)
+    row_max = tl.max(max_b, 0)
+    return row_max, tl.sum(sum_b * tl.exp(max_b - row_max), 0)
+
+
+@triton.jit
+def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
+    """The class probabilities, smoothed, times the class weights."""
+    soft_b = tl.load(soft_ptr + columns.to(tl.int64) * stride, mask=columns < B, other=0.0).to(tl.float32)
+    soft_b = soft_b * keep + floor
+    if class_weight_ptr is not None:
+        soft_b *= tl.load(class_weight_ptr + columns, mask=columns < B, other=0.0)
+    return tl.where(columns < B, soft_b, 0.0)
+
+
+@triton.jit
+def _softmax_gradient_kernel(
+    logits_CB_ptr,
+    grad_CB_ptr,
+    target_C_ptr,
+    ignored_C_ptr,
+    pull_C_ptr,
+    hit_C_ptr,
+    spread_C_ptr,
+    soft_C_ptr,
+    lse_pull_C_ptr,
+    tilt_C_ptr,
+    max_C_ptr,
+    sum_C_ptr,
+    gap_C_ptr,
+    smooth_C_ptr,
+    mass_C_ptr,
+    cross_C_ptr,
+    mean_C_ptr,
+    argmax_C_ptr,
+    moment_C_ptr,
+    bias_B_ptr,
+    class_weight_B_ptr,
+    soft_CB_ptr,
+    scale_ptr,
+    B,
+    first_class,
+    logits_stride,
+    grad_stride,
+    soft_row_stride,
+    soft_stride,
+    keep,
+    floor,
+    SOFTCAP: tl.constexpr,
+    TAKE_STATISTICS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SECOND_READ: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """softmax_torch.py names every vector. One that is not asked for, or has no part in this call, is None."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr = logits_CB_ptr + row * logits_stride
+    grad_ptr = grad_CB_ptr + row * grad_stride
+    soft_ptr = logits_ptr
+    if soft_CB_ptr is not None:
+        soft_ptr = soft_CB_ptr + row * soft_row_stride
+    ignored = tl.load(ignored_C_ptr + row)
+    classes = tl.where(ignored, 0, B)  # an ignored row's logits are not read, NaN or not
+    target = (tl.load(target_C_ptr + row) - first_class).to(tl.int32)
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+
+    if TAKE_STATISTICS:
+        row_max, row_sum = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
+        tl.store(max_C_ptr + row, tl.where(ignored, 0.0, row_max))
+        tl.store(sum_C_ptr + row, tl.where(ignored, 1.0, row_sum))
+    else:
+        row_max, row_sum = tl.load(max_C_ptr + row), tl.load(sum_C_ptr + row)
+    row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
+    log_sum = tl.log(row_sum)
+    if TAKE_STATISTICS and gap_C_ptr is not None:
+        target_logit, _, _ = load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
+        tl.store(gap_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
+
+    if SECOND_READ:
+        mass = 0.0
+        if soft_CB_ptr is not None:
+            if TAKE_STATISTICS:
+                for start in range(0, B, BLOCK):
+                    columns = start + tl.arange(0, BLOCK)
+                    mass += tl.sum(
+                        _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B), 0
+                    )
+                tl.store(mass_C_ptr + row, mass)
+            else:
+                mass = tl.load(mass_C_ptr + row)
+        pull = tl.load(pull_C_ptr + row)
+        if soft_C_ptr is not None:
+            soft = tl.load(soft_C_ptr + row)
+            pull += soft * mass
+        if lse_pull_C_ptr is not None:
+            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+        hit, slant = tl.load(hit_C_ptr + row), pull / row_sum
+        smooth, cross, mean, moment, best = 0.0, 0.0, 0.0, 0.0, B
+        blocks = tl.cdiv(B, BLOCK)
+        tl.debug_barrier()
+        for step in range(blocks):
+            columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
+            z_b, raw_b, slope_b = load_logits(logits_ptr, bias_B_ptr, scale, columns, classes, SOFTCAP)
+            shift_b = z_b - row_max
+            exp_b = tl.exp(shift_b)
+            grad_b = exp_b * slant
+            if TAKE_STATISTICS and argmax_C_ptr is not None:
+                # NaN is the largest, as in torch.
+                best = tl.minimum(best, tl.min(tl.where((shift_b == 0.0) | (z_b != z_b), columns, B), 0))
+            if tilt_C_ptr is not None or mean_C_ptr is not None:
+                finite_b = tl.where(shift_b == -float("inf"), 0.0, shift_b)
+                if TAKE_STATISTICS:
+                    mean += tl.sum(exp_b * finite_b, 0)
+                if tilt_C_ptr is not None:
+                    grad_b += exp_b * finite_b * (tl.load(tilt_C_ptr + row) / row_sum)
+            if soft_CB_ptr is not None:
+                soft_b = _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B)
+                if TAKE_STATISTICS:
+                    cross += tl.sum(tl.where(columns < classes, soft_b * (log_sum - shift_b), 0.0), 0)
+                grad_b -= soft * soft_b
+            if spread_C_ptr is not None:
+                class_weight_b = tl.full([BLOCK], 1.0, tl.float32)
+                if class_weight_B_ptr is not None:
+                    class_weight_b = tl.load(class_weight_B_ptr + columns, mask=columns < B, other=0.0)
+                grad_b -= tl.load(spread_C_ptr + row) * class_weight_b
+                if TAKE_STATISTICS:
+                    gap_b = tl.where(columns < classes, log_sum - shift_b, 0.0)
+                    smooth += tl.sum(class_weight_b * gap_b, 0)
+            if GRADIENT:
+                grad_b = tl.where(columns == target, grad_b - hit, grad_b) * slope_b
+                if moment_C_ptr is not None:
+                    moment += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
+                tl.debug_barrier()  # every thread has its logits before any writes over them
+                tl.store(grad_ptr + columns, grad_b.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
+        if TAKE_STATISTICS:
+            if spread_C_ptr is not None:
+                tl.store(smooth_C_ptr + row, smooth)
+            if soft_CB_ptr is not None:
+                tl.store(cross_C_ptr + row, cross)
+            if mean_C_ptr is not None:
+                tl.store(mean_C_ptr + row, mean / row_sum)
+            if argmax_C_ptr is not None:
+                tl.store(argmax_C_ptr + row, tl.where(ignored, -1, best).to(tl.int64))
+        if moment_C_ptr is not None:
+            tl.store(moment_C_ptr + row, moment)
+
+
+def softmax_gradient_(
+    logits_CB: Tensor,
+    terms: Terms,
+    statistics: Statistics,
+    columns: Columns,
+    *,
+    take_statistics: bool,
+    gradient_dtype: torch.dtype | None,  # None: statistics alone
+) -> Tensor | None:  # [C, B]
+    grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
+    softmax_gradient_into(grad_CB, logits_CB, terms, statistics, columns, take_statistics=take_statistics)
+    return grad_CB
+
+
+def softmax_gradient_into(
+    grad_CB: Tensor | None,  # None: statistics alone
+    logits_CB: Tensor,
+    terms: Terms,
+    statistics: Statistics,
+    columns: Columns,
+    *,
+    take_statistics: bool,
+) -> None:
+    C, B = logits_CB.shape
+    gradient = grad_CB is not None
+    grad_CB = logits_CB if grad_CB is None else grad_CB
+    row, stat = terms, statistics
+    in_second_read = (row.spread_N, row.soft_N, stat.mean_N, stat.argmax_N)
+    plain = columns.bias_B is None and not columns.softcap and all(each is None for each in in_second_read)
+    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
+    soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()
+    if C:
+        _softmax_gradient_kernel[(C,)](
+            logits_CB,
+            grad_CB,
+            row.target_N,
+            row.ignored_N,
+            row.pull_N,
+            row.hit_N,
+            row.spread_N,
+            row.soft_N,
+            row.lse_pull_N,
+            row.tilt_N,
+            stat.max_N,
+            stat.sum_N,
+            stat.gap_N,
+            stat.smooth_N,
+            stat.mass_N,
+            stat.cross_N,
+            stat.mean_N,
+            stat.argmax_N,
+            stat.moment_N,
+            columns.bias_B,
+            columns.class_weight_B,
+            columns.soft_CB,
+            columns.scale,
+            B,
+            columns.first_class,
+            logits_CB.stride(0),
+            grad_CB.stride(0),
+            *soft_strides,
+            *columns.smoothing,
+            SOFTCAP=columns.softcap,
+            TAKE_STATISTICS=take_statistics,
+            GRADIENT=gradient,
+            SECOND_READ=gradient or any(each is not None for each in in_second_read),
+            BLOCK=block,
+            num_warps=WARPS if block >= 4096 else 4,
+        )
+
+
+@triton.jit
+def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    if IN_PLACE:  # loss.backward() asks for the gradients as they are: 1 is the usual factor
+        count = tl.where(factor == 1.0, 0, count)
+    step = tl.num_programs(0) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
+        offsets = start + tl.arange(0, BLOCK)
+        scaled = tl.load(tensor_ptr + offsets, mask=offsets < count).to(tl.float32) * factor
+        tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
+
+
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
+    """out = factor * tensor in float32, rounded once; both contiguous, and out may be tensor itself."""
+    count, block = tensor.numel(), 4096
+    if count:
+        # Few enough to be gone at once where there is nothing to do.
+        grid = (min(triton.cdiv(count, block), 2048),)
+        in_place = out.data_ptr() == tensor.data_ptr()
+        _scale_kernel[grid](tensor, factor, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)
+
+
+def gradient_view(logits_CB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the gradient goes: over the logits, or into the second half of each row if it is half as wide."""
+    if dtype == logits_CB.dtype:
+        return logits_CB
+    halves = logits_CB.view(dtype)
+    stride = logits_CB.stride(0)
+    return halves.as_strided(logits_CB.shape, (2 * stride, 1), halves.storage_offset() + stride)

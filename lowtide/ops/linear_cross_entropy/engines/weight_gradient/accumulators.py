@@ -1,0 +1,194 @@
+"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 or 20
+bits, on the pipeline, where four bytes a weight leave too few rows for a chunk, or where it is a float32
+gradient on its way; or none, where one chunk has all tokens (decisions 0013, 0016, 0041).
+
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core import backend
+from lowtide.core.matmul import product
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.planning.chunking import TARGETS
+
+TILE_FEATURES = 256  # of packed_gluon.py
+
+
+class FloatSum:
+    """In a float32 tensor of its own, or in the gradient's where that is float32."""
+
+    def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
+        """factor: of all that is added; it is to go into the rows of the products' second operand, too."""
+        self.sum_VD, self.factor = sum_VD, factor
+
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
+
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        hit_N = hit_N if self.factor is None else hit_N * self.factor
+        row_kernels.add_target_rows(self.sum_VD, None, x, hit_N, class_N, order_N)
+
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        spread_x_D = spread_x_D if self.factor is None else spread_x_D * self.factor
+        if class_weight_V is None:
+            self.sum_VD.sub_(spread_x_D)
+        else:
+            self.sum_VD.addr_(class_weight_V, spread_x_D, alpha=-1)
+
+    def round_in_place(self) -> None:
+        """Later, by the factor that backward brings."""
+
+
+class SumWithin(FloatSum):
+    """Of a float32 gradient, on the pipeline: where there are several chunks, in 24 bits until the last
+    product, which is less to read and write, and then in float32."""
+
+    def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
+        super().__init__(sum_VD, factor)
+        self.pair_VD, self.low = within(sum_VD)
+        self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.operands: tuple[Tensor, Tensor] | None = None
+        self.in_float32 = False
+
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        self.in_float32 = first and last
+        if self.in_float32:
+            super().add_product(exp_CV, x_CD, first=first, last=last)
+        elif last:
+            self.operands = (exp_CV, x_CD)  # when all else is added
+        else:
+            add_in_pipeline(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
+
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        if self.in_float32:
+            super().add_target_rows(x, hit_N, class_N, order_N)
+        else:
+            hit_N = hit_N if self.factor is None else hit_N * self.factor
+            row_kernels.add_target_rows(self.pair_VD, self.low, x, hit_N, class_N, order_N)
+
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        if self.in_float32:
+            super().subtract_spread(class_weight_V, spread_x_D)
+        else:
+            self.spread = (class_weight_V, spread_x_D if self.factor is None else spread_x_D * self.factor)
+
+    def round_in_place(self) -> None:
+        if self.operands is not None:
+            operands, rounding = self.operands, (None, *self.spread)
+            self.operands = None
+            sums = (self.pair_VD, self.low)
+            add_in_pipeline(*sums, *operands, add=True, rounding=rounding, out_VD=self.sum_VD)
+
+
+class SplitSum:
+    """In the memory of the bfloat16 gradient, and a byte beside or half of one (packed_triton.py)."""
+
+    factor = None
+
+    def __init__(self, gradient_VD: Tensor, rounding: Tensor, *, bits: int) -> None:
+        self.pair_VP = gradient_VD.view(torch.int32)
+        self.low_VP = torch.empty_like(self.pair_VP, dtype={24: torch.uint16, 20: torch.uint8}[bits])
+        self.rounding = rounding
+        self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.operands: tuple[Tensor, Tensor] | None = None
+
+    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        if last and not first:
+            self.operands = (exp_CV, x_CD)  # when all else is added, this product rounds
+        else:
+            self._add(exp_CV, x_CD, add=not first)
+
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, hit_N, class_N, order_N)
+
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        self.spread = (class_weight_V, spread_x_D)  # on the way out: the sum is not read for it
+
+    def round_in_place(self) -> None:
+        rounding, operands = (self.rounding, *self.spread), self.operands
+        self.operands = None
+        if operands is None:
+            packed_triton.round_(self.pair_VP, self.low_VP, *rounding)
+        else:
+            self._add(*operands, add=True, rounding=rounding)
+
+    def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
+        sums = (self.pair_VP, self.low_VP)
+        add = add_in_pipeline if pipelined(*sums, exp_CV, x_CD) else packed_triton.add_product
+        add(*sums, exp_CV, x_CD, **options)
+
+
+class RoundedProduct:
+    """One product has all tokens, and leaves as the rounded gradient. The rows of classes that are a target,
+    to which more is added in float32, are formed again by themselves: at most one a token."""
+
+    def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
+        self.gradient_VD, self.factor = gradient_VD, rounding
+
+    def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool) -> None:
+        assert first
+        assert last
+        self.operands = (exp_NV, x_ND)
+        product(self.gradient_VD, exp_NV.t(), x_ND)
+
+    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+        exp_NV, x_ND = self.operands
+        del self.operands
+        hit_N = hit_N * self.factor
+        targets = min(TARGETS, class_N.shape[0])
+        sum_TD = torch.empty(targets, x_ND.shape[1], dtype=hit_N.dtype, device=hit_N.device)
+        for start in range(0, class_N.shape[0], TARGETS):
+            class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)  # of ignored rows
+            T = class_T.shape[0]
+            product(sum_TD[:T], exp_NV.index_select(1, class_T).t(), x_ND)
+            row_kernels.add_target_rows(
+                self.gradient_VD,
+                None,
+                x,
+                hit_N,
+                class_N,
+                order_N,
+                sums_TD=sum_TD[:T],
+                first_target=start,
+            )
+
+    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+        raise AssertionError("with label smoothing there is a sum")
+
+    def round_in_place(self) -> None:
+        """It is rounded."""
+
+
+# Sums on the pipeline.
+
+
+def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> bool:
+    """Whether it is to add to such a sum: a product that is worth it, with tensor maps of all that it reads
+    and writes."""
+    half = exp_CV.dtype == x_CD.dtype == torch.bfloat16
+    large = backend.worth(exp_CV.numel(), x_CD.shape[1])
+    return (
+        half and large and backend.pipelines_on(x_CD.device) and backend.mapped(exp_CV, x_CD, pair_VP, low_VP)
+    )
+
+
+def fits_within(gradient_VD: Tensor, rows: int) -> bool:
+    """Whether a sum in 24 bits is to lie there until it becomes the gradient; with chunks of so many rows."""
+    whole = gradient_VD.shape[1] % TILE_FEATURES == 0 and gradient_VD.is_contiguous()
+    large = backend.worth(gradient_VD.numel(), rows)
+    return whole and large and gradient_VD.dtype == torch.float32 and backend.pipelines_on(gradient_VD.device)
+
+
+def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory of a float32 gradient as pairs and lower bits; whole tiles of it (packed_gluon.py)."""
+    return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
+
+
+def add_in_pipeline(*sums_and_operands: Any, **options: Any) -> None:
+    from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_gluon
+
+    packed_gluon.add_product(*sums_and_operands, **options)

@@ -1,0 +1,276 @@
+"""The product that adds to the weight gradient's sum, on a Hopper card (gluon.py): sum (+)= exp^T x, in 24
+bits or 20 (packed_triton.py).
+
+Where a chunk has few rows, what was summed before takes as long to read and write as the tile's product takes
+to form. It goes around with the operands: after a tile's last one the next two stages bring the sum, half of
+it each, it is added up there, and leaves from there (decision 0040).
+
+A sum in 24 bits that becomes a float32 gradient lies in that gradient's memory, so that each tile lies where
+its own part of the gradient will be: of 256 features, which take 1024 bytes of a row, the pairs are in the
+first 512 and the lower bits in the next 256: three quarters of what float32 would be to read and write.
+
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = what a group has of one
+tile, h half its columns.
+"""
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import halves, multiprocessors, tile_at
+from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
+from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
+    DEPTH,
+    HALF,
+    WIDTH,
+    await_stage,
+    describe,
+    give_back,
+    leave_tile,
+    load,
+    load_tiles,
+    multiply,
+    ring,
+    store,
+    take,
+    view,
+)
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
+    GROUP,
+    from_pairs,
+    less_spread,
+    rounded_pairs,
+    to_pairs,
+)
+
+COLUMNS = tl.constexpr(64)  # of a part: 32 bits for each of a tile's classes fill the room for x in a stage
+
+
+@gluon.jit
+def _sum_of(b_s, stage, WHICH: gl.constexpr, out):
+    """In a stage's memory, what a group has of half a tile of pairs, or of a quarter of the gradient."""
+    return view(b_s.index(stage), out.dtype, [2, HALF, COLUMNS], out.layout).index(WHICH)
+
+
+@gluon.jit
+def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
+    """The lower bits: as many bytes as operands take there, or half as many."""
+    NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
+    return view(a_s.index(2 * stage + WHICH), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
+
+
+@gluon.jit
+def _columns(tile_d, half: gl.constexpr, WITHIN: gl.constexpr):
+    """Where half a tile begins, among the pairs, and among the lower bits."""
+    if WITHIN:
+        return tile_d * WIDTH + half * COLUMNS, tile_d * 2 * WIDTH + WIDTH + half * COLUMNS
+    else:
+        return (tile_d * 2 + half) * COLUMNS, (tile_d * 2 + half) * COLUMNS
+
+
+@gluon.jit
+def _load_all(
+    exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    BYTES: gl.constexpr = 4 + low_VP.dtype.primitive_bitwidth // 8
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
+        for start in range(0, C, DEPTH):
+            step = load_tiles(
+                exp_CV, x_CD, tile_v * 2 * HALF, tile_d * WIDTH, start, a_s, b_s, full, empty, step,
+                STAGES, True,
+            )  # fmt: skip
+        for half in gl.static_range(2):
+            stage = take(empty, step, STAGES)
+            if ADD:
+                mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
+                for which in gl.static_range(2):
+                    first_class = tile_v * 2 * HALF + which * HALF
+                    column, low_column = _columns(tile_d, half, WITHIN)
+                    place, low_place = [first_class, column], [first_class, low_column]
+                    load(pair_VP, place, full.index(stage), _sum_of(b_s, stage, which, pair_VP))
+                    load(low_VP, low_place, full.index(stage), _low_of(a_s, stage, which, low_VP))
+            else:
+                mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
+            step += 1
+
+
+@gluon.jit
+def _add_halves(
+    sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """To what was summed before, one after the other."""
+    halves_vh = halves(sum_vd)
+    for half in gl.static_range(2):
+        column, low_column = _columns(tile_d, half, WITHIN)
+        stage = await_stage(full, step, STAGES)
+        pair_s = _sum_of(b_s, stage, WHICH, pair_VP)
+        low_s = _low_of(a_s, stage, WHICH, low_VP)
+        even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (HALF, COLUMNS, 2)))
+        if ADD:
+            even_before_vh, odd_before_vh = from_pairs(
+                pair_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
+            )
+            even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
+        if factor_ptr is None:
+            pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
+            low_s.store(low_vh)
+        else:
+            if spread_D_ptr is not None:
+                classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+                pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+                even_vh, odd_vh = less_spread(
+                    even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                )
+            pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
+        pair_s.store(pair_vh)
+        fence_async_shared()
+        tma.store_wait(0)  # of the half before
+        give_back(empty, step, half > 0, STAGES)  # and all of this one is in its place
+        store(pair_VP, [first_class, column], pair_s)
+        if factor_ptr is None:
+            store(low_VP, [first_class, low_column], low_s)
+        step += 1
+    tma.store_wait(0)
+    give_back(empty, step, True, STAGES)
+    return step
+
+
+@gluon.jit
+def _with_before(half_vh, a_s, b_s, stage, pair_VP, low_VP, WHICH: gl.constexpr):
+    """The product of half a tile, and what was summed before."""
+    even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
+    even_before_vh, odd_before_vh = from_pairs(
+        _sum_of(b_s, stage, WHICH, pair_VP).load(even_vh.type.layout),
+        _low_of(a_s, stage, WHICH, low_VP).load(even_vh.type.layout),
+    )
+    return even_vh + even_before_vh, odd_vh + odd_before_vh
+
+
+@gluon.jit
+def _finish(
+    sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient, over the sum that it is made of: when all of that has come."""
+    halves_vh = halves(sum_vd)
+    first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
+    sums_vh = (
+        _with_before(halves_vh[0], a_s, b_s, first, pair_VP, low_VP, WHICH),
+        _with_before(halves_vh[1], a_s, b_s, second, pair_VP, low_VP, WHICH),
+    )
+    for half in gl.static_range(2):
+        even_vh, odd_vh = sums_vh[half]
+        if spread_D_ptr is not None:
+            first_pair = (tile_d * 2 + half) * COLUMNS
+            classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+            pairs = first_pair + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+            even_vh, odd_vh = less_spread(
+                even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+            )
+        quarters_vh = halves(tl.reshape(tl.join(even_vh, odd_vh), (HALF, 2 * COLUMNS)))
+        for quarter in gl.static_range(2):
+            out_s = _sum_of(b_s, second if quarter else first, WHICH, out_VD)
+            place = [first_class, tile_d * WIDTH + (2 * half + quarter) * COLUMNS]
+            leave_tile(quarters_vh[quarter], out_s, out_VD, place, quarter if half == 0 else 1)
+    tma.store_wait(0)
+    give_back(empty, step + 1, True, STAGES)
+    give_back(empty, step + 2, True, STAGES)
+    return step + 2
+
+
+@gluon.jit
+def _add_all(
+    WHICH: gl.constexpr, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    a_s, b_s, full, empty, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What one of the two groups does."""
+    tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    step = 0
+    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
+        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), WHICH, STAGES, True)
+        first_class = tile_v * 2 * HALF + WHICH * HALF
+        if out_VD is not None:
+            step = _finish(
+                sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, step, D, V, WHICH, STAGES,
+            )  # fmt: skip
+        else:
+            step = _add_halves(
+                sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, step, D, V, WHICH, ADD, WITHIN, STAGES,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _add_product_pipelined_kernel(
+    exp_CV, x_CD, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """sum (+)= exp^T x. With a factor, the last time, it is rounded; with a place for it, the last time, it
+    becomes the float32 gradient WITHIN which it lies. Grid: one program a multiprocessor, tiles in turn."""
+    a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
+    gl.warp_specialize(
+        [
+            (_add_all, (
+                0, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+            )),
+            (_add_all, (
+                1, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+            )),
+            (_load_all, (
+                exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty,
+                C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+            )),
+        ],
+        [4, 1],
+        REGISTERS,
+    )  # fmt: skip
+
+
+def add_product(
+    pair_VP: Tensor,
+    low_VP: Tensor,
+    exp_CV: Tensor,
+    x_CD: Tensor,
+    *,
+    add: bool,
+    rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    out_VD: Tensor | None = None,
+) -> None:
+    """`rounding`, the last time: as in packed_triton.py. out_VD: where the sum lies within a float32 gradient,
+    that, the last time."""
+    (C, D), V = x_CD.shape, pair_VP.shape[0]
+    programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
+    _add_product_pipelined_kernel[(programs,)](
+        describe(exp_CV, pipeline.BLOCK_K, pipeline.BLOCK_A // 2),
+        describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
+        describe(pair_VP, *part),
+        describe(low_VP, *part),
+        None if out_VD is None else describe(out_VD, *part),
+        *rounding,
+        C,
+        D,
+        V,
+        ADD=add,
+        WITHIN=pair_VP.shape[1] == D,
+        GROUP=GROUP,
+        PROGRAMS=programs,
+        STAGES=pipeline.STAGES,
+        REGISTERS=pipeline.REGISTERS,
+        num_warps=pipeline.WARPS,
+    )

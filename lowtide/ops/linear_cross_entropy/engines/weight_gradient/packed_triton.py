@@ -1,0 +1,215 @@
+"""Triton kernels of a float32 sum in 24 bits, or 20: the upper 16 lie where the bfloat16 gradient will be,
+the next 8 or 4 beside. Each addition rounds it by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8);
+the gradient is rounded once, at the end (decisions 0013 and 0036).
+
+Two features that lie side by side are one number of 32 bits in the former's memory, and one of 16 or 8 in the
+latter, whose type says which it is.
+
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the pairs of
+half its features.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import (
+    describe,
+    halves,
+    multiprocessors,
+    tile_at,
+)
+
+BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
+WARPS = 8
+GROUP = 8  # tiles of classes that share the features of a chunk while those are in the L2 cache
+
+
+UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
+
+
+@triton.jit
+def from_pairs(pair, low):
+    """The sums of even features, and of odd ones."""
+    bits = low.to(tl.int32)
+    if low.dtype == tl.uint16:
+        even, odd = (pair << 16) | ((bits & 0xFF) << 8), (pair & UPPER) | (bits & 0xFF00)
+    else:
+        even, odd = (pair << 16) | ((bits & 15) << 12), (pair & UPPER) | ((bits & 0xF0) << 8)
+    return even.to(tl.float32, bitcast=True), odd.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def places(pair, WITHIN: tl.constexpr):
+    """Of a pair by its number, and of its lower bits. WITHIN a float32 gradient (packed_gluon.py) 128 pairs
+    have the room of 256 numbers of 32 bits, or 512 of 16."""
+    if WITHIN:
+        return pair // 128 * 256 + pair % 128, pair // 128 * 512 + 256 + pair % 128
+    else:
+        return pair, pair
+
+
+@triton.jit
+def load_pairs(pair_ptr, low_ptr, mask):
+    return from_pairs(tl.load(pair_ptr, mask=mask, other=0), tl.load(low_ptr, mask=mask, other=0))
+
+
+@triton.jit
+def _nearest(value, HALF: tl.constexpr):
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(value == value, bits + HALF, bits)  # a NaN of all ones would become 0
+
+
+@triton.jit
+def to_pairs(even, odd, low_type: tl.constexpr):
+    """A pair, and its lower bits in this type."""
+    if low_type == tl.uint16:
+        even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
+        low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
+    else:
+        even, odd = _nearest(even, 0x800), _nearest(odd, 0x800)
+        low = ((even >> 12) & 15) | ((odd >> 8) & 0xF0)
+    return ((even >> 16) & 0xFFFF) | (odd & UPPER), low.to(low_type)
+
+
+@triton.jit
+def store_pairs(pair_ptr, low_ptr, even, odd, mask):
+    pair, low = to_pairs(even, odd, low_ptr.dtype.element_ty)
+    tl.store(pair_ptr, pair, mask=mask)
+    tl.store(low_ptr, low, mask=mask)
+
+
+@triton.jit
+def rounded_pairs(even, odd, factor):
+    even = (even * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    odd = (odd * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
+    return (even & 0xFFFF) | (odd << 16)
+
+
+@triton.jit
+def _spread(spread_D_ptr, pair, mask):
+    """What is subtracted from even features, and from odd ones."""
+    even = tl.load(spread_D_ptr + 2 * pair, mask=mask, other=0.0)
+    return even, tl.load(spread_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def less_spread(even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V):
+    """The sums, less the spread times what these classes weigh."""
+    even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
+    if class_weight_V_ptr is None:
+        return even_vh - even_h[None, :], odd_vh - odd_h[None, :]
+    else:
+        weight_v = tl.load(class_weight_V_ptr + classes, mask=classes < V, other=0.0)
+        return even_vh - weight_v[:, None] * even_h[None, :], odd_vh - weight_v[:, None] * odd_h[None, :]
+
+
+@triton.jit
+def _add_product_kernel(
+    exp_CV,
+    x_CD,
+    pair_VP_ptr,
+    low_VP_ptr,
+    factor_ptr,
+    class_weight_V_ptr,
+    spread_D_ptr,
+    C,
+    D,
+    V,
+    ADD: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """sum (+)= exp^T x; with a factor, the last time, it is rounded. Grid: one program a multiprocessor, each
+    tile in turn."""
+    tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
+    for tile in tl.range(tl.program_id(0), tiles_v * tiles_d, PROGRAMS, flatten=True):
+        tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
+        sum_vd = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+        for start in range(0, C, BLOCK_C):
+            exp_cv = exp_CV.load([start, tile_v * BLOCK_V])
+            x_cd = x_CD.load([start, tile_d * BLOCK_D])
+            sum_vd = tl.dot(exp_cv.T, x_cd, sum_vd)
+        classes = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        # One half after the other: what is added is in registers too.
+        halves_vh = halves(sum_vd)
+        for half in tl.static_range(2):
+            even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (BLOCK_V, BLOCK_D // 4, 2)))
+            pairs = tile_d * (BLOCK_D // 2) + half * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
+            place_vh = classes[:, None].to(tl.int64) * (D // 2) + pairs[None, :]
+            mask_vh = (classes[:, None] < V) & (pairs[None, :] < D // 2)
+            pair_ptr, low_ptr = pair_VP_ptr + place_vh, low_VP_ptr + place_vh
+            if ADD:
+                even_before_vh, odd_before_vh = load_pairs(pair_ptr, low_ptr, mask_vh)
+                even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
+            if factor_ptr is None:
+                store_pairs(pair_ptr, low_ptr, even_vh, odd_vh, mask_vh)
+            else:
+                if spread_D_ptr is not None:
+                    even_vh, odd_vh = less_spread(
+                        even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                    )
+                tl.store(pair_ptr, rounded_pairs(even_vh, odd_vh, tl.load(factor_ptr)), mask=mask_vh)
+
+
+@triton.jit
+def _round_kernel(
+    pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, spread_D_ptr, D, BLOCK: tl.constexpr
+):
+    """The gradient = bfloat16 of factor (sum - class_weight spread). Grid: one program a class."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr)
+    for start in range(0, D // 2, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        place, mask = row * (D // 2) + pairs, pairs < D // 2
+        even, odd = load_pairs(pair_VP_ptr + place, low_VP_ptr + place, mask)
+        if spread_D_ptr is not None:
+            even_spread, odd_spread = _spread(spread_D_ptr, pairs, mask)
+            if class_weight_V_ptr is not None:
+                class_weight = tl.load(class_weight_V_ptr + row)
+                even_spread, odd_spread = even_spread * class_weight, odd_spread * class_weight
+            even, odd = even - even_spread, odd - odd_spread
+        tl.store(pair_VP_ptr + place, rounded_pairs(even, odd, factor), mask=mask)
+
+
+def add_product(
+    pair_VP: Tensor,
+    low_VP: Tensor,
+    exp_CV: Tensor,
+    x_CD: Tensor,
+    *,
+    add: bool,
+    rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> None:
+    """`rounding`, the last time: the factor; class weights and features of what is subtracted before."""
+    V, (C, D) = pair_VP.shape[0], x_CD.shape
+    programs = multiprocessors(x_CD.device)
+    _add_product_kernel[(programs,)](
+        describe(exp_CV, BLOCK_C, BLOCK_V),
+        describe(x_CD, BLOCK_C, BLOCK_D),
+        pair_VP,
+        low_VP,
+        *rounding,
+        C,
+        D,
+        V,
+        ADD=add,
+        PROGRAMS=programs,
+        GROUP=GROUP,
+        BLOCK_V=BLOCK_V,
+        BLOCK_D=BLOCK_D,
+        BLOCK_C=BLOCK_C,
+        num_stages=4 if D % 16 == 0 else 3,  # without vectors to store, the tile takes a stage's memory
+        num_warps=WARPS,
+    )
+
+
+def round_(
+    pair_VP: Tensor, low_VP: Tensor, factor: Tensor, class_weight_V: Tensor | None, spread_D: Tensor | None
+) -> None:
+    V, P = pair_VP.shape
+    block = min(512, triton.next_power_of_2(P))
+    _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, spread_D, 2 * P, BLOCK=block)

@@ -1,0 +1,354 @@
+"""Small Triton kernels of the path without a pass over the logits, a row to the program, and their launchers:
+what surrounds its products (engine.py has the mathematics).
+
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B classes of a block; lower
+case = one tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
+    load_pairs,
+    places,
+    store_pairs,
+)
+
+
+@triton.jit
+def _target_logits_kernel(
+    x_CD_ptr, weight_VD_ptr, target_C_ptr, logit_C_ptr, x_stride, weight_stride, D, BLOCK: tl.constexpr
+):
+    """logit[c] = x[c] . weight[target[c]]. Grid: one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_C_ptr + row)
+    dot_d = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0)
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        dot_d += x_d.to(tl.float32) * weight_d.to(tl.float32)
+    tl.store(logit_C_ptr + row, tl.sum(dot_d, 0))
+
+
+@triton.jit
+def _scale_rows_kernel(x_CD_ptr, scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
+    """out[c] = scale[c] x[c], 0 where scale is 0. Grid: one program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_C_ptr + row)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+        x_d = tl.where(scale == 0.0, 0.0, x_d * scale)
+        tl.store(
+            out_CD_ptr + row * out_stride + columns, x_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
+        )
+
+
+@triton.jit
+def _input_gradient_kernel(
+    product_CD_ptr,
+    weight_VD_ptr,
+    target_C_ptr,
+    ignored_C_ptr,
+    scale_C_ptr,
+    hit_C_ptr,
+    spread_C_ptr,
+    total_weight_D_ptr,
+    factor_ptr,
+    out_CD_ptr,
+    weight_stride,
+    out_stride,
+    D,
+    BLOCK: tl.constexpr,
+):
+    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one
+    program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
+    target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        grad_d = sum_d + hit * weight_d.to(tl.float32)
+        if spread_C_ptr is not None:
+            total_d = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
+            grad_d -= tl.load(spread_C_ptr + row) * total_d
+        grad_d = tl.where(ignored, 0.0, grad_d * factor)
+        tl.store(
+            out_CD_ptr + row * out_stride + columns, grad_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
+        )
+
+
+@triton.jit
+def _with_target_rows(
+    sum_d,
+    target,
+    first,
+    columns,
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    BLOCK_N: tl.constexpr,
+):
+    """sum + hit[n] x[n] over the rows n with that target. The classes come sorted, with their rows in
+    `order`, these from `first` on: added up in order, the same bits every time."""
+    row = tl.load(order_N_ptr + first).to(tl.int64)
+    x_d = tl.load(
+        x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
+        mask=columns < D,
+        other=0.0,
+    )
+    sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
+    # Most classes have that one row; a frequent one may have thousands, taken BLOCK_N at a time.
+    start = first + 1
+    after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
+    same = ((start < N) & (after == target)).to(tl.int32)
+    while same > 0:
+        place_n = start + tl.arange(0, BLOCK_N)
+        same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
+        row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
+        hit_n = tl.load(hit_N_ptr + row_n, mask=same_n, other=0.0)
+        x_nd = tl.load(
+            x_ptr
+            + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
+            + columns[None, :],
+            mask=same_n[:, None] & (columns[None, :] < D),
+            other=0.0,
+        )
+        sum_d += tl.sum(hit_n[:, None] * x_nd.to(tl.float32), 0)
+        start += BLOCK_N
+        same = tl.min(same_n.to(tl.int32), 0)
+    return sum_d
+
+
+@triton.jit
+def _add_target_rows_kernel(
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    sum_VD_ptr,
+    low_VP_ptr,
+    sum_TD_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    first_target,
+    V,
+    WITHIN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """sum[v] += sum over rows n with target v of hit[n] x[n]; a sum as in packed_triton.py where it has a low
+    part, or WITHIN a float32 gradient, as in packed_gluon.py. The program at the first row of a class adds
+    them all up. With sum_TD, what is added to is there, at the place of that row, for the targets from
+    first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
+    first = first_target + tl.program_id(0)
+    target = tl.load(class_N_ptr + first)
+    before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
+    head = (first == 0) | (before != target)
+    if head & (target < V):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        place = target.to(tl.int64) * D + columns
+        if sum_TD_ptr is not None:
+            place_td = tl.program_id(0).to(tl.int64) * D + columns
+            sum_d = tl.load(sum_TD_ptr + place_td, mask=columns < D, other=0.0)
+        elif low_VP_ptr is None:
+            sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
+        else:
+            pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+            place_p, low_place_p = places(target.to(tl.int64) * (D // 2) + pairs, WITHIN)
+            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + low_place_p
+            even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
+            sum_d = tl.interleave(even_p, odd_p)
+        sum_d = _with_target_rows(
+            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+        )  # fmt: skip
+        if low_VP_ptr is None:
+            tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
+        else:
+            even_p, odd_p = tl.split(tl.reshape(sum_d, (BLOCK // 2, 2)))
+            store_pairs(pair_ptr, low_ptr, even_p, odd_p, pairs < D // 2)
+
+
+@triton.jit
+def _round_block_kernel(
+    sum_BD_ptr,
+    x_ptr,
+    hit_N_ptr,
+    class_N_ptr,
+    order_N_ptr,
+    first_V_ptr,
+    class_weight_V_ptr,
+    spread_D_ptr,
+    factor_ptr,
+    out_VD_ptr,
+    outer_stride,
+    inner_stride,
+    inner,
+    N,
+    D,
+    first_class,
+    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[v] = factor (sum[v - first_class] + sum over rows n with target v of hit[n] x[n] - class_weight[v]
+    spread). first_V: at which place of the sorted targets each class begins, N for a class that is no target.
+    Grid: (B, D / BLOCK)."""
+    target = first_class + tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * D + columns
+    sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
+    first = tl.load(first_V_ptr + target)
+    if first < N:
+        sum_d = _with_target_rows(
+            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+        )  # fmt: skip
+    if spread_D_ptr is not None:
+        spread_d = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)
+        if class_weight_V_ptr is not None:
+            spread_d *= tl.load(class_weight_V_ptr + target)
+        sum_d -= spread_d
+    sum_d *= tl.load(factor_ptr)
+    place = target.to(tl.int64) * D + columns
+    tl.store(out_VD_ptr + place, sum_d.to(out_VD_ptr.dtype.element_ty), mask=columns < D)
+
+
+def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor:  # [C]
+    C, D = x_CD.shape
+    logit_C = torch.empty(C, dtype=torch.float32, device=x_CD.device)
+    _target_logits_kernel[(C,)](
+        x_CD, weight_VD, target_C, logit_C, x_CD.stride(0), weight_VD.stride(0), D, BLOCK=_width(D)
+    )
+    return logit_C
+
+
+def scale_rows(x_CD: Tensor, scale_C: Tensor, out_CD: Tensor) -> None:
+    C, D = x_CD.shape
+    _scale_rows_kernel[(C,)](x_CD, scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
+
+
+def input_gradient(
+    product_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor,
+    ignored_C: Tensor,
+    scale_C: Tensor,
+    hit_C: Tensor,
+    spread_C: Tensor | None,
+    total_weight_D: Tensor | None,
+    factor: Tensor,
+    out_CD: Tensor,
+) -> None:
+    C, D = product_CD.shape
+    _input_gradient_kernel[(C,)](
+        product_CD,
+        weight_VD,
+        target_C,
+        ignored_C,
+        scale_C,
+        hit_C,
+        spread_C,
+        total_weight_D,
+        factor,
+        out_CD,
+        weight_VD.stride(0),
+        out_CD.stride(0),
+        D,
+        BLOCK=_width(D),
+    )
+
+
+def add_target_rows(
+    sum_VD: Tensor,
+    low_VP: Tensor | None,
+    x: Tensor,
+    hit_N: Tensor,
+    class_N: Tensor,
+    order_N: Tensor,
+    *,
+    sums_TD: Tensor | None = None,
+    first_target: int = 0,
+) -> None:
+    """The targets come in order of class, those of ignored rows last, under a class of their own. x is
+    [N, D], or [outer, inner, D] where that is no view of [N, D]."""
+    N, D = class_N.shape[0], x.shape[-1]
+    T = N if sums_TD is None else sums_TD.shape[0]
+    block = min(512, _width(D))
+    _add_target_rows_kernel[(T, triton.cdiv(D, block))](
+        x,
+        hit_N,
+        class_N,
+        order_N,
+        sum_VD,
+        low_VP,
+        sums_TD,
+        *_strides(x),
+        N,
+        D,
+        first_target,
+        sum_VD.shape[0],
+        WITHIN=low_VP is not None and sum_VD.shape[1] == D,
+        BLOCK_N=16,
+        BLOCK=block,
+    )
+
+
+def round_block(
+    out_VD: Tensor,
+    sum_BD: Tensor,
+    factor: Tensor,
+    x: Tensor,
+    hit_N: Tensor,
+    class_N: Tensor,
+    order_N: Tensor,
+    first_V: Tensor,
+    class_weight_V: Tensor | None,
+    spread_D: Tensor | None,
+    *,
+    first_class: int,
+) -> None:
+    """The block of classes from first_class on of a weight's gradient."""
+    (B, D), N = sum_BD.shape, class_N.shape[0]
+    block = min(512, _width(D))
+    _round_block_kernel[(B, triton.cdiv(D, block))](
+        sum_BD,
+        x,
+        hit_N,
+        class_N,
+        order_N,
+        first_V,
+        class_weight_V,
+        spread_D,
+        factor,
+        out_VD,
+        *_strides(x),
+        N,
+        D,
+        first_class,
+        BLOCK_N=16,
+        BLOCK=block,
+    )
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Outer and inner, and how many rows there are to an outer one."""
+    return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.shape[-2])
+
+
+def _width(D: int) -> int:
+    return min(1024, triton.next_power_of_2(D))

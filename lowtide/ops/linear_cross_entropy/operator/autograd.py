@@ -1,0 +1,164 @@
+"""The derivatives of the operators, registered with them. What backward needs depends on the reduction:
+
+mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
+            chunk of logits (three products in all). Backward multiplies them by the upstream gradient: in
+            place where the graph is freed behind it, out of place where the caller retains it.
+none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward computes the
+log_probs   logits again (four products).
+
+A backward that is itself to be differentiated, or is batched, goes the transforms' way, from the saved
+inputs.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd
+
+from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
+from lowtide.core.pending_gradient import scaled
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator import (
+    fake,  # noqa: F401  shapes registers itself
+    higher_order,
+    ops,
+)
+from lowtide.ops.linear_cross_entropy.planning.planner import told
+from lowtide.ops.linear_cross_entropy.planning.requirements import backend_of
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+    """[N] for none, else 0-d."""
+    wanted = _wanted(head)
+    options = told(head, options, ops.job_of(head, target, class_weight, wanted, log_probs=False))
+    loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, wanted, *options)
+    return loss
+
+
+def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
+    """Four times [N]."""
+    wanted = _wanted(head)
+    options = told(head, options, ops.job_of(head, target, None, wanted, log_probs=True))
+    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(*head, target, wanted, *options)
+    return log_prob_N, entropy_N, logsumexp_N, argmax_N
+
+
+def _wanted(head: Head) -> tuple[bool, ...]:
+    tracked = torch.is_grad_enabled()
+    return tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
+
+
+def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    *head, target, class_weight, wanted = inputs[:7]
+    _save(ctx, head, wanted, inputs[7:], (target, class_weight), output[1:])
+
+
+def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    upstream, options, wanted = gradients[0], ctx.options, ctx.wanted
+    if upstream is None:
+        return _arguments(ctx, (None,) * len(wanted))
+    _refuse_others(ctx)
+    head, (target, class_weight), rest = _saved(ctx)
+    if is_differentiated(upstream):
+
+        def losses(own: list[Any]) -> tuple[Tensor, ...]:
+            return (higher_order.linear_cross_entropy(head.of(own), target, class_weight, options),)
+
+        return _arguments(ctx, differentiable_gradients(losses, head.tensors, wanted, (upstream,)))
+    if options.reduction == "none":
+        found = ops.linear_cross_entropy_backward(
+            upstream, rest, *head, target, class_weight, wanted, *options
+        )
+        return _arguments(ctx, placed(found, wanted))
+    waiting, backend = iter(rest), backend_of(options.engine)
+    return _arguments(
+        ctx,
+        tuple(
+            finished(next(waiting), next(waiting) * upstream, like, backend) if grad else None
+            for like, grad in zip(head.tensors, wanted)
+        ),
+    )
+
+
+def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+    *head, target, wanted = inputs[:6]
+    _save(ctx, head, wanted, inputs[6:], (target,), output[4:])
+
+
+def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    upstream, options, wanted = gradients[:3], ctx.options, ctx.wanted
+    if all(each is None for each in upstream):
+        return _arguments(ctx, (None,) * len(wanted))
+    _refuse_others(ctx)
+    head, (target,), statistics = _saved(ctx)
+    if is_differentiated(*upstream):
+
+        def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
+            return higher_order.linear_log_probs(head.of(own), target, options)
+
+        return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, wanted, upstream))
+    found = ops.linear_log_probs_backward(*upstream, statistics, *head, target, wanted, *options)
+    return _arguments(ctx, placed(found, wanted))
+
+
+register_autograd("lowtide::linear_cross_entropy", _loss_gradients, setup_context=_save_loss)
+register_autograd("lowtide::linear_log_probs", _log_probs_gradients, setup_context=_save_log_probs)
+
+
+# Between the schema's arguments and Head, Options, and a gradient for each of Head's tensors.
+
+
+def _save(
+    ctx: Any,
+    head: Sequence[Any],
+    wanted: Sequence[bool],
+    options: Sequence[Any],
+    targets: Sequence[Tensor | None],
+    rest: Sequence[Tensor],
+) -> None:
+    ctx.wanted, ctx.options = tuple(wanted), Options(*options)
+    ctx.terms, ctx.targets = len(head[0]), len(targets)
+    ctx.set_materialize_grads(False)
+    if any(wanted):
+        ctx.save_for_backward(*head[0], *head[1], *head[2:], *targets, *rest)
+
+
+def _saved(ctx: Any) -> tuple[Head, tuple[Any, ...], list[Tensor]]:
+    """The head, its target and class weights, and what forward kept."""
+    terms, count, saved = ctx.terms, len(ctx.wanted), ctx.saved_tensors  # to be read once
+    tensors, rest = saved[:count], saved[count:]
+    head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
+    # As outputs, the kept ones would lead back here.
+    return head, rest[: ctx.targets], [each.detach() for each in rest[ctx.targets :]]
+
+
+def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+    """Gradients of all arguments, as the schema has them."""
+    terms, others = ctx.terms, ctx.targets + 1 + len(ctx.options)
+    weights = gradients[terms : 2 * terms]
+    return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
+
+
+def _refuse_others(ctx: Any) -> None:
+    inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.targets]
+    needed = (*inputs, *weights, *others)
+    if any(need and not grad for need, grad in zip(needed, (*ctx.wanted, *(False,) * ctx.targets))):
+        raise RuntimeError(
+            "this graph was exported where a tensor that needs a gradient now needed none; "
+            "export it with gradients enabled, where all that will be trained requires one"
+        )
+
+
+def finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
+    """The gradient of `like` itself: kept * factor, rounded once, by a kernel of that backend."""
+    if torch.compiler.is_compiling() or type(kept) is not Tensor:  # traced
+        return (kept.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
+    # A freed graph's tensors are ours to change; a retained one's will be read again.
+    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    return scaled(kept, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)

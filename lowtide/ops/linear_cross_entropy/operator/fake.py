@@ -1,0 +1,159 @@
+"""What is known of the operators without running them: the shapes and dtypes of their outputs, FLOPs, and the
+workspace that they take.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+from torch.utils.flop_counter import register_flop_formula
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.operator.ops import job_of
+from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
+from lowtide.ops.linear_cross_entropy.planning.call_memory import held_beside
+from lowtide.ops.linear_cross_entropy.planning.planner import held, keeps_sum, told
+from lowtide.ops.linear_cross_entropy.planning.requirements import Job
+
+# In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
+
+
+def _vector(head: Head, options: Options) -> Tensor:
+    return head.inputs[0].new_empty(head.tokens, dtype=options.sum_dtype)
+
+
+def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
+    first, *others = (_vector(head, options) for _ in range(count))
+    return [ops.with_engine(first, options.engine), *others]
+
+
+@register_fake("lowtide::linear_cross_entropy")
+def _(*arguments: Any) -> list[Tensor]:
+    inputs, weights, bias, scale, target, class_weight, wanted, *rest = arguments
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    job = job_of(head, target, class_weight, wanted, log_probs=False)
+    options = Options(*rest)
+    if options.reduction == "none":
+        # The loss, and of each row the maximum, the sum, and with probabilities their mass.
+        return [_vector(head, options), *_statistics(head, options, 2 + job.probabilities)]
+    number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
+    waiting = []
+    terms = len(head.inputs)
+    for place, (like, grad) in enumerate(zip(head.tensors, wanted)):
+        if like is None or not grad:
+            continue
+        shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
+        if head.by_position:
+            dtype = kept_dtype(place, like.dtype, options.sum_dtype)
+        else:
+            rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
+            dtype = like.dtype if rounded else options.sum_dtype
+        waiting += [like.new_empty(shape, dtype=dtype), torch.empty_like(number)]
+    return [number, *waiting]
+
+
+@register_fake("lowtide::linear_cross_entropy_backward")
+def _(*arguments: Any) -> list[Tensor]:
+    _upstream, _statistics, inputs, weights, bias, scale, _target, _class_weight, wanted, *_ = arguments
+    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
+
+
+@register_fake("lowtide::linear_log_probs")
+def _(*arguments: Any) -> list[Tensor]:
+    inputs, weights, bias, scale, _target, _wanted, *rest = arguments
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    options = Options(*rest)
+    argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
+    # log_prob, entropy, logsumexp; argmax; of each row the maximum, the sum and the mean.
+    return [
+        *(_vector(head, options) for _ in range(3)),
+        argmax_N,
+        *_statistics(head, options, 3),
+    ]
+
+
+@register_fake("lowtide::linear_log_probs_backward")
+def _(*arguments: Any) -> list[Tensor]:
+    *_upstream, _statistics, inputs, weights, bias, scale, _target, wanted = arguments[:10]
+    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
+
+
+def _fake_gradients(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
+    return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
+
+
+def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool]) -> int:
+    """FLOPs of the logits, and of what the wanted gradients of inputs and weights take."""
+    terms, total = len(inputs), 0
+    for k, (input, weight) in enumerate(zip(inputs, weights)):
+        tokens = math.prod(input[:-1])
+        total += 2 * tokens * math.prod(weight) * (1 + wanted[k] + wanted[terms + k])
+    return total
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
+def _(*arguments: Any, **_out: Any) -> int:
+    inputs, weights, _bias, _scale, _target, _class_weight, wanted, reduction, *_ = arguments
+    return _products(inputs, weights, [grad and reduction != "none" for grad in wanted])
+
+
+@register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
+def _(*arguments: Any, **_out: Any) -> int:
+    _upstream, _statistics, inputs, weights, _bias, _scale, _target, _class_weight, wanted, *_ = arguments
+    return _products(inputs, weights, wanted)
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs)
+def _(*arguments: Any, **_out: Any) -> int:
+    inputs, weights, *_ = arguments
+    return _products(inputs, weights, [False] * 2 * len(inputs))
+
+
+@register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
+def _(*arguments: Any, **_out: Any) -> int:
+    *_upstream, _statistics, inputs, weights, _bias, _scale, _target, wanted = arguments[:10]
+    return _products(inputs, weights, wanted)
+
+
+# Where HEAD begins among the arguments of each operator.
+_HEAD = {
+    "lowtide::linear_cross_entropy": 0,
+    "lowtide::linear_cross_entropy_backward": 2,
+    "lowtide::linear_log_probs": 0,
+    "lowtide::linear_log_probs_backward": 4,
+}
+
+
+def is_loss(operator: Any) -> bool:
+    return operator.name() in _HEAD
+
+
+def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
+    """Bytes that a call holds beside what it is given and returns."""
+    head, options, job = _parsed(operator, arguments)
+    if not head.by_position:
+        return held(head, options, job)
+    wide = widened(head, job.wanted.all, options.sum_dtype)
+    beside = held_beside(head, job.wanted.all, options.sum_dtype)
+    return beside + max(held(part, options, job) for part in wide.at_positions())
+
+
+def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments with what the caller would decide for these tensors, of the workspace that was
+    asked for: they may stand for others, on another device than that of the call."""
+    head, options, job = _parsed(operator, arguments)
+    return (*arguments[: -len(options)], *told(head, options, job))
+
+
+def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, Job]:
+    inputs, weights, bias, scale, target, *rest = arguments[_HEAD[operator] :]
+    log_probs = "log_probs" in operator
+    class_weight, wanted, *options = [None, *rest] if log_probs else rest
+    head = Head(tuple(inputs), tuple(weights), bias, scale)
+    return head, Options(*options), job_of(head, target, class_weight, wanted, log_probs=log_probs)

@@ -1,0 +1,101 @@
+"""The way for everything that a fused operator cannot know: derivatives of higher order, forward mode, vmap,
+gradients of a target or of class weights. The definition itself, chunk by chunk of rows (rowwise.py): exact,
+in bounded memory, not fast.
+
+Shapes: N tokens, V classes, P positions.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.ops.linear_cross_entropy.definition import reference
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, targets_at_positions
+from lowtide.ops.linear_cross_entropy.planning.chunking import allowed, too_small
+
+# Tensors of the size of a chunk's logits that a derivative holds at once.
+COPIES = 12
+
+
+def rows_of_copies(
+    V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
+) -> int:
+    """Rows at a time, each of whose logits a derivative holds so many times."""
+    row, bytes = copies * V * dtype.itemsize, allowed(workspace, device.type)
+    if bytes < row:
+        several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
+        raise too_small(bytes, row, f"one row of {V} logits, {several}")
+    return bytes // row
+
+
+def linear_cross_entropy(
+    head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
+) -> Tensor:
+    if head.by_position:
+        return by_position(linear_cross_entropy, head, target, class_weight_V, options)
+    target = reference.flat_target(target)
+
+    def losses(head: Head, target: Tensor, class_weight_V: Tensor | None) -> Tensors:
+        return (reference.losses(reference.logits(head, options), target, class_weight_V, options),)
+
+    (loss_N,) = _by_rows(losses, 1, head, target, class_weight_V, options)
+    return reference.reduce(loss_N, target, class_weight_V, options)
+
+
+def by_position(
+    function: Callable[[Head, Tensor, Tensor | None, Options], Tensor],
+    head: Head,
+    target: Tensor,
+    class_weight_V: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """[N, P] for none, else 0-d: the losses of each position, by that function."""
+    (input,), scale = head.inputs, head.scale
+    wide = head._replace(  # their gradients are sums, to be rounded once
+        inputs=(input.to(options.sum_dtype),),
+        scale=None if scale is None else scale.to(options.sum_dtype),
+    )
+    of_rows = options._replace(reduction="none")
+    losses = [
+        function(part, part_target, class_weight_V, of_rows)
+        for part, part_target in zip(wide.at_positions(), targets_at_positions(target))
+    ]
+    loss_NP = torch.stack(losses, -1)
+    if options.reduction == "none":
+        return loss_NP
+    rows = target.movedim(1, -1) if target.is_floating_point() else target
+    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), class_weight_V, options)
+
+
+def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:
+    def log_probs(head: Head, target: Tensor, _: None) -> Tensors:
+        return reference.log_probs(reference.logits(head, options), target, options)
+
+    return _by_rows(log_probs, 4, head, reference.flat_target(target), None, options)
+
+
+def _by_rows(
+    function: Callable[[Head, Tensor, Tensor | None], Tensors],
+    results: int,
+    head: Head,
+    target: Tensor,
+    class_weight_V: Tensor | None,
+    options: Options,
+) -> Tensors:
+    head = reference.flat(head, options)
+    terms = len(head.inputs)
+
+    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+        rest = iter(whole[terms:])
+        bias, scale, weight = (
+            None if own is None else next(rest) for own in (head.bias, head.scale, class_weight_V)
+        )
+        return function(Head(rows[:-1], whole[:terms], bias, scale), rows[-1], weight), ()
+
+    rows = rows_of_copies(head.classes, COPIES, options.sum_dtype, options.workspace, head.device)
+    whole = (*head.weights, head.bias, head.scale, class_weight_V)
+    return Rowwise(chunk, terms + 1, results, rows)(
+        *head.inputs, target, *(each for each in whole if each is not None)
+    )

@@ -1,0 +1,100 @@
+"""K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
+rows. One position is the loss of one head. A mean or sum of several is one call of the operator, which adds
+the input's gradient up over positions; with reduction="none" each is a call of its own.
+
+Shapes: N rows, D features, V classes, P positions.
+"""
+
+import math
+
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy import dispatch
+from lowtide.ops.linear_cross_entropy.definition import reference
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
+from lowtide.ops.linear_cross_entropy.definition.validation import (
+    ArgumentError,
+    check_arguments,
+    check_classes,
+    check_loss_options,
+    check_target_dtype,
+    check_tensors,
+)
+
+
+def cross_entropy(
+    input: Tensor,  # [N, D]
+    linear_weight: Tensor,  # [V, d1, ..., dK, D]
+    target: Tensor,  # [N, d1, ..., dK] or [N, V, d1, ..., dK]
+    linear_bias: Tensor | None,  # [V, d1, ..., dK]
+    weight: Tensor | None,
+    *,
+    reduction: Reduction,
+    ignore_index: int | None,
+    label_smoothing: float,
+    softcap: float | None,
+    logit_scale: float | Tensor | None,
+    z_loss: float,
+    workspace: int | None,
+    backend: Backend,
+) -> Tensor:
+    check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
+    if linear_bias is not None:
+        check_tensors({"linear_bias": linear_bias})
+    check_target_dtype(target)
+    V, *dims = linear_weight.shape[:-1]
+    probabilities = target.is_floating_point()
+    _check_shapes(input, target, linear_bias, V, dims)
+    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    N, D = input.shape[0], linear_weight.shape[-1]
+    check_arguments(  # of one position, and there may be none
+        (input,),
+        (_like(linear_weight, V, D),),
+        _like(target, N, V) if probabilities else _like(target, N),
+        None if linear_bias is None else _like(linear_bias, V),
+        *(weight, logit_scale, softcap, workspace, backend),
+    )
+    options = Options.of(
+        input,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        workspace=workspace,
+        backend=backend,
+    )
+    scale = dispatch.scale_of(logit_scale, input)
+    if V == 0 or 0 in dims:
+        bias = None if linear_bias is None else linear_bias.flatten()
+        whole = Head((input,), (linear_weight.flatten(0, -2),), bias, scale)
+        if not probabilities:
+            check_classes(target, V, options.ignore_index)
+        logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
+        return reference.without_logits(logits, target, weight, options)
+    # One position has no dimension of its own.
+    several = int(math.prod(dims) > 1)
+    bias = None if linear_bias is None else linear_bias.flatten(several)
+    head = Head((input,), (linear_weight.flatten(several, -2),), bias, scale)
+    loss = dispatch.routed(head, target.flatten(several + probabilities), weight, options)
+    return loss.view(N, *dims) if reduction == "none" else loss
+
+
+def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:
+    if input.dim() != 2:
+        raise ArgumentError(
+            "input must have shape [N, D] where linear_weight has more than two dimensions "
+            f"(a K-dimensional loss), got {list(input.shape)}; flatten rows of it and of target alike"
+        )
+    wanted = [input.shape[0], V, *dims] if target.is_floating_point() else [input.shape[0], *dims]
+    if list(target.shape) != wanted:
+        raise ArgumentError(f"target must have shape {wanted}, got {list(target.shape)}")
+    if linear_bias is not None and list(linear_bias.shape) != [V, *dims]:
+        raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
+    if V == 0 and target.numel() and not target.is_floating_point() and len(dims) != 2:  # as torch has it
+        raise ArgumentError("linear_weight must have at least one class where target holds class indices")
+
+
+def _like(tensor: Tensor, *shape: int) -> Tensor:
+    """Of the same dtype on the same device, without its data."""
+    return tensor.new_empty(()).expand(shape)

@@ -1,0 +1,85 @@
+"""Rows of attention's benchmark, for people and for figures."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, Pass
+from lowtide.tools.bench.table import ENVIRONMENT, Format, rounded, status, version
+
+PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
+ERRORS = ("out_error", "grad_query_error", "grad_key_error", "grad_value_error", "grad_bias_error")
+COLUMNS = (
+    *ENVIRONMENT,
+    *("case", "batches", "heads", "key_heads", "queries", "features", "dtype", "options"),
+    *("provider", "version", "engine", "status", "reason"),
+    *(f"{name}_{field}" for name in ("forward", "backward") for field in PASS),
+    *("step_ratio", "peak_bytes", *ERRORS),
+)
+
+
+def record(row: AttentionRow) -> dict[str, object]:
+    case, figures = row.case, row.figures
+    fields: dict[str, object] = {
+        "case": case.name,
+        "batches": case.B,
+        "heads": case.H,
+        "key_heads": case.key_heads,
+        "queries": case.M,
+        "features": case.K,
+        "dtype": case.dtype_name,
+        "options": case.options,
+        "provider": row.provider.name,
+        "version": version(row.provider.distribution),
+        "engine": row.engine,
+        "status": status(row),
+        "reason": row.reason,
+    }
+    if figures is not None:
+        for name in ("forward", "backward"):
+            fields |= {f"{name}_{field}": getattr(getattr(figures, name), field) for field in PASS}
+        fields |= {"step_ratio": figures.step_ratio, "peak_bytes": figures.peak_bytes}
+        fields |= zip(ERRORS, figures.errors)
+    return rounded(fields)
+
+
+def render(rows: Sequence[AttentionRow]) -> Group:
+    """The table of one case, and below it who did not run and why."""
+    case = rows[0].case
+    table = Table(title=f"{case.name}: {case.shape}", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("provider")
+    rates = ("fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLOP/s", "of best peer")
+    for heading in (*rates, "peak MiB", "out err", "grad err"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.figures is not None:
+            ran = f" ({row.engine})" if row.engine and not row.provider.name.endswith(row.engine) else ""
+            table.add_row(row.provider.name + ran, *_cells(row.figures))
+    # Text, because brackets in a reason would be markup.
+    absent = (row for row in rows if row.figures is None)
+    return Group(table, *(Text(f"  {row.provider.name} {status(row)}: {row.reason}") for row in absent))
+
+
+def _cells(figures: AttentionFigures) -> list[str]:
+    forward, backward = figures.forward, figures.backward
+    ratios = (forward.ratio, backward.ratio, figures.step_ratio)
+    out, *gradients = figures.errors or (None,)
+    return [
+        f"{forward.ms:.3g}",
+        f"{backward.ms:.3g}",
+        _rate(forward),
+        _rate(backward),
+        " ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        f"{figures.peak_bytes / 2**20:.1f}",
+        *("-" if error is None else f"{error:.0e}" for error in (out, max(gradients, default=None))),
+    ]
+
+
+def _rate(one: Pass) -> str:
+    return f"{one.tflops:.0f}" if one.tflops >= 10 else f"{one.tflops:.2g}"
+
+
+ATTENTION = Format(COLUMNS, record, render)

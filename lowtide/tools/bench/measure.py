@@ -1,0 +1,259 @@
+"""One row of the benchmark: an entry on a case, timed in turn with the floor, in one process.
+
+The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by chunk, back to
+back, in the dtype of the inputs; for half precision on a processor that has no units for it, in float32,
+which is quicker there by far (one try decides). Floor and entry alternate, so that both see the same clocks,
+and the median of the rounds' ratios can be compared between runs and cards. `peak_bytes` is the peak beyond
+inputs, loss and gradients. Errors are relative Frobenius norms against products in the next wider dtype
+(float32 for half precision, else float64).
+
+Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. Entries
+then compute different things, and instead of errors there is a check that all they return is finite.
+
+Legend: N tokens, D features, V classes, C tokens in a chunk.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.memory import peak_memory
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case
+from lowtide.tools.bench.providers import Call, Entry, Unavailable
+
+FLOOR_CHUNK = 4096
+TRUTH_CHUNK = 1024
+MAX_ROUNDS, MIN_ROUNDS = 16, 3
+BUDGET_MS = 4000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
+SWEEP_BUDGET_MS = 300.0  # as many shapes are to be measured in as many minutes
+SLOW_MS = 20_000.0  # who takes as long for one step is timed once
+
+
+class Mode(str, Enum):
+    STEP = "step"  # loss and gradients of input and weight
+    FORWARD = "forward"  # loss alone, without gradients
+
+
+@dataclass(frozen=True)
+class Figures:
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    floor_ms: float
+    ratio: float
+    peak_bytes: int
+    errors: tuple[float, ...]  # of the loss and, in a step, of dX and dW
+    plain_ms: float | None = None
+    over_plain: float | None = None  # 0.05 is 5 % more time
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    mode: Mode
+    provider: Entry
+    figures: Figures | None  # None where the provider did not run; `reason` says why
+    reason: str = ""
+    failed: bool = False  # it raised, where Unavailable would have been by design
+
+
+def rows(
+    case: Case,
+    providers: Iterable[Entry],
+    mode: Mode,
+    plain: Entry | None = None,
+    budget_ms: float = BUDGET_MS,
+) -> Iterator[Row]:
+    # The figures of every provider are for products that torch does not shorten to TF32.
+    torch.set_float32_matmul_precision("highest")
+    bench: _Bench | None = None
+    for provider in providers:
+        try:
+            bench = bench or _Bench(case, mode, plain, budget_ms)
+            row = Row(case, mode, provider, bench.measure(provider.call(case, bench.inputs)))
+        except Unavailable as unavailable:
+            row = Row(case, mode, provider, None, str(unavailable))
+        except torch.OutOfMemoryError as error:
+            row = Row(case, mode, provider, None, f"does not fit in memory: {_one_line(error)}")
+        except Exception as error:  # whatever a peer raises is its row, not the end of the run
+            row = Row(case, mode, provider, None, _one_line(error), failed=True)
+        # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
+        gc.collect()
+        if case.device == "cuda":
+            torch.cuda.empty_cache()
+        yield row
+
+
+class _Bench:
+    """What the entries of one case share: inputs, the floor, and the exact results or the plain call."""
+
+    def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
+        self.case, self.mode, self.budget_ms = case, mode, budget_ms
+        self.inputs = case.inputs(requires_grad=mode is Mode.STEP)
+        self.plain = plain.call(case, self.inputs) if plain else None
+        self.truth = None if plain else exact(*self.inputs, mode)
+        self.floor = floor(*self.inputs, mode)
+        if self.plain:
+            self.step(self.plain)  # compiles and tunes before it is timed, with or without a row of its own
+
+    def measure(self, call: Call) -> Figures:
+        # The first call compiles and tunes; it and the next two also warm up what is timed afterwards.
+        errors = self.errors(self.step(call))
+        with peak_memory(self.case.device) as peak:
+            started = time.perf_counter()
+            outputs = self.step(call)
+        once_ms = (time.perf_counter() - started) * 1e3
+        peak_bytes = peak.bytes - sum(tensor.nbytes for tensor in outputs)
+        del outputs
+
+        others: list[Callable[[], object]] = [self.floor]
+        if self.plain:
+            others.append(partial(self.step, self.plain))
+        if once_ms > SLOW_MS:
+            floor_ms, *plain_ms = alternate(others, MIN_ROUNDS, self.case.device)
+            step_ms = [once_ms] * len(floor_ms)
+        else:
+            calls: list[Callable[[], object]] = [*others, partial(self.step, call)]
+            round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
+            rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms)))
+            floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
+        step_ms = [ms / call.losses for ms in step_ms]
+        (floor_median,) = quantiles(floor_ms, 0.5)
+        p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
+        figures = Figures(median, p20, p80, floor_median, ratio(step_ms, floor_ms), peak_bytes, errors)
+        if not plain_ms:
+            return figures
+        (plain_median,) = quantiles(plain_ms[0], 0.5)
+        return replace(figures, plain_ms=plain_median, over_plain=ratio(step_ms, plain_ms[0]) - 1)
+
+    def step(self, call: Call) -> tuple[Tensor, ...]:
+        """Outputs and gradients, or outputs alone. Gradients are asked for, not accumulated into `.grad`."""
+        with torch.set_grad_enabled(self.mode is Mode.STEP):
+            outputs = call.run()
+        if self.mode is Mode.FORWARD:
+            return outputs
+        grads = torch.autograd.grad(outputs, call.leaves, call.upstream)
+        return (*(output.detach() for output in outputs), *grads)
+
+    def errors(self, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+        if self.truth is not None:
+            return tuple(relative_error(got, want) for got, want in zip(results, self.truth))
+        if not all(result.isfinite().all() for result in results):
+            raise FloatingPointError("a result is not finite")
+        return ()
+
+
+@torch.no_grad()
+def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> tuple[Tensor, ...]:
+    """(loss, dX, dW) or the loss alone from products in the next wider dtype, chunk by chunk."""
+    half = input_ND.dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if half else torch.float64
+    wide_VD = weight_VD.to(wide)
+    counted = (target_N != IGNORE_INDEX).sum()
+    loss = torch.zeros((), dtype=torch.float64, device=input_ND.device)
+    grads_ND, grad_VD = [], torch.zeros_like(wide_VD)
+    for x_CD, target_C in zip(input_ND.split(TRUTH_CHUNK), target_N.split(TRUTH_CHUNK)):
+        wide_CD = x_CD.to(wide)
+        logits_CV = wide_CD @ wide_VD.T
+        keep_C1 = (target_C != IGNORE_INDEX)[:, None]
+        target_C1 = target_C.clamp_min(0)[:, None]
+        logits_CV -= logits_CV.logsumexp(1, keepdim=True)
+        loss -= (logits_CV.gather(1, target_C1) * keep_C1).sum(dtype=torch.float64)
+        if mode is Mode.FORWARD:
+            continue
+        grad_CV = logits_CV.exp_()
+        grad_CV.scatter_add_(1, target_C1, grad_CV.new_full((), -1.0).expand_as(target_C1))
+        grad_CV.mul_(keep_C1.to(wide) / counted)
+        grads_ND.append(grad_CV @ wide_VD)
+        grad_VD.addmm_(grad_CV.T, wide_CD)
+    if mode is Mode.FORWARD:
+        return (loss / counted,)
+    return loss / counted, torch.cat(grads_ND), grad_VD
+
+
+def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:
+    """The products alone. The logits stand in for their own gradient: equal in size, random, nowhere zero."""
+    dtype = products_dtype(input_ND.detach(), weight_VD.detach())
+    x_ND, w_VD = input_ND.detach().to(dtype), weight_VD.detach().to(dtype)
+    logits_CV = x_ND.new_empty(min(FLOOR_CHUNK, len(x_ND)), len(w_VD))
+    grad_input_ND, grad_weight_VD = (
+        (torch.empty_like(x_ND), torch.empty_like(w_VD)) if mode is Mode.STEP else (None, None)
+    )
+
+    def products() -> None:
+        for start in range(0, len(x_ND), FLOOR_CHUNK):
+            x_CD = x_ND[start : start + FLOOR_CHUNK]
+            z_CV = logits_CV[: len(x_CD)]
+            torch.mm(x_CD, w_VD.T, out=z_CV)
+            if grad_input_ND is not None:
+                torch.mm(z_CV, w_VD, out=grad_input_ND[start : start + FLOOR_CHUNK])
+                torch.mm(z_CV.T, x_CD, out=grad_weight_VD)
+
+    return products
+
+
+def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
+    """The operands' own or, for half precision on the CPU, float32 if a corner's products are quicker."""
+    if x_ND.is_cuda or x_ND.dtype not in (torch.float16, torch.bfloat16):
+        return x_ND.dtype
+
+    def products(x_CD: Tensor, w_BD: Tensor) -> tuple[Tensor, Tensor]:
+        z_CB = x_CD @ w_BD.T
+        return z_CB @ w_BD, z_CB.T @ x_CD
+
+    corner = x_ND[:64], w_VD[:1024]
+    dtypes = (x_ND.dtype, torch.float32)
+    calls = [partial(products, *(each.to(dtype) for each in corner)) for dtype in dtypes]
+    own, wide = (min(spans) for spans in alternate(calls, 3, "cpu"))
+    return dtypes[own > wide]
+
+
+def alternate(calls: Iterable[Callable[[], object]], rounds: int, device: str) -> list[list[float]]:
+    """Milliseconds of each call in each round. On CUDA between events, so that the host may run ahead."""
+    calls = tuple(calls)
+    marks = [_mark(device)]
+    for _ in range(rounds):
+        for call in calls:
+            call()
+            marks.append(_mark(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+    else:
+        spans = [(after - before) * 1e3 for before, after in pairwise(marks)]
+    return [spans[i :: len(calls)] for i in range(len(calls))]
+
+
+def _mark(device: str) -> Any:
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def quantiles(values: list[float], *levels: float) -> list[float]:
+    return torch.tensor(values).quantile(torch.tensor(levels)).tolist()
+
+
+def ratio(spans: list[float], to: list[float]) -> float:
+    """The median of the rounds'. Clocks drift from round to round, by more than what is to be told apart."""
+    (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
+    return median
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return (torch.linalg.vector_norm(got.to(want.dtype) - want) / torch.linalg.vector_norm(want)).item()
+
+
+def _one_line(error: Exception) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}"[:200]

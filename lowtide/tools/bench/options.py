@@ -1,0 +1,211 @@
+"""What every option of the loss costs: entries for `measure.rows`, each one way to call lowtide.
+
+An option is the arguments that it adds to a call or puts in place of the benchmark's own. A function among
+them makes a tensor, once, before anything is timed; those that require a gradient get one in a step.
+
+Legend: N tokens, D features, V classes, R rank of an adapter.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide import linear_cross_entropy, linear_log_probs
+from lowtide.ops.linear_cross_entropy import dispatch
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.bench.measure import Mode
+from lowtide.tools.bench.providers import GIB, PROVIDERS, Call, Entry, eager_loss
+
+RANK = 16
+WORKSPACE = 7 * GIB // 2  # that of the provider lowtide-3.5GiB
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    function: Function = lambda *inputs, **arguments: (linear_cross_entropy(*inputs, **arguments),)
+    per_token: int = 0
+    """How many outputs, all or none, have a number for each token, and in a step an upstream gradient."""
+    losses: int = 1
+    """How many losses of the case it amounts to."""
+    workspace: int | None = None
+    """None for the default of the function."""
+    distribution: str = "lowtide"
+    smoke: bool | None = None
+
+    def call(self, case: Case, inputs: Inputs) -> Call:
+        given = dict(zip(("input", "linear_weight", "target"), inputs))
+        made = {
+            name: value(case, given) if callable(value) else value for name, value in self.arguments.items()
+        }
+        if self.workspace is not None:
+            made["workspace"] = self.workspace
+        arguments = given | made
+        main = tuple(arguments.pop(name) for name in given)
+        tensors = (each for each in (*main, *arguments.values()) if isinstance(each, Tensor))
+        sum_dtype = torch.promote_types(case.dtype, torch.float32)
+        upstream = tuple(_random(case, case.tokens, dtype=sum_dtype, seed=k) for k in range(self.per_token))
+        return Call(
+            partial(self.function, *main, **arguments),
+            tuple(tensor for tensor in tensors if tensor.requires_grad),
+            upstream or None,
+            self.losses,
+        )
+
+
+# Tensors that options are made of.
+
+
+def _random(case: Case, *size: int, dtype: torch.dtype | None = None, seed: int = 10) -> Tensor:
+    generator = torch.Generator(case.device).manual_seed(1 + seed)
+    return torch.randn(*size, dtype=dtype or case.dtype, device=case.device, generator=generator)
+
+
+def _bias(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return _random(case, case.classes).requires_grad_()
+
+
+def _class_weight(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return _random(case, case.classes, dtype=torch.float32).abs_()
+
+
+def _learned_scale(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return torch.full((), 0.5, device=case.device).requires_grad_()
+
+
+def _probabilities(case: Case, given: dict[str, Tensor]) -> Tensor:
+    """In place, as there may be room for one [N, V] and not for two."""
+    target_NV = _random(case, case.tokens, case.classes).abs_()
+    return target_NV.div_(target_NV.sum(1, keepdim=True))
+
+
+def _two_heads(case: Case, given: dict[str, Tensor]) -> Tensor:
+    weight_VD = given["linear_weight"].detach()
+    return torch.stack([weight_VD, weight_VD.flip(0)], 1).requires_grad_()
+
+
+def _two_targets(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return torch.stack([given["target"], given["target"].flip(0)], 1)
+
+
+def _zero_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return given["target"].masked_fill(given["target"] == IGNORE_INDEX, 0)
+
+
+def _half_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
+    """What is ignored already, and as many of the others as half of the tokens takes."""
+    target_N = given["target"].clone()
+    order_N = _random(case, case.tokens, dtype=torch.float32)
+    order_N[target_N == IGNORE_INDEX] = torch.inf
+    return target_N.index_fill_(0, order_N.topk(case.tokens // 2).indices, IGNORE_INDEX)
+
+
+def _frozen(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return given["linear_weight"].detach()
+
+
+def _down(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return _random(case, RANK, case.features).mul_(case.features**-0.5).requires_grad_()
+
+
+def _up(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return _random(case, case.classes, RANK).mul_(RANK**-0.5).requires_grad_()
+
+
+# Functions of input, weight and target, beside the plain one.
+
+
+def _lora(
+    input_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    *,
+    down_RD: Tensor,
+    up_VR: Tensor,
+    **arguments: Any,
+) -> tuple[Tensor, ...]:
+    terms = (input_ND, input_ND @ down_RD.T), (weight_VD, up_VR)
+    return (dispatch.cross_entropy(*terms, target_N, **arguments),)
+
+
+def _one_position(
+    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, **arguments: Any
+) -> tuple[Tensor, ...]:
+    return (linear_cross_entropy(input_ND, weight_VD[:, None], target_N[:, None], **arguments),)
+
+
+def _log_probs(*names: str) -> Function:
+    def function(*inputs: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+        found = linear_log_probs(*inputs, **arguments)
+        return tuple(getattr(found, name) for name in names)
+
+    return function
+
+
+def _eager(*inputs: Tensor, **arguments: Any) -> tuple[Tensor, ...]:
+    return (eager_loss(*inputs, **arguments),)
+
+
+NONE = {"reduction": "none"}
+LORA = {"down_RD": _down, "up_VR": _up}
+VALUES = ("log_prob", "entropy", "logsumexp")
+_step = partial(Option, workspace=WORKSPACE)
+
+OPTIONS: dict[Mode, tuple[Entry, ...]] = {
+    Mode.STEP: (
+        _step("plain"),
+        _step("bias", {"linear_bias": _bias}),
+        _step("class-weight", {"weight": _class_weight}),
+        _step("label-smoothing", {"label_smoothing": 0.1}),
+        _step("label-smoothing-class-weight", {"label_smoothing": 0.1, "weight": _class_weight}),
+        _step("softcap", {"softcap": 30.0}),
+        _step("logit-scale", {"logit_scale": 0.5}),
+        _step("logit-scale-learned", {"logit_scale": _learned_scale}),
+        _step("z-loss", {"z_loss": 1e-4}),
+        _step("probabilities", {"target": _probabilities}),
+        _step("ignore-index", {"target": _zero_ignored, "ignore_index": 0}),
+        _step("half-ignored", {"target": _half_ignored}),
+        _step("k-dimensional", {}, _one_position),
+        _step("k-dimensional-2", {"linear_weight": _two_heads, "target": _two_targets}, losses=2),
+        _step(
+            "combined",
+            {
+                "linear_bias": _bias,
+                "weight": _class_weight,
+                "softcap": 30.0,
+                "logit_scale": _learned_scale,
+                "z_loss": 1e-4,
+            },
+        ),
+        _step(f"lora-{RANK}", LORA, _lora),
+        # A frozen weight saves one of the floor's three products; these two compare with each other.
+        _step("frozen-weight", {"linear_weight": _frozen}),
+        _step(f"frozen-weight-lora-{RANK}", {"linear_weight": _frozen} | LORA, _lora),
+        _step("none", NONE, per_token=1),
+        _step("log-prob", {}, _log_probs("log_prob"), per_token=1),
+        _step("entropy", {}, _log_probs("entropy"), per_token=1),
+        _step("log-probs", {}, _log_probs(*VALUES), per_token=len(VALUES)),
+        Option("eager-none", NONE, _eager, per_token=1, distribution="torch"),
+    ),
+    Mode.FORWARD: (
+        Option("plain"),
+        Option("none", NONE),
+        Option("log-probs", {}, _log_probs(*VALUES, "argmax")),
+        *(provider for provider in PROVIDERS if provider.name in ("eager", "liger", "quack")),
+    ),
+}
+
+
+def options(mode: Mode, workspace: int) -> list[Entry]:
+    """Those of a mode, the plain one first. The workspace is for whatever has one: the steps of lowtide."""
+    return [
+        replace(option, workspace=workspace) if isinstance(option, Option) and option.workspace else option
+        for option in OPTIONS[mode]
+    ]

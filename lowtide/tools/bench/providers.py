@@ -1,0 +1,174 @@
+"""Every implementation that is measured: ours, torch's own and the peers', each with one way to load it; and
+what an entry of the benchmark is.
+
+`load(case)` imports what the provider needs and returns its loss, the mean over the targets that are not
+ignored, as a function of (input_ND, weight_VD, target_N). It raises `Unavailable` where the provider cannot
+run by design; any other exception, there or later, is a failure. Both become a row that gives the reason.
+
+Legend: N tokens, D features, V classes.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+MIB = 2**20
+GIB = 2**30
+
+
+class Unavailable(Exception):
+    """The provider is not installed or does not take the case."""
+
+
+class Call(NamedTuple):
+    """What is timed, with nothing left to choose or to make."""
+
+    run: Callable[[], tuple[Tensor, ...]]
+    leaves: tuple[Tensor, ...]
+    """Whose gradients a step asks for."""
+    upstream: tuple[Tensor, ...] | None = None
+    """Of each output; None for a loss that is one number."""
+    losses: int = 1
+    """How many losses of the case it amounts to; its time is given for one."""
+
+
+class Entry(Protocol):
+    """What has a row: a provider, or one of options.py."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def distribution(self) -> str: ...
+    @property
+    def smoke(self) -> bool | None: ...
+    @property
+    def workspace(self) -> int | None: ...
+    def call(self, case: Case, inputs: Inputs) -> Call: ...
+
+
+@dataclass(frozen=True)
+class Provider:
+    name: str
+    distribution: str  # the installed package whose version stands in the provider's rows
+    load: Callable[[Case], Loss]
+    smoke: bool | None = (
+        None  # unless named, runs in smoke runs only (True), outside them only (False), in both
+    )
+    workspace: int | None = None  # bytes that it was told to do with, where it can be told
+
+    def call(self, case: Case, inputs: Inputs) -> Call:
+        loss = self.load(case)
+        return Call(lambda: (loss(*inputs),), inputs[:2])
+
+
+class Autocast(Provider):
+    """The weight in float32 under autocast: what sums its gradient is the gradient itself."""
+
+    def call(self, case: Case, inputs: Inputs) -> Call:
+        input_ND, weight_VD, target_N = inputs
+        if case.dtype not in (torch.bfloat16, torch.float16):
+            raise Unavailable("autocast is for half precision")
+        loss = self.load(case)
+        wide_VD = weight_VD.detach().float().requires_grad_(weight_VD.requires_grad)
+
+        def run() -> tuple[Tensor, ...]:
+            with torch.autocast(case.device, case.dtype):
+                return (loss(input_ND, wide_VD, target_N),)
+
+        return Call(run, (input_ND, wide_VD))
+
+
+def _lowtide(name: str, workspace: int | None, kind: type[Provider] = Provider) -> Provider:
+    def load(case: Case) -> Loss:
+        from lowtide import linear_cross_entropy
+
+        return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
+
+    return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
+
+
+def eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, reduction: str = "mean") -> Tensor:
+    logits_NV = F.linear(input_ND, weight_VD)
+    return F.cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORE_INDEX, reduction=reduction)
+
+
+def _eager(case: Case) -> Loss:
+    return eager_loss
+
+
+def _compiled(backend: str, case: Case) -> Loss:
+    # Code compiled for earlier cases counts towards the limit of recompilations, unless it is forgotten.
+    torch.compiler.reset()
+    return torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
+
+
+def _torch_chunked(case: Case) -> Loss:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return partial(F.linear_cross_entropy, ignore_index=IGNORE_INDEX, options=options)
+
+
+def _liger(accum_dtype: torch.dtype | None, case: Case) -> Loss:
+    module = _cuda_module("liger_kernel.transformers.functional", case)
+    return partial(
+        module.liger_fused_linear_cross_entropy, ignore_index=IGNORE_INDEX, accum_dtype=accum_dtype
+    )
+
+
+def _cut_cross_entropy(case: Case) -> Loss:
+    module = _cuda_module("cut_cross_entropy", case)
+    return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX)
+
+
+def _quack(use_scaled_exp: bool, case: Case) -> Loss:
+    module = _cuda_module("quack.linear_cross_entropy", case)
+    loss = partial(module.chunked_linear_cross_entropy, ignore_index=IGNORE_INDEX)
+    return partial(loss, use_scaled_exp=use_scaled_exp)
+
+
+def _cuda_module(name: str, case: Case) -> ModuleType:
+    if case.device != "cuda":
+        raise Unavailable("its kernels need CUDA")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise Unavailable(f"not installed: {missing}") from None
+
+
+# What a sweep runs, unless told: ours at three workspaces, torch's own, and each peer once.
+SWEPT = (
+    *("lowtide", "lowtide-3.5GiB", "lowtide-256MiB", "eager", "compile", "torch-chunked"),
+    *("liger", "cut-cross-entropy", "quack"),
+)
+
+PROVIDERS = (
+    _lowtide("lowtide", None),
+    _lowtide("lowtide-3.5GiB", 7 * GIB // 2),
+    _lowtide("lowtide-1GiB", GIB),
+    _lowtide("lowtide-1GiB-autocast", GIB, Autocast),
+    _lowtide("lowtide-256MiB", 256 * MIB),
+    _lowtide("lowtide-64MiB", 64 * MIB),
+    Provider("eager", "torch", _eager),
+    # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. There the same graph
+    # runs under the backend that generates no code, and under that backend's name.
+    Provider("compile", "torch", partial(_compiled, "inductor"), smoke=False),
+    Provider("compile-aot-eager", "torch", partial(_compiled, "aot_eager"), smoke=True),
+    Provider("torch-chunked", "torch", _torch_chunked),
+    Provider("liger", "liger-kernel", partial(_liger, None)),
+    Provider("liger-fp32", "liger-kernel", partial(_liger, torch.float32)),
+    Provider("cut-cross-entropy", "cut-cross-entropy", _cut_cross_entropy),
+    Provider("quack", "quack-kernels", partial(_quack, False)),
+    Provider("quack-scaled-exp", "quack-kernels", partial(_quack, True)),
+)

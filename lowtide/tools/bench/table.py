@@ -1,0 +1,178 @@
+"""Rows of the benchmark, for people (a rich table) and for figures (a CSV that says where they come from)."""
+
+import csv
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+import lowtide
+from lowtide.tools.bench.measure import Row
+
+TIMES = ("ms", "ms_p20", "ms_p80", "floor_ms", "ratio")
+PLAIN = ("plain_ms", "over_plain")
+ERRORS = ("loss_error", "grad_input_error", "grad_weight_error")
+ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
+COLUMNS = (
+    *ENVIRONMENT,
+    *("case", "tokens", "features", "classes", "dtype", "mode"),
+    *("provider", "version", "status", "reason"),
+    *(*TIMES, "peak_bytes", *ERRORS),
+    *("workspace", *PLAIN),
+    *("logits", "largest_logit"),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the numbers depend on besides the case; the first columns of every row of the CSV."""
+
+    date: str
+    card: str
+    torch: str
+    triton: str
+    lowtide: str
+
+    @classmethod
+    def of(cls, device: str) -> "Environment":
+        return cls(
+            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            card=_card(device),
+            torch=torch.__version__,
+            triton=version("triton"),
+            lowtide=commit() or lowtide.__version__,
+        )
+
+
+class Format(NamedTuple):
+    """How the rows of one command are shown and written."""
+
+    columns: Sequence[str]
+    record: Callable[[Any], dict[str, object]]
+    render: Callable[[Any], Group]
+
+
+class CsvWriter:
+    """Writes each row as it comes: a run that is cut short keeps what it has measured."""
+
+    def __init__(self, file: IO[str], environment: Environment, form: Format):
+        self.file, self.environment, self.form = file, environment, form
+        self.writer = csv.DictWriter(file, form.columns, restval="", lineterminator="\n")
+        self.writer.writeheader()
+
+    def write(self, row: Any) -> None:
+        self.writer.writerow(asdict(self.environment) | self.form.record(row))
+        self.file.flush()
+
+
+def record(row: Row) -> dict[str, object]:
+    case, figures = row.case, row.figures
+    fields: dict[str, object] = {
+        "case": case.name,
+        "tokens": case.tokens,
+        "features": case.features,
+        "classes": case.classes,
+        "dtype": case.dtype_name,
+        "mode": row.mode.value,
+        "provider": row.provider.name,
+        "version": version(row.provider.distribution),
+        "status": status(row),
+        "reason": row.reason,
+        "workspace": row.provider.workspace,
+        "logits": case.logits,
+        "largest_logit": case.largest_logit,
+    }
+    if figures is not None:
+        fields |= {name: getattr(figures, name) for name in (*TIMES, *PLAIN)}
+        fields["peak_bytes"] = figures.peak_bytes
+        fields |= zip(ERRORS, figures.errors)
+    return rounded(fields)
+
+
+def rounded(fields: Mapping[str, object]) -> dict[str, object]:
+    return {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in fields.items()}
+
+
+def status(row: Any) -> str:
+    if row.figures is not None:
+        return "ok"
+    return "failed" if row.failed else "unavailable"
+
+
+def render(rows: Sequence[Row]) -> Group:
+    """The table of one case, and below it who did not run and why."""
+    case, mode = rows[0].case, rows[0].mode
+    title = f"{case.name}: {case.shape}, {mode.value}"
+    if case.largest_logit is not None:
+        title += f", {case.logits} logits up to {case.largest_logit:.1f}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    # Options are timed beside the plain loss, and have no errors.
+    options = any(row.figures and row.figures.plain_ms for row in rows)
+    own = ("plain", "over plain") if options else ("loss err", "dX err", "dW err")
+    table.add_column("option" if options else "provider")
+    for heading in ("ms", "p20-p80", "floor", "ratio", "peak MiB", *own):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if (figures := row.figures) is not None:
+            plain, over = figures.plain_ms, figures.over_plain
+            table.add_row(
+                row.provider.name,
+                f"{figures.ms:.2f}",
+                f"{figures.ms_p20:.2f}-{figures.ms_p80:.2f}",
+                f"{figures.floor_ms:.2f}",
+                f"{figures.ratio:.2f}",
+                f"{figures.peak_bytes / 2**20:.1f}",
+                *([] if plain is None or over is None else [f"{plain:.2f}", f"{100 * over:+.1f} %"]),
+                *(f"{error:.0e}" for error in figures.errors),
+            )
+    # Text, because brackets in a reason would be markup.
+    absent = (row for row in rows if row.figures is None)
+    return Group(table, *(Text(f"  {row.provider.name} {status(row)}: {row.reason}") for row in absent))
+
+
+LOSS = Format(COLUMNS, record, render)
+
+
+def version(distribution: str) -> str:
+    """The installed version, or nothing. A checkout that was never installed still knows its own."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return lowtide.__version__ if distribution == "lowtide" else ""
+
+
+def commit() -> str:
+    """The commit of the checkout that lowtide is imported from, `-dirty` where its Python files are not those
+    of the commit, whatever else lies there; nothing for an installed package."""
+    package = Path(lowtide.__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True, text=True)
+        return done.stdout.strip()
+
+    try:
+        # A package installed below somebody else's checkout is not one of its tracked files.
+        tracked = git("ls-files", "__init__.py")
+        if not tracked:
+            return ""
+        changed = git("status", "--porcelain", "--", "*.py")  # in the package's folder and below
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+    except FileNotFoundError:  # no git on this machine
+        return ""
+
+
+def _card(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {capability}, {torch.get_num_threads()} threads"

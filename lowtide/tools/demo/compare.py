@@ -1,0 +1,61 @@
+"""The same run with both losses, one after the other, each in a process of its own."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import torch
+
+from lowtide.tools.demo.config import Config, UserError
+from lowtide.tools.demo.data import load_corpus
+from lowtide.tools.demo.loop import Run, train
+from lowtide.tools.demo.trainer import LOSSES, read_checkpoint
+
+
+def train_both(config: Config) -> list[Run]:
+    configs = [replace(config, loss=loss) for loss in LOSSES]
+    corpus = load_corpus(config.data, config.vocab_size, config.context)
+    for one in configs:  # refused now, and not when the other has trained for minutes
+        read_checkpoint(one, corpus.name)
+    # OpenMP's threads wait by spinning, unless this is set before the process starts: on a busy machine each
+    # keeps the other from its core, and a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    return [train_apart(one) for one in configs]
+
+
+def train_apart(config: Config) -> Run:
+    """In a fresh process, so that memory which one loss left behind is not held against the other."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=die_with_parent) as child:
+        # Ctrl-C is for this process alone, which ends the child: two would answer, one with a traceback.
+        answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            result = child.submit(train, config)
+        finally:
+            signal.signal(signal.SIGINT, answer)
+        try:
+            return result.result()
+        except (BrokenProcessPool, torch.OutOfMemoryError) as death:
+            raise UserError(
+                f"the {config.loss} run died, most likely for want of memory; try a smaller --batch"
+            ) from death
+        except BaseException:
+            for each in multiprocessing.active_children():
+                each.kill()
+            raise
+
+
+def die_with_parent() -> None:
+    """In the child: a killed parent could not end it, and the next run would write to the same files."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,165 @@
+"""One training run: its steps, their time and memory, and checkpoints that a killed run continues from."""
+
+import contextlib
+import csv
+import time
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowtide import linear_cross_entropy
+from lowtide.memory import peak_memory
+from lowtide.tools import files
+from lowtide.tools.demo.config import Config, UserError
+from lowtide.tools.demo.data import Corpus, batch
+from lowtide.tools.demo.model import GPT
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
+PEAK_RATE = 4e-3
+WARMUP = 10
+MEASURE_EVERY = 10
+VALIDATION_BATCHES = 4
+
+
+def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"lowtide": linear_cross_entropy, "eager": eager_cross_entropy}
+
+
+@dataclass(frozen=True)
+class Step:
+    number: int
+    loss: float
+    seconds: float
+    peak_bytes: int | None  # of the loss step, on the steps that measure it: measuring costs time
+
+
+def learning_rate(number: int) -> float:
+    """A linear warmup, then the inverse square root: no end in sight, so a finished run may be continued."""
+    return PEAK_RATE * min((number + 1) / WARMUP, (WARMUP / (number + 1)) ** 0.5)
+
+
+class Trainer:
+    """Model, optimizer and history: all that a checkpoint holds.
+
+    No generator's state is among it: a batch is a function of (seed, step), and the model draws nothing.
+    """
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.corpus = config, corpus
+        self.loss = LOSSES[config.loss]
+        self.model = GPT(config.vocab_size, config.width, config.depth, config.tied).to(config.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.history: list[Step] = []
+
+    def step(self) -> None:
+        number = len(self.history)
+        started = time.perf_counter()
+        tokens, targets = self.batch(self.corpus.train, number)
+        with self.precision():
+            hidden = self.model(tokens)
+
+        # The loss step by itself: head and loss, forward and backward, down to the hidden states. Its peak
+        # includes the gradients that it makes, those of the head and of the hidden states.
+        leaf = hidden.detach().requires_grad_()
+        measured = number % MEASURE_EVERY == 0
+        with peak_memory(self.config.device) if measured else contextlib.nullcontext() as peak:
+            with self.precision():
+                loss = self.loss(leaf, self.model.head.weight, targets)
+            loss.backward()
+        hidden.backward(leaf.grad)
+
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        # Read last: on a GPU this waits for all that was queued, and the clock must too.
+        value = loss.item()
+        self.history.append(Step(number, value, time.perf_counter() - started, peak.bytes if peak else None))
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """The mean over a few batches of the held-out text, the same ones for every run of one seed."""
+        total = 0.0
+        for number in range(VALIDATION_BATCHES):
+            tokens, targets = self.batch(self.corpus.valid, number)
+            with self.precision():
+                total += self.loss(self.model(tokens), self.model.head.weight, targets).item()
+        return total / VALIDATION_BATCHES
+
+    def batch(self, ids: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        tokens, targets = batch(ids, rows=config.batch, context=config.context, seed=config.seed, step=number)
+        return tokens.to(config.device), targets.to(config.device)
+
+    def precision(self) -> torch.autocast:
+        """bfloat16 products over float32 weights on a GPU; float32 throughout on a CPU."""
+        return torch.autocast(self.config.device, torch.bfloat16, enabled=self.config.device == "cuda")
+
+    def save(self) -> None:
+        content = {
+            "identity": self.config.identity(self.corpus.name),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "history": [asdict(step) for step in self.history],
+        }
+        with files.whole_file(self.config.directory / CHECKPOINT) as file:
+            torch.save(content, file)
+        with files.whole_file(self.config.directory / LOG, "w") as file:
+            log = csv.writer(file, lineterminator="\n")
+            log.writerow(field.name for field in fields(Step))
+            log.writerows(astuple(step) for step in self.history)
+
+    def resume(self) -> None:
+        """Continue from the checkpoint, if there is one; refuse one of another run, and leave it as it is."""
+        saved = read_checkpoint(self.config, self.corpus.name)
+        if saved is None:
+            return
+        try:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.history = [Step(**step) for step in saved["history"]]
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as problem:
+            raise unreadable(self.config) from problem
+
+
+ADVICE = "nothing was changed; give another --out, or move the file away"
+
+
+def read_checkpoint(config: Config, corpus_name: str) -> dict | None:
+    """What this run would continue from; None if it starts afresh, an error if that is another run's."""
+    path = config.directory / CHECKPOINT
+    try:
+        saved = files.load(path)
+        theirs, done = dict(saved["identity"]), len(saved["history"])
+    except FileNotFoundError:
+        return None
+    except (files.DamagedFile, KeyError, TypeError, ValueError) as problem:
+        raise unreadable(config) from problem
+
+    identity = config.identity(corpus_name)
+    differences = [
+        f"{name} {theirs.get(name)}, not {identity[name]}"
+        for name in identity
+        if theirs.get(name) != identity[name]
+    ]
+    if differences:
+        raise UserError(f"{path} is the checkpoint of another run ({'; '.join(differences)}): {ADVICE}")
+    if done > config.steps:
+        raise UserError(f"{path} is already at step {done}: give --steps {done} or more, or another --out")
+    return saved
+
+
+def unreadable(config: Config) -> UserError:
+    path = config.directory / CHECKPOINT
+    return UserError(f"{path} cannot be read as a checkpoint of lowtide train: {ADVICE}")

@@ -1,0 +1,63 @@
+"""What decides how fast a CPU is: bfloat16 units, the compiler that reaches them, how threads wait."""
+
+import os
+import shlex
+
+import torch
+
+from lowtide.core.cpu_gemm import gemm
+from lowtide.core.cpu_gemm.compiled_library import NoCompilerError, NotLoadedError, find_compiler, run
+
+UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
+
+
+def cpu() -> dict[str, str]:
+    """Each by its name, in the order to be read."""
+    reason = gemm.against()
+    return {
+        "bfloat16 units": _units(),
+        "C++ compiler": _compiler(),
+        "bfloat16 products": "with these units, compiled" if reason is None else f"in float32: {reason}",
+        "threads": f"{torch.get_num_threads()} on {os.cpu_count()} cores{_load()}",
+        "OMP_WAIT_POLICY": _waiting(),
+    }
+
+
+def _units() -> str:
+    """As torch finds them; their names are private to it, and may change."""
+    known = {name: getattr(torch.cpu, function, None) for name, function in UNITS.items()}
+    if not any(known.values()):
+        return "unknown to this torch"
+    return ", ".join(name for name, supported in known.items() if supported and supported()) or "none"
+
+
+def _compiler() -> str:
+    try:
+        command = find_compiler()
+        version = run([*command, "--version"]).decode(errors="replace")
+    except NoCompilerError as problem:
+        return f"{problem}; install g++, or name one in CXX"
+    except NotLoadedError as problem:
+        return str(problem)
+    first, *_ = version.splitlines() or [""]
+    return f"{shlex.join(command)}: {first}"
+
+
+def _load() -> str:
+    """How many processes want to run, the last minute's mean."""
+    if not hasattr(os, "getloadavg"):
+        return ""
+    return f", load {os.getloadavg()[0]:.1f}"
+
+
+def _waiting() -> str:
+    if torch.get_num_threads() == 1:
+        return "does not matter: there is one thread"
+    policy = os.environ.get("OMP_WAIT_POLICY", "")
+    if policy.lower() == "passive":
+        return "passive: threads that wait leave their cores to others"
+    said = f"{policy}: " if policy else "not set: "
+    return (
+        f"{said}threads that wait spin, and on a machine with other work a step can take 30 times as long; "
+        "there, start Python with OMP_WAIT_POLICY=passive"
+    )

@@ -1,0 +1,69 @@
+"""What lowtide finds: versions, devices, and what is switched on."""
+
+import platform
+
+import torch
+
+import lowtide
+from lowtide.tools.bench.table import version
+
+# What lowtide works with, or is measured beside, where it is installed.
+OTHERS = (
+    *("transformers", "accelerate", "peft", "lightning", "trl"),
+    *("liger-kernel", "cut-cross-entropy", "quack-kernels", "xformers"),
+)
+
+
+def environment() -> dict[str, str]:
+    """Each by its name, in the order to be read."""
+    return {
+        "lowtide": lowtide.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _triton(),
+        **_devices(),
+        "float32 products on CUDA": _float32_products(),
+        "torch's attention kernels": _sdpa(),
+        "others": ", ".join(f"{name} {version(name)}" for name in OTHERS if version(name)) or "none",
+    }
+
+
+def _triton() -> str:
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return "not installed: no kernels of ours, plain torch in their place"
+    interpreted = ", interpreted (TRITON_INTERPRET=1)" if triton.knobs.runtime.interpret else ""
+    return f"{triton.__version__}{interpreted}"
+
+
+def _devices() -> dict[str, str]:
+    found = {
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, "
+        f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
+    }
+    if not torch.cuda.is_available():
+        return found | {"cuda": "no device" if torch.version.cuda else "torch is built without it"}
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = (
+            f"{card.name}, compute capability {card.major}.{card.minor}, "
+            f"{card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+        )
+    return found
+
+
+def _float32_products() -> str:
+    setting = torch.backends.cuda.matmul.fp32_precision
+    return "TF32, as torch is allowed it" if setting == "tf32" else "exact to float32"
+
+
+def _sdpa() -> str:
+    """Switched on; whether one takes a call is its own to say."""
+    cuda = torch.backends.cuda
+    switches = {
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+    }
+    return ", ".join(name for name, enabled in switches.items() if enabled()) or "all switched off"

@@ -1,0 +1,138 @@
+"""Which way linear_cross_entropy takes, and in what pieces: the plan that it would make, of tensors without
+data.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.validation import (
+    ArgumentError,
+    check_arguments,
+    check_loss_options,
+)
+from lowtide.ops.linear_cross_entropy.planning.planner import Plan, make_plan, told
+from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted, choose_engine
+
+WEIGHT_GRADIENTS = {
+    "at_once": "one product of all tokens, rounded as it leaves",
+    "accumulate": "summed over the chunks in {sum_dtype}",
+    "split": "summed over the chunks, in part in the gradient's own memory: {split}",
+    "by_class": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
+    "one product more",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    N: int
+    D: int
+    V: int
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    bias: bool = False
+    gradients: bool = True
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    reduction: str = "mean"
+    workspace: int | None = None
+    backend: str = "auto"
+
+    def plan(self) -> Plan:
+        """Raises what the call itself would raise."""
+        head, options, job = self._given()
+        with FakeTensorMode(), torch.no_grad():
+            return make_plan(head, told(head, options, job), job)
+
+    def _given(self) -> tuple[Head, Options, Job]:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError(
+                "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
+                "here that is 'cpu'"
+            )
+        wants = self.gradients
+        job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, None, False)
+        with FakeTensorMode(), torch.no_grad():
+            input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
+            bias_V = self._empty(self.V) if self.bias else None
+            target_N = torch.empty(self.N, dtype=torch.int64, device=self.device)
+            check_arguments(
+                *((input_ND,), (weight_VD,), target_N, bias_V, None),
+                *(None, self.softcap, self.workspace, self.backend),
+            )
+            check_loss_options(target_N, None, self.reduction, None, self.label_smoothing, 0.0)
+            options = Options.of(
+                input_ND,
+                ignore_index=None,
+                softcap=self.softcap,
+                workspace=self.workspace,
+                backend=self.backend,
+                reduction=self.reduction,
+                label_smoothing=self.label_smoothing,
+            )
+            return Head((input_ND,), (weight_VD,), bias_V), options, job
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def describe(self) -> dict[str, str]:
+        """Each decision by its name, in the order to be read."""
+        if self.backend == "reference":
+            self._given()
+            return {"engine": "reference", "why": "it is named: all logits at once"}
+        plan = self.plan()
+        chunks = -(-self.N // plan.rows) if self.N else 0
+        without_pass = "exponentials.py" if plan.exponentials else "cpu_exponentials.py"
+        own = plan.exponentials or plan.cpu_exponentials
+        found = {"engine": f"{without_pass}, no pass over the logits" if own else "streamed.py"}
+        found["kernels"] = "Triton" if plan.backend == "triton" else "plain torch"
+        if plan.cpu_exponentials:
+            found["kernels"] = "C++, with oneDNN's bfloat16 products"
+        if not own:
+            on_cpu = self.device == "cpu" and plan.backend == "torch"
+            other = "cpu_exponentials.py" if on_cpu else "exponentials.py"
+            choice = choose_engine(*self._given())
+            reason = choice.against_cpu_exponentials if on_cpu else choice.against_exponentials
+            found["why"] = f"not {other}: {reason}"
+        few = plan.workspace < 10 << 20
+        found["workspace"] = f"{plan.workspace / 2 ** (10 if few else 20):,.0f} {'KiB' if few else 'MiB'}"
+        if self.workspace is None:
+            found["workspace"] += ", the default"
+        found["products in"] = _name(plan.compute_dtype)
+        found["rows"] = f"{plan.rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
+        if plan.operand_classes < self.V:
+            found["weight"] = f"copied {plan.operand_classes} classes at a time, for its dtype or its strides"
+        if self.gradients:
+            found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
+                sum_dtype=_name(plan.sum_dtype),
+                split=f"{plan.sum_bits} bits, {plan.sum_bits - 16} for each weight beside it"
+                if plan.exponentials
+                else "float32, two bytes for each weight beside it",
+                block_classes=plan.block_classes,
+                block_rows=plan.block_rows,
+            )
+        return found
+
+
+# The head of Llama 3 8B, and enough tokens for its loss to matter.
+USUAL = (8192, 4096, 128_256)
+
+
+def table() -> list[tuple[str, str, str, str]]:
+    """Each line: dtype and device of a usual call, its engine, its kernels, and the engine's reason."""
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    lines = []
+    for device in devices:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found = Call(*USUAL, dtype=dtype, device=device).describe()
+            kernels = f"{found['kernels']}, products in {found['products in']}"
+            lines.append((f"{_name(dtype)} on {device}", found["engine"], kernels, found.get("why", "")))
+    return lines
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,172 @@
+"""What a CUDA device would do, for fake tensors on the CPU: a build of torch without CUDA has no autograd for
+tensors of that device, fake or not.
+
+Both differ where CUDA has a kernel of its own: it saves and makes other tensors than the CPU's. `Functions`
+calls that kernel's operator. `Operators` adds what an operator holds while it runs and no tensor shows.
+
+Shapes: B sequences, H heads, M queries, N keys, K features of a head; V classes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
+
+aten = torch.ops.aten
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """FlashAttention where it takes the call, else the memory-efficient kernel; both keep the output and a
+    number per query."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask, 0)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rstd = input.new_empty(input.shape[:-dims], dtype=torch.float32)
+        ctx.save_for_backward(input, weight, rstd)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), None if weight is None else torch.empty_like(weight), None
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _RMSNorm.apply(input, weight, len(normalized_shape))
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+# CUDA's autocast runs these in float32, the CPU's leaves them as they are.
+FLOAT32 = {
+    *(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+    *(F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.cross_entropy, F.nll_loss),
+    *(torch.pow, Tensor.pow, torch.rsqrt, Tensor.rsqrt, torch.exp, Tensor.exp, F.softplus),
+}
+
+KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.scaled_dot_product_attention: attention,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.dropout: dropout,
+}
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in KERNELS:
+            return KERNELS[func](*args, **kwargs)
+        if func in FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _float32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+class Workspace(TorchDispatchMode):
+    """Every loss of lowtide is given this workspace, in bytes: defer_logits has no argument for it."""
+
+    def __init__(self, workspace: int) -> None:
+        super().__init__()
+        self.workspace = workspace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_loss(func):
+            *others, _, backend = args
+            args = (*others, self.workspace, backend)
+        return func(*args, **kwargs or {})
+
+
+class Operators(TorchDispatchMode):
+    """Outside the tracker, so that what it allocates is seen."""
+
+    def __init__(self, classes: int, device: str = "cuda") -> None:
+        super().__init__()
+        self.classes, self.device = classes, device
+        self.waiting = WeakIdKeyDictionary()  # storages of lowtide's gradients until backward has scaled them
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_loss(func):
+            return self._lowtide(func, args)
+        if func is aten._local_scalar_dense.default:  # item(): any number will do
+            return 1.0 if args[0].is_floating_point() else 1
+        if self._scales(func, args, kwargs or {}):
+            return args[0].detach()
+        if func is aten._scaled_dot_product_flash_attention_backward.default:
+            _grad, query, key, value = args[:4]
+            sums = query.new_empty(query.shape, dtype=torch.float32)  # of dQ
+            heads = torch.Size((*query.shape[:2], *key.shape[2:]))
+            expanded = [each.new_empty(heads) for each in (key, value) if each.shape[1] != query.shape[1]]
+            results = func(*args, **kwargs or {})
+            del sums, expanded
+            return results
+        return func(*args, **kwargs or {})
+
+    def _lowtide(self, func: Any, args: Any) -> list[Tensor]:
+        """Planned and shaped as on the device, with the workspace held while it runs."""
+        mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
+        with _disable_current_modes(), mode:
+            there = told_anew(func.name(), tree_map_only(Tensor, self._stand_in, args))
+            workspace = workspace_of(func.name(), there)
+            shapes = [(each.shape, each.dtype) for each in func(*there)]
+        held = torch.empty(-(-workspace // self.classes), self.classes, dtype=torch.uint8)
+        results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        del held
+        for each in results:
+            self.waiting[each.untyped_storage()] = True
+        return results
+
+    def _scales(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it is a step of `finished`, (kept.to(float32) * factor).to(dtype): on CUDA one kernel, in
+        place where the dtypes allow."""
+        if func not in (aten._to_copy.default, aten.mul.Tensor) or not self.waiting:
+            return False
+        storage = args[0].untyped_storage()
+        if func is aten.mul.Tensor:
+            return self.waiting.pop(storage, False)
+        return storage in self.waiting and kwargs.get("dtype") == torch.float32
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        size, stride = tensor.shape, tensor.stride()
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)

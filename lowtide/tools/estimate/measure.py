@@ -1,0 +1,26 @@
+"""The same step on a CUDA device, and what its allocator says of it: what an estimate is checked against."""
+
+import gc
+
+import torch
+
+from lowtide.tools.demo.config import UserError
+from lowtide.tools.estimate.setting import Loss, Setting
+from lowtide.tools.estimate.training import training
+
+
+def measure(setting: Setting, loss: Loss) -> int | None:
+    """Bytes at the highest moment of the second step; None where the card has not enough."""
+    if not torch.cuda.is_available():
+        raise UserError("--measure: torch sees no CUDA device here; leave it out to estimate without one")
+    gc.collect()  # of the model before
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    try:
+        with training(setting, loss, "cuda") as (step, _, _):
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            return torch.cuda.max_memory_allocated() - before
+    except torch.OutOfMemoryError:
+        return None

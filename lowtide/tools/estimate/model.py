@@ -1,0 +1,210 @@
+"""A model by name or from a `config.json`, and what its training step needs to know of it.
+
+The step is the same whatever computes the loss: `lowtide.defer_logits` alone decides that.
+
+Shapes: B sequences, T tokens of each.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+
+from lowtide.deferred.locate_head import check_head, find_head
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
+from lowtide.tools.demo.config import SIZES, UserError
+from lowtide.tools.demo.model import GPT
+from lowtide.tools.estimate.offline import plain, stay_offline
+from lowtide.tools.estimate.setting import Dtype, Setting
+
+BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
+BUILT_IN_CLASSES = 32_768
+FILE = "config.json"
+MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
+
+
+def usual_dtype(model: str) -> Dtype:
+    """Of what is trained: the demo has float32 weights, with products in bfloat16 on CUDA."""
+    return {"demo-cpu": Dtype.float32, "demo-cuda": Dtype.autocast}.get(model, Dtype.bfloat16)
+
+
+@dataclass(frozen=True)
+class Model:
+    module: nn.Module
+    loss: Callable[[Tensor], Tensor]  # of tokens_BT
+    classes: int
+    width: int
+    depth: int
+
+
+def build(setting: Setting) -> Model:
+    """On the default device, in training mode."""
+    sizes = BUILT_IN.get(setting.model)
+    model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
+    try:
+        check_head(find_head(model.module))
+    except ArgumentError as reason:
+        raise UserError(f"{setting.model}: {reason}") from reason
+    model.module.train()
+    return model
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *inputs: Any) -> Any:
+        return checkpoint(self.block, *inputs, use_reentrant=False)
+
+
+def _built_in(setting: Setting, sizes: dict[str, int]) -> Model:
+    if setting.dtype.weights is not torch.float32:
+        raise UserError(
+            f"{setting.model} trains with float32 weights: give --dtype {Dtype.autocast.value} or float32"
+        )
+    width, depth = sizes["width"], sizes["depth"]
+    gpt = GPT(BUILT_IN_CLASSES, width, depth, tied=False)
+    if setting.checkpointing:
+        gpt.blocks = nn.ModuleList(map(_Checkpointed, gpt.blocks))
+
+    def loss(tokens_BT: Tensor) -> Tensor:
+        logits = gpt.head(gpt(tokens_BT)).float()
+        return F.cross_entropy(logits.flatten(0, -2), tokens_BT.flatten())
+
+    return Model(gpt, loss, BUILT_IN_CLASSES, width, depth)
+
+
+def _from_file(setting: Setting) -> Model:
+    content, path = _read(Path(setting.model))
+    stay_offline()
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"{path} needs {missing.name}; install it with: pip install 'lowtide[hf]'"
+        ) from missing
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(plain(content))
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UserError(f"{kind} is no causal language model of transformers")
+        text = config.get_text_config()
+        sizes = [_size(text, name) for name in MOST]
+        module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
+    except UserError as reason:
+        raise UserError(f"{path}: {reason}") from reason
+    except Exception as problem:  # a config can be wrong in as many ways as there are models
+        raise UserError(
+            f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
+        ) from problem
+    if setting.checkpointing:
+        # The second is the name before transformers 5.20 or so.
+        enable = (
+            getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        )
+        enable({"use_reentrant": False})
+
+    def loss(tokens_BT: Tensor) -> Tensor:
+        try:
+            return module(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        except (ArgumentError, torch.OutOfMemoryError):
+            raise
+        except Exception as problem:
+            raise UserError(f"{path}: {_reason(problem, kind, setting.length, text)}") from problem
+
+    return Model(module, loss, *sizes)
+
+
+def _size(config: Any, name: str) -> int:
+    """Checked before a model of a billion layers is built."""
+    size = getattr(config, name)
+    if not isinstance(size, int) or not 1 <= size <= MOST[name]:
+        raise UserError(f"{name} must be a number from 1 to {MOST[name]:,}, got {size!r}")
+    return size
+
+
+def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
+    """Why a step of a model cannot run."""
+    if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
+        return f"a step of this model looks at data ({problem}), and fake tensors have none"
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and most < length and str(most) in str(problem):
+        return f"its sequences have at most {most} tokens (max_position_embeddings): give --length {most}"
+    return f"a step of this {kind} fails ({_in_a_line(problem)})"
+
+
+def _in_a_line(problem: BaseException) -> str:
+    """The reason of a check that a config fails is the cause of the error that it raises."""
+    reason = problem.__cause__ or problem
+    words = (
+        str(reason) if isinstance(reason, (TypeError, ValueError)) else f"{type(reason).__name__}: {reason}"
+    )
+    return " ".join(words.split())[:300]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Path]:
+    path = path / FILE if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as missing:
+        names = ", ".join(BUILT_IN)
+        raise UserError(
+            f"{path}: no such file, and no model of this name; there are {names}, or a config.json"
+        ) from missing
+    except (ValueError, RecursionError) as damaged:
+        raise UserError(f"{path} is not JSON: {damaged}") from damaged
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not the config of a model: no JSON object")
+    return content, path
+
+
+def fake(setting: Setting) -> Model:
+    """The model with fake tensors on the CPU as its parameters and buffers; within a FakeTensorMode."""
+    with _disable_current_modes(), torch.device("meta"):
+        model = build(setting)
+    made: dict[int, Tensor] = {}
+    for owner in model.module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:  # a tied one stays tied
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = empty
+                tensors[name] = made[id(tensor)]
+    return model
+
+
+@contextlib.contextmanager
+def masks_as_on_data(module: nn.Module) -> Iterator[None]:
+    """For fake tensors, whose positions it can't look at, Transformers makes a mask [T, T] where none is
+    needed. Within this block it makes none."""
+    if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
+        yield
+        return
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    mask = masks["sdpa"]
+
+    def without_packing(*args: Any, **options: Any) -> Any:
+        return mask(*args, **options | {"allow_is_causal_skip": True})
+
+    masks["sdpa"] = without_packing  # an override of the registered one, which deleting it brings back
+    try:
+        yield
+    finally:
+        del masks["sdpa"]

@@ -1,0 +1,80 @@
+"""Estimates, and what was measured beside them, as a CSV: a row for each setting and loss."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from lowtide.tools import files
+from lowtide.tools.bench.table import Environment
+from lowtide.tools.demo.config import UserError
+from lowtide.tools.estimate.report import Result
+from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
+from lowtide.tools.estimate.step import Estimate
+from lowtide.tools.estimate.tracker import CATEGORIES
+
+OUT_OF_MEMORY = "out of memory"
+ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
+SETTING = ("model", "batch", "length", "dtype", "optimizer", "checkpointing", "workspace")
+HELD = {category: f"{category}_bytes" for category in CATEGORIES}
+OWN = ("loss", *HELD.values(), "when", "measured_bytes", "copy_of_logits", "hidden_states", "parameters")
+COLUMNS = (*ENVIRONMENT, *SETTING, *OWN)
+
+
+def write(results: Iterable[Result], path: Path) -> None:
+    # Of the card at hand: which way the loss takes depends on it where nothing is measured, too.
+    environment = asdict(Environment.of("cuda" if torch.cuda.is_available() else "cpu"))
+    with files.whole_file(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(environment | _row(each) for each in results)
+
+
+def _row(result: Result) -> dict[str, object]:
+    one = result.estimate
+    how = one.setting
+    named = {"dtype": how.dtype.value, "optimizer": how.optimizer.value, "loss": one.loss.value}
+    return {
+        **asdict(how),
+        **named,
+        **{column: one.held[category] for category, column in HELD.items()},
+        "when": one.when,
+        "measured_bytes": OUT_OF_MEMORY if result.out_of_memory else result.measured,
+        "copy_of_logits": one.logits,
+        "hidden_states": one.hidden,
+        "parameters": one.parameters,
+    }
+
+
+def read(path: Path) -> list[Result]:
+    rows = files.read_table(path, COLUMNS, "lowtide estimate --csv")
+    try:
+        return [_result(row) for row in rows]
+    except ValueError as problem:
+        raise UserError(f"{path}: {problem}") from problem
+
+
+def _result(row: dict[str, str]) -> Result:
+    setting = Setting(
+        row["model"],
+        int(row["batch"]),
+        int(row["length"]),
+        Dtype(row["dtype"]),
+        Optimizer(row["optimizer"]),
+        row["checkpointing"] == "True",
+        int(row["workspace"]) if row["workspace"] else None,
+    )
+    estimate = Estimate(
+        setting,
+        Loss(row["loss"]),
+        {category: int(row[column]) for category, column in HELD.items()},
+        row["when"],
+        int(row["copy_of_logits"]),
+        int(row["hidden_states"]),
+        int(row["parameters"]),
+    )
+    out_of_memory = row["measured_bytes"] == OUT_OF_MEMORY
+    measured = int(row["measured_bytes"]) if row["measured_bytes"] and not out_of_memory else None
+    return Result(estimate, measured, out_of_memory)

@@ -1,0 +1,130 @@
+"""One training step on fake tensors: what it holds at its highest moment, by category."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+
+from lowtide import defer_logits
+from lowtide.tools.estimate.cuda import Functions, Operators, Workspace
+from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
+from lowtide.tools.estimate.setting import Loss, Setting
+from lowtide.tools.estimate.tracker import OPTIMIZER, Tracker
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    setting: Setting
+    loss: Loss
+    held: dict[str, int]  # bytes by category, at the highest moment
+    when: str
+    logits: int  # one copy of them, in the dtype of the products
+    hidden: int  # one hidden state before every layer: what checkpointing keeps
+    parameters: int
+
+    @property
+    def peak(self) -> int:
+        return sum(self.held.values())
+
+
+def estimate(
+    setting: Setting, loss: Loss, device: str = "cuda", report: Report = lambda words: None
+) -> Estimate:
+    """The second of two steps, where optimizer states are; what the first would leave behind is made here.
+
+    `device` "cuda" is the promise; "cpu" is what the CPU's own operators save, for comparison with it.
+    `report` is told what is being done, in a few words.
+    """
+    with ExitStack() as stack:
+        report("building the model")
+        stack.enter_context(_errors_are_raised_alone())
+        stack.enter_context(FakeTensorMode())
+        model = fake(setting)
+        stack.enter_context(masks_as_on_data(model.module))
+        tracker = Tracker(model.module, model.classes)
+        stack.enter_context(tracker)
+        stack.enter_context(Operators(model.classes, device))
+        if device == "cuda":
+            stack.enter_context(Functions())
+        if setting.workspace is not None:
+            stack.enter_context(Workspace(setting.workspace))
+        if loss is Loss.lowtide:
+            stack.enter_context(defer_logits(model.module))
+        stack.enter_context(_modules_reported(model.module, report))
+        run(setting, model, tracker, report)
+    itemsize = 2 if setting.dtype.value == "autocast" else setting.dtype.weights.itemsize
+    return Estimate(
+        setting,
+        loss,
+        tracker.peak,
+        tracker.when,
+        logits=setting.tokens * model.classes * itemsize,
+        hidden=setting.tokens * model.width * model.depth * itemsize,
+        parameters=sum(each.numel() for each in model.module.parameters()),
+    )
+
+
+@contextlib.contextmanager
+def _errors_are_raised_alone() -> Iterator[None]:
+    """Fake tensors log the traceback of an operator that refuses its arguments, before they raise it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _modules_reported(module: nn.Module, report: Report) -> Iterator[None]:
+    count, called = sum(1 for _ in module.modules()), 0
+
+    def tell(*_: object) -> None:
+        nonlocal called
+        called += 1
+        report(f"forward, module {called:,} of about {count:,}")
+
+    handle = nn.modules.module.register_module_forward_pre_hook(tell)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> None:
+    parameters = [each for each in model.module.parameters() if each.requires_grad]
+    optimizer = setting.optimizer.of(parameters)
+    tracker.start("optimizer")
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for states in optimizer.state.values():
+        for each in states.values():
+            if isinstance(each, torch.Tensor):
+                tracker.put(each, OPTIMIZER)
+    tokens_BT = torch.zeros(setting.batch, setting.length, dtype=torch.long)
+    tracker.forget_peak()
+
+    tracker.start("forward")
+    with setting.dtype.precision("cpu"):
+        loss = model.loss(tokens_BT)
+    tracker.start("backward")
+    report("backward")
+    # From an edge, not from the tensor: whose backward would be handed to Functions, and run without it.
+    root, upstream = get_gradient_edge(loss), torch.ones_like(loss)
+    del loss
+    torch.autograd.backward(root, upstream)
+    del root
+    tracker.start("optimizer")
+    report("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()

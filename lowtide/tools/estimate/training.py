@@ -1,0 +1,37 @@
+"""The step that is estimated, with data."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lowtide import defer_logits
+from lowtide.tools.estimate.cuda import Workspace
+from lowtide.tools.estimate.model import Model, build
+from lowtide.tools.estimate.setting import Loss, Setting
+
+
+@contextlib.contextmanager
+def training(
+    setting: Setting, loss: Loss, device: str
+) -> Iterator[tuple[Callable[[], None], Model, torch.optim.Optimizer]]:
+    """A step to be called within the block, and what it trains. The first makes the optimizer's states, and
+    compiles."""
+    with torch.device(device), contextlib.ExitStack() as stack:
+        model = build(setting)
+        optimizer = setting.optimizer.of(model.module.parameters())
+        tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
+        if loss is Loss.lowtide:
+            stack.enter_context(defer_logits(model.module))
+        if setting.workspace is not None:
+            stack.enter_context(Workspace(setting.workspace))
+
+        def step() -> None:
+            with setting.dtype.precision(device):
+                value = model.loss(tokens_BT)
+            value.backward()
+            del value
+            optimizer.step()
+            optimizer.zero_grad()
+
+        yield step, model, optimizer

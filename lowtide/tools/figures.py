@@ -1,0 +1,126 @@
+"""How every figure of lowtide looks: colours by who is drawn, type, grid, and labels beside what they name.
+
+    with style.figure(10, 4.2) as figure:
+        left, right = figure.subplots(1, 2)
+        left.plot(x, y, color=style.COLORS["lowtide"])
+        style.label(left, "lowtide", (x[-1], y[-1]), style.COLORS["lowtide"])
+        style.save(figure, Path("figure.png"))  # or .svg
+
+No window is opened and no state of pyplot is touched.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowtide.tools import files
+from lowtide.tools.demo.config import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+ENDINGS = (".svg", ".png")
+INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
+
+# lowtide and what it is compared with first are the strongest; a variant has the colour of its kind.
+COLORS = {
+    "lowtide": "#0b7285",
+    "eager": "#e8590c",
+    "compile": "#7048e8",
+    "torch-chunked": "#1c7ed6",
+    "liger": "#2f9e44",
+    "cut-cross-entropy": "#c2255c",
+    "quack": "#b08900",
+}
+
+STYLE = {
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": EDGE,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlepad": 12,
+    "figure.constrained_layout.w_pad": 0.15,
+    "figure.constrained_layout.h_pad": 0.15,
+    "savefig.dpi": 160,
+    "svg.hashsalt": "lowtide",  # the same drawing is the same file
+}
+
+
+@contextlib.contextmanager
+def figure(width: float, height: float) -> Iterator["Figure"]:
+    """An empty figure, in inches at 160 pixels; to be filled and saved within the block."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def check_picture(path: Path) -> None:
+    """Raise a UserError if no figure can be saved under this name, or none can be drawn."""
+    if path.suffix.lower() not in ENDINGS:
+        raise UserError(f"{path} is no name for a picture: give one that ends in {' or '.join(ENDINGS)}")
+    if find_spec("matplotlib") is None:
+        raise UserError("figures need matplotlib; install it with: pip install 'lowtide[plot]'")
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Whole or not at all; the same drawing is the same file."""
+    check_picture(path)
+    ending = path.suffix.lower()[1:]
+    with files.whole_file(path) as file:
+        figure.savefig(file, format=ending, metadata={"Date": None} if ending == "svg" else None)
+
+
+def label(
+    axes: "Axes",
+    text: str,
+    at: tuple[float, float],
+    color: str,
+    offset: tuple[float, float] = (0, 8),
+    **how: Any,
+) -> "Annotation":
+    """The name of a line or a bar, in its colour; `offset` in points from the place `at` in data."""
+    return axes.annotate(text, at, offset, textcoords="offset points", color=color, weight="bold", **how)
+
+
+def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotation"]) -> None:
+    """The scale of x, from 0, ends where all labels end that begin at data and go to the right."""
+    labels = list(labels)
+    for each in labels:
+        each.set_in_layout(False)  # or the layout narrows the panel instead
+    figure.draw_without_rendering()
+    width = axes.bbox.width
+    ends = []
+    for each in labels:
+        taken = each.get_window_extent().x1 - axes.transData.transform(each.xy)[0]
+        ends.append(each.xy[0] * width / (width - taken))
+    axes.set_xlim(0, 1.02 * max(ends))
+
+
+def names_above(axes: "Axes") -> None:
+    """The names of its lines, in their colours, between title and panel: nothing is drawn there."""
+    axes.set_title(axes.get_title("left"), pad=30)
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=len(axes.get_legend_handles_labels()[1]),
+        frameon=False,
+        borderpad=0,
+        handlelength=0.8,
+        labelcolor="linecolor",
+        prop={"weight": "bold"},
+    )

@@ -1,0 +1,143 @@
+"""Files that are either whole or not there: a process may be killed at any instruction."""
+
+import contextlib
+import csv
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from lowtide.tools.demo.config import UserError
+
+BLOCK = 4096  # bytes: an empty file can be made on a full disk
+
+
+class DamagedFile(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
+    """A file to write to, which takes the place of `path` when the block ends, and not when it fails.
+
+    A device or a pipe is written to as it is. An OSError names the path.
+    """
+    path = Path(os.path.realpath(path))  # a link stays, and leads to the new file
+    with naming(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.exists() and not path.is_file():
+            with open(path, mode, **options) as file, _own_errors():
+                yield file
+            return
+        _make_directory(path.parent)
+        # In the same directory, because a rename is atomic only within one file system.
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            with open(unfinished, mode, **options) as file:
+                with _own_errors():
+                    yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """Those of a file, in whose place torch's zip writer raises one of its own."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if isinstance(problem.__context__, OSError):
+            raise problem.__context__ from problem
+        raise
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as problem:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from problem
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of this block that names no file becomes one of `path`."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is None or problem.filename is not None:
+            raise
+        raise OSError(problem.errno, problem.strerror, str(path)) from problem
+
+
+def check_writable(path: Path) -> None:
+    """Raise the OSError that writing a file there would raise. Nothing is left behind, or changed."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with naming(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
+    made = [each for each in path.parents if not each.exists()]  # the innermost first
+    try:
+        with contextlib.suppress(_Tried), whole_file(path) as file:
+            file.write(bytes(BLOCK))
+            file.flush()
+            raise _Tried
+    finally:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+
+
+class _Tried(Exception):
+    """Ends a file that is not wanted."""
+
+
+@contextlib.contextmanager
+def growing_file(path: Path) -> Iterator[IO[str]]:
+    """A text file that shows what has been written of it: who is cut short keeps that."""
+    with naming(path):
+        _make_directory(path.parent)
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            yield file
+
+
+def read_table(path: Path, columns: Sequence[str], kind: str) -> list[dict[str, str]]:
+    """The rows of a CSV, which has at least these columns; `kind` says what else the file should be."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            names = reader.fieldnames or ()
+            rows = list(reader)
+    except (csv.Error, UnicodeDecodeError) as problem:
+        raise UserError(f"{path} is no CSV of {kind}: it is no text") from problem
+    absent = [name for name in columns if name not in names]
+    if absent:
+        raise UserError(f"{path} has no column {absent[0]!r}: it is no CSV of {kind}")
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    if any(None in row.values() for row in rows):
+        raise UserError(f"{path}: a row has too few cells, as if the file were cut off")
+    return rows
+
+
+def load(path: Path) -> dict:
+    """The dictionary that `torch.save` wrote: tensors on the CPU, and nothing in the file is executed."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
+        raise
+    except Exception as problem:  # a damaged file can fail anywhere in zip, pickle or torch
+        raise DamagedFile(f"{path} is damaged") from problem
+    if not isinstance(content, dict):
+        raise DamagedFile(f"{path} holds something else")
+    return content

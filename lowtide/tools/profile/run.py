@@ -1,0 +1,90 @@
+"""What is profiled: a user's script as `python script.py` would run it, or training steps of a model.
+
+Each returns the record and an exit status. A run that fails or is interrupted is recorded up to there.
+"""
+
+import contextlib
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowtide.tools.demo.config import UserError
+from lowtide.tools.estimate.setting import Loss, Setting
+from lowtide.tools.estimate.training import training
+from lowtide.tools.profile.record import Record, recording
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def script(path: Path, arguments: Sequence[str], device: str) -> tuple[Record, int]:
+    if not path.is_file():
+        raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    status = 0
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [str(path), *arguments], [str(path.resolve().parent), *sys.path]
+    try:
+        with recording(device) as record, _terminated_as_exit():
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as end:
+                status = _status(end.code)
+            except KeyboardInterrupt:
+                status = INTERRUPTED
+            except BaseException as problem:
+                _print_exception(problem, path)
+                status = 1
+    finally:
+        sys.argv, sys.path = before
+    return record, status
+
+
+def steps(setting: Setting, loss: Loss, count: int, device: str) -> tuple[Record, int]:
+    status = 0
+    with training(setting, loss, device) as (step, _, _):
+        step()
+        with recording(device) as record, _terminated_as_exit():
+            try:
+                for _ in range(count):
+                    step()
+            except SystemExit as end:
+                status = _status(end.code)
+            except KeyboardInterrupt:
+                status = INTERRUPTED
+    return record, status
+
+
+@contextlib.contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """SIGTERM ends the block as sys.exit would: a job that is out of time leaves its record, too."""
+
+    def end(number: int, frame: Any) -> None:
+        sys.exit(128 + number)
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _status(code: object) -> int:
+    """As Python does: what is no number is printed."""
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _print_exception(problem: BaseException, path: Path) -> None:
+    """As Python would print it, which has run nothing before the script."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+        trace = trace.tb_next
+    traceback.print_exception(type(problem), problem, trace)

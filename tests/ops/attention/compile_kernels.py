@@ -1,0 +1,284 @@
+"""Compiles every Triton kernel of attention ahead of time, without a GPU, and prints what ptxas says of it:
+
+    python -m tests.ops.attention.compile_kernels
+
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
+"""
+
+import importlib
+import re
+from typing import Any, NamedTuple
+
+from tests.support.ahead_of_time import compiled, print_all
+
+TARGETS = (80, 90)
+# Bytes a block may have: what consumer cards of the older generation have; and an H100.
+SHARED = {80: 99 << 10, 90: 227 << 10}
+F32, I32_PTR = "*fp32", "*i32"
+STRIDES = ("i32", "i32", "i32", 1)
+
+
+class Build(NamedTuple):
+    module: str
+    kernel: str
+    half: bool
+    features: int
+    arguments: dict[str, Any]
+    """By name: a Triton type, the value of a constexpr (None: a pointer that is not there), or a tuple."""
+    targets: tuple[int, ...] = TARGETS
+    spills: int = 0
+    """Bytes a thread may put aside."""
+
+
+MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "row_end_ptr": I32_PTR}
+BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
+DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
+PIECES = {
+    "ptrs": (F32,) * 3,
+    "pieces_ptrs": ("*i16",) * 3,
+    "strides": (STRIDES,) * 3,
+    "shapes": (("i32",) * 4,) * 3,
+    "COUNT": 3,
+}
+ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
+OPERANDS = ("query", "key", "value", "upstream")
+VALUE = {"grad_value_ptr": "*bf16"}
+KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "forward": ("forward_kernels", "forward_kernel", ()),
+    "query": ("backward_kernels", "query_gradient_kernel", ()),
+    "key and value": ("backward_kernels", "key_value_gradient_kernel", ()),
+    "key": ("backward_kernels", "key_value_gradient_kernel", ("grad_value_ptr",)),
+    "value": ("backward_kernels", "key_value_gradient_kernel", ("grad_key_ptr",)),
+    "query of scores": ("grad_scores_kernels", "query_of_scores_kernel", ()),
+    "bias of scores": ("grad_scores_kernels", "bias_of_scores_kernel", ()),
+    "key and value of scores": ("grad_scores_kernels", "key_value_of_scores_kernel", ("grad_value_ptr",)),
+    "scores": ("grad_scores_kernels", "scores_kernel", ()),
+}
+# With any of Triton 3.6 to 3.9.
+SPILLS = {
+    "forward, half, 512": 32,
+    "forward of 2 pieces, 128, all": 96,
+    "forward of 2 pieces, 256, all": 320,
+    "forward of 3 pieces, 128, all": 96,
+    "forward of 3 pieces, 256, all": 512,
+    "query, float32, 64": 256,
+    "key and value, half, 128": 256,
+    "key and value, half, all": 896,
+    "key and value, half, keeping scores, 64": 672,
+    "key and value, half, keeping scores, all": 768,
+    "value, half, keeping scores, 256": 400,
+    "scores, half, 300, all": 224,
+    "query of scores, half, 300, all": 288,
+    "key and value of scores, half, 300, all": 128,
+    "key and value of 2 pieces, keeping scores, 64": 288,
+    "key and value of 2 pieces, keeping scores, 64, all": 864,
+    "key and value of 2 pieces, keeping scores, 128": 384,
+    "value of 2 pieces, keeping scores, 512, all": 192,
+    "key and value of 3 pieces, keeping scores, 64": 352,
+    "key and value of 3 pieces, keeping scores, 64, all": 1024,
+    "value of 3 pieces, keeping scores, 128": 2560,
+    "value of 3 pieces, keeping scores, 512, all": 640,
+    "key and value of scores of 3 pieces, 300, all": 8,
+    "key and value, half, keeping scores, 128": 2080,
+}
+
+
+def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
+    tensor = "*bf16" if build.half else F32
+    names = ("query", "key", "value", "upstream", "out", "grad_query", "grad_key", "grad_value")
+    absent = (
+        *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
+        *("weight", "grad_scores", "grad_z"),
+    )
+    given = {
+        **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
+        **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "grad_bias_ptr"), F32),
+        **dict.fromkeys(
+            (
+                *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
+                *("first_group", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
+            ),
+            "i32",
+        ),
+        **dict.fromkeys(("scale", "rescale"), "fp32"),
+        "bias_strides": (0, 0, 0, 0),
+        "grad_bias_strides": STRIDES,
+        "grad_scores_strides": ("i32", "i32", 1),
+        "own": (1, "i32"),
+        "ADD_BIAS": True,
+        "loops": ("i32", 1),
+        "tile_counts": ("i32", "i32"),
+        "SOFTCAP": 0.0,
+        "PRECISION": "bf16x6",
+        "BASE_2": not build.arguments.get("bias_ptr"),
+        "COLUMN_BIAS": False,
+        "ADD": True,
+        "PIECES": 1,
+        **build.arguments,
+    }
+    row_bias = given["bias_ptr"] is not None and not given["COLUMN_BIAS"]
+    return {**given, **_blocks(kernel, build.half, build.features, capability, row_bias)}
+
+
+def _blocks(kernel: str, half: bool, features: int, capability: int, row_bias: bool) -> dict[str, Any]:
+    from lowtide.ops.attention.triton_backend.tile_sizes import blocks, cut
+
+    if kernel == "dropout keys":
+        return {"BLOCK": 1024, "warps": 4, "stages": 3}
+    if kernel == "pieces":
+        return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
+    if kernel == "rows":
+        return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
+    size = blocks(kernel, half, features, SHARED[capability], row_bias)
+    assert size is not None
+    given = cut(features, features, size)
+    return {**given, "warps": given.pop("num_warps"), "stages": given.pop("num_stages")}
+
+
+def _builds() -> dict[str, Build]:
+    builds = {
+        "rows": Build("backward_kernels", "rows_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
+        "dropout keys": Build(
+            "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
+        ),
+        "pieces": Build("pieces", "pieces_kernel", False, 64, PIECES),
+    }
+
+    def add(
+        name: str,
+        label: str,
+        half: bool,
+        features: int,
+        arguments: dict[str, Any],
+        targets: tuple[int, ...],
+        count: int = 1,
+    ) -> None:
+        module, kernel, absent = KERNELS[name]
+        if count > 1:
+            name, label = f"{name} of {count} pieces", label.removeprefix(f"{count} pieces, ")
+        own = {**dict.fromkeys(absent), **arguments}
+        label = f"{name}, {label}"
+        builds[label] = Build(module, kernel, half, features, own, targets, SPILLS.get(label, 0))
+
+    kept = {"grad_scores_ptr": "*bf16"}
+    sums = {"grad_query_ptr": F32}
+    for name, label, features, arguments, targets in (
+        ("forward", "128", 128, {}, TARGETS),
+        ("forward", "512", 512, {}, (90,)),
+        ("forward", "all", 64, ALL, (90,)),
+        ("query", "128", 128, {}, TARGETS),
+        ("query", "256", 256, {}, (80,)),
+        ("query", "all", 64, ALL, (90,)),
+        ("key and value", "128", 128, {}, TARGETS),
+        ("key and value", "all", 64, ALL, (90,)),
+        ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),
+        ("key and value", "keeping scores, 128", 128, {**kept, **BIASED}, (80,)),
+        ("key and value", "keeping scores, all", 64, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
+        ("key", "256", 256, {}, (80,)),
+        ("value", "256", 256, {}, (80,)),
+        ("value", "keeping scores, 256", 256, {**kept, **BIASED}, TARGETS),
+        ("scores", "512", 512, {**kept, "weight_ptr": "*bf16"}, (90,)),
+        ("scores", "300, all", 300, {**kept, "grad_z_ptr": "*bf16", **ALL}, TARGETS),
+        ("query of scores", "64", 64, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "512", 512, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "300, all", 300, {**kept, **sums, **MASKED}, (80,)),
+        ("key and value of scores", "512", 512, {**kept, **VALUE, "weight_ptr": "*bf16"}, (90,)),
+        (
+            "key and value of scores",
+            "300, all",
+            300,
+            {**kept, **VALUE, "weight_ptr": "*bf16", **MASKED},
+            (80,),
+        ),
+        ("bias of scores", "64", 64, kept, TARGETS),
+    ):
+        add(name, f"half, {label}", True, features, arguments, targets)
+    add("query", "float32, 64", False, 64, {}, TARGETS)
+    add("bias of scores", "float32, 64", False, 64, {"grad_scores_ptr": F32}, (90,))
+    kept = {"grad_scores_ptr": F32}
+    for count in (2, 3):
+        pieces = {"PIECES": count, **{f"{name}_ptr": "*bf16" for name in OPERANDS}}
+        pieces |= {f"{name}_strides": (*STRIDES, "i32") for name in OPERANDS}
+        for name, label, features, arguments, targets in (
+            ("forward", "64", 64, {}, (90,)),
+            ("forward", "128, all", 128, ALL, (90, 80) if count == 3 else (90,)),
+            ("forward", "256, all", 256, ALL, (90,)),
+            ("key and value", "keeping scores, 64", 64, kept, (90,)),
+            ("key and value", "keeping scores, 64, all", 64, {**kept, "grad_z_ptr": F32, **ALL}, (80,)),
+            ("value", "keeping scores, 128", 128, kept, TARGETS),
+            ("value", "keeping scores, 512, all", 512, {**kept, **ALL}, (80,)),
+            ("query of scores", "128", 128, {**kept, "ADD": False}, (90,)),
+            ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+            ("key and value of scores", "128", 128, kept, (90,)),
+            ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+        ):
+            if count == 2 and name == "value" and features == 128:
+                name, arguments = "key and value", kept
+                if targets == TARGETS:
+                    targets = (90,)
+            add(name, f"{count} pieces, {label}", False, features, {**pieces, **arguments}, targets, count)
+    column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
+    builds["forward, half, few features"] = Build(
+        "forward_kernels", "forward_kernel", True, 24, column, (90,)
+    )
+    return builds
+
+
+BUILDS = _builds()
+# Those that another covers (tests/support/ahead_of_time.py).
+LEFT_OUT = {
+    80: (
+        "query, half, 128",
+        "key and value, half, 128",
+        "key, half, 256",
+        "value, half, 256",
+        "value, half, keeping scores, 256",
+        "key and value of 2 pieces, keeping scores, 64, all",
+        "value of 2 pieces, keeping scores, 512, all",
+        "query of scores of 2 pieces, 300, all",
+        "key and value of scores, half, 300, all",
+        "key and value of scores of 2 pieces, 300, all",
+        "key and value of 3 pieces, keeping scores, 64, all",
+        "value of 3 pieces, keeping scores, 128",
+        "value of 3 pieces, keeping scores, 512, all",
+        "query of scores of 3 pieces, 300, all",
+    ),
+    90: (
+        "forward, half, 128",
+        "forward, half, all",
+        "query, half, 128",
+        "key and value, half, 128",
+        "key and value, half, all",
+        "key and value, half, keeping scores, 64",
+        "scores, half, 300, all",
+        "query of scores, half, 64",
+        "query of scores, half, 512",
+        "query, float32, 64",
+        "forward of 2 pieces, 64",
+        "forward of 2 pieces, 128, all",
+        "forward of 2 pieces, 256, all",
+        "key and value of 2 pieces, keeping scores, 64",
+        "key and value of 2 pieces, keeping scores, 128",
+        "query of scores of 2 pieces, 128",
+        "key and value of scores of 2 pieces, 128",
+        "forward of 3 pieces, 128, all",
+        "forward of 3 pieces, 256, all",
+        "value of 3 pieces, keeping scores, 128",
+        "key and value of scores of 3 pieces, 128",
+    ),
+}
+
+
+def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
+    kernel = getattr(importlib.import_module(f"lowtide.attention.{build.module}"), build.kernel)
+    given = _given(build, name.split(",")[0], capability)
+    options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
+    found, ttgir = compiled(kernel, given, capability, options)
+    widths = {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", ttgir)}
+    return {**found, "warps": options["num_warps"], "row_bytes": sorted(widths)}
+
+
+if __name__ == "__main__":
+    print_all(BUILDS, resources)

@@ -1,0 +1,45 @@
+"""The sizes of tiles: one for any features, and none narrower than ptxas has right."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, blocks, cut
+
+
+def names_of(half):
+    counts = ("",) if half else (" of 2 pieces", " of 3 pieces")
+    names = ("forward", "key and value", "value", "query of scores", "key and value of scores")
+    found = [name + count for name in names for count in counts]
+    return [*found, "query", "bias of scores", *(("key", "scores") if half else ())]
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
+@pytest.mark.parametrize("half", [True, False])
+def test_any_features_have_a_tile(half, shared_memory):
+    for K in (1, 8, 16, 24, 31, 32, 40, 64, 65, 128, 130, 256, 300, 512, 600, 5000):
+        for E in (1, 24, 40, 128, 1000):
+            found = {name: blocks(name, half, max(K, E), shared_memory) for name in names_of(half)}
+            absent = {name for name, size in found.items() if size is None}
+            if half and max(K, E) > 256:
+                assert absent == {"query", "key and value", "key", "value"}
+            else:
+                assert all("key and value" in name and "of scores" not in name for name in absent)
+            for size in filter(None, found.values()):
+                given = cut(K, E, size)
+                assert min(given["BLOCK_K"], given["BLOCK_E"]) >= 64
+                assert given["BLOCK_K"] * given["BLOCKS_K"] >= K > given["BLOCK_K"] * (given["BLOCKS_K"] - 1)
+                assert given["CUT_K"] == (K % given["BLOCK_K"] > 0)
+                assert given["BLOCK_E"] * given["BLOCKS_E"] >= E > given["BLOCK_E"] * (given["BLOCKS_E"] - 1)
+                assert given["CUT_E"] == (E % given["BLOCK_E"] > 0)
+
+
+@pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
+@pytest.mark.parametrize("half", [True, False])
+def test_tiles_lie_within_what_a_strip_keeps(half, shared_memory):
+    """KEYS of grad_scores.py; and problem.py, is_far."""
+    for K in (1, 64, 128, 256, 512, 5000):
+        found = (blocks(name, half, K, shared_memory) for name in names_of(half))
+        for size in filter(None, found):
+            assert 128 % size.N == 0
+            assert size.M <= 128

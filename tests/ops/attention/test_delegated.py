@@ -1,0 +1,216 @@
+"""What is handed to torch's own kernels, and what is not: only what they are known to compute right. Their
+CUDA kernels themselves are in test_delegated_cuda.py.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.ops.attention import delegate
+from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.sdpa import alignment
+from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
+from tests.support.budgets import HALVES, norm
+
+CAUSAL = masks.LowerTriangularMask()
+OPS = torch.ops.lowtide
+
+
+def plain(case, **options):
+    """Without the logsumexp, whose gradient would keep it from torch's kernels."""
+    out = lowtide.memory_efficient_attention(
+        case.query, case.key, case.value, case.mask, scale=case.options.get("scale"), **options
+    )
+    return out, ours(case, backend="torch")[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [-1.0, 0.0, -1e-300, 1e-300, 1e-40, 1e-3, 3.0])
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_any_scale(device, mask, scale, dtype):
+    """Of -inf, as torch's kernels mask, times a scale of 0 or below comes nan; float32 rounds 1e-300 to 0."""
+    case = make_case(2, 70, 70, 2, mask=mask, scale=scale, dtype=dtype, device=device)
+    upstream = (make_upstream(case)[0], None)
+    check(differentiate(plain, case, upstream), case, upstream)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("M", "N"), [(8192, 16), (16, 4096), (256, 256)])
+def test_half_precision_on_the_cpu_rounds_no_sums(M, N, dtype):
+    """Torch's kernels there add up gradients in it: over 8192 queries they are off by four times as much."""
+    case = make_case(1, M, N, 1, K=32, dtype=dtype)
+    leaves = case.leaves()
+    upstream = torch.ones(1, M, 1, 32, dtype=dtype)
+
+    def gradients(case, backend):
+        out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend=backend)
+        return out, *torch.autograd.grad(out, list(case.leaves().values()), upstream.to(out.dtype))
+
+    exact = gradients(case.to(torch.float64), "reference")
+    best = gradients(case, "reference")
+    for name, got, once, want in zip(("out", *leaves), gradients(case, "auto"), best, exact):
+        errors = [norm(each.double() - want) for each in (got, once)]
+        assert errors[0] <= 2 * errors[1], name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_the_same_bits_with_gradients_and_without(dtype):
+    """Or a checkpoint would compute another thing than what it was differentiated of."""
+    case = make_case(1, 130, 130, 2, K=32, dtype=dtype)
+    with torch.no_grad():
+        without = lowtide.memory_efficient_attention(case.query, case.key, case.value, CAUSAL)
+    assert torch.equal(lowtide.memory_efficient_attention(case.query, case.key, case.value, CAUSAL), without)
+
+
+LAYOUTS = {
+    "keys expanded over rows": lambda x: x[:, :1].expand_as(x),
+    "heads expanded": lambda x: x[:, :, :1].expand_as(x),
+    "batches expanded": lambda x: x[:1].expand_as(x),
+    "rows that overlap": lambda x: x.flatten().as_strided(x.shape, (x.stride(0), 3, x.stride(2), 1)),
+    "of a wider tensor": lambda x: torch.cat([x, x, x], -1)[..., 3 : 3 + x.shape[-1]],
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other feature": lambda x: torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of", ["operands", "upstream"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_layouts(device, mask, name, of, dtype):
+    case = make_case(2, 40, 40, 4, K=16, mask=mask, dtype=dtype, device=device)
+    upstream = make_upstream(case)[0].to(dtype)
+    if of == "operands":
+        leaves = (LAYOUTS[name](leaf.detach()).requires_grad_() for leaf in case.leaves().values())
+        case = type(case)(*leaves, None, mask)
+    else:
+        upstream = LAYOUTS[name](upstream)
+    check(differentiate(plain, case, (upstream, None)), case, (upstream, None))
+
+
+def test_saved_tensors_that_come_back_in_other_strides(device):
+    case = make_case(2, 40, 40, 4, K=16, mask=CAUSAL, device=device)
+    upstream = (make_upstream(case)[0], None)
+    expected = differentiate(plain, case, upstream)
+
+    def turned(tensor):
+        return tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(turned, lambda tensor: tensor):
+        found = differentiate(plain, case, upstream)
+    for part, want in expected.items():
+        assert torch.equal(found[part], want), part
+
+
+def reason(*shapes_and_strides, mask=None, scale=1.0, dtype=torch.bfloat16, device="cuda"):
+    """Of a call whose tensors are described alone."""
+    with FakeTensorMode():
+        tensors = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides in shapes_and_strides
+        ]
+    operands = Operands(*(tensors if len(tensors) == 3 else tensors * 3))
+    return delegate.reason_against(operands, mask, None, Options(scale), False)
+
+
+REFUSED = {
+    "an odd stride of rows": ([((2, 4, 64, 64), (4 * 64 * 65, 64 * 65, 65, 1))], "multiples of 8"),
+    "an odd stride of heads": ([((2, 4, 64, 64), (4 * 4097, 4097, 64, 1))], "multiples of 8"),
+    "features apart": ([((2, 4, 64, 64), (4 * 8192, 8192, 128, 2))], "side by side"),
+    "expanded heads": ([((2, 4, 64, 64), (4096, 0, 64, 1))], "share memory"),
+    "expanded batches": ([((2, 4, 64, 64), (0, 4096, 64, 1))], "share memory"),
+    "expanded rows": ([((2, 4, 64, 64), (4096, 1024, 0, 1))], "share memory"),
+    "rows that overlap": ([((2, 4, 64, 64), (4096, 1024, 8, 1))], "share memory"),
+    "many numbers": ([((4, 64, 1 << 17, 64), (1 << 29, 1 << 23, 64, 1))], "2^31"),
+    "far apart": ([((4, 4, 64, 64), (1 << 30, 4096, 64, 1))], "2^31"),
+    "many heads": ([((1 << 14, 4, 64, 64), (4 * 4096, 4096, 64, 1))], "65535 heads"),
+    "many features": ([((2, 4, 64, 264), (4 * 64 * 264, 64 * 264, 264, 1))], "at most 256"),
+    "a multiple of 4 features": ([((2, 4, 64, 60), (4 * 4096, 4096, 64, 1))], "multiple of 8"),
+}
+FINE = ((2, 4, 64, 64), (4 * 4096, 4096, 64, 1))
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torchs_cuda_kernels_are_not_asked(name, place):
+    """Of each operand, beside two that are as they should be where sizes allow that."""
+    (described,), message = REFUSED[name]
+    given = [FINE] * 3 if described[0] == FINE[0] else [described] * 3
+    given[place] = described
+    assert message in str(reason(*given))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-300, 1e39])
+def test_scales_that_torchs_kernels_are_not_asked(scale):
+    for device in ("cpu", "cuda"):
+        found = reason(FINE, scale=scale, device=device, dtype=torch.float32)
+        assert "normal float32 above 0" in str(found)
+
+
+def test_what_they_are_asked():
+    assert reason(FINE) is None
+    assert reason(FINE, mask=CAUSAL, dtype=torch.float16) is None
+    heads_last = ((2, 4, 64, 64), (4 * 4096, 64, 256, 1))
+    packed = ((2, 4, 64, 64), (3 * 4 * 4096, 64, 3 * 256, 1))
+    assert reason(FINE, heads_last, packed) is None
+    assert reason(((2, 4, 1, 256), (1024, 256, 256, 1))) is None
+    assert reason(FINE, device="cpu", dtype=torch.float32) is None
+
+
+@pytest.mark.parametrize("offset", range(9))
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_addresses(offset, itemsize):
+    dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+    memory = torch.zeros(1 << 12, dtype=dtype)
+    assert memory.data_ptr() % alignment.BYTES == 0
+    tensor = memory[offset:][: 2 * 4 * 8 * 16].view(2, 4, 8, 16)
+    foreign = torch.from_dlpack(tensor)  # whose offset is 0
+    assert foreign.storage_offset() == 0
+    for each in (tensor, foreign, torch.nn.Parameter(foreign)):
+        assert alignment.is_aligned(each) == (offset * itemsize % 16 == 0)
+        found = alignment.reason_against(each)
+        assert (found is None) == (offset * itemsize % 16 == 0)
+        assert found is None or "16 bytes" in found
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_of_compiled_graphs(dtype, causal, rows_first):
+    """It gives what the tiles give, in the same layout, and takes their statistics for its own."""
+    case = make_case(2, 33, 33, 4, 2, 16, dtype=dtype)
+    operands = Operands(*(leaf.detach().transpose(1, 2) for leaf in case.leaves().values()))
+    own = Options(0.3, rows_first=rows_first, backend="sdpa", causal=causal)
+    intervals = {}
+    if causal:
+        intervals = {"first": torch.zeros(33).int(), "end": torch.arange(1, 34).int()}
+    found, expected = (
+        OPS.attention(*given, True, *options)
+        for given, options in (
+            (operands, own),
+            (operands._replace(**intervals), own._replace(backend="torch")),
+        )
+    )
+    torch.testing.assert_close(found, expected)
+    assert [each.stride() for each in found] == [each.stride() for each in expected]
+    wanted = (True, False, True, False)
+    upstream = torch.randn_like(found[0])
+    arguments = (upstream, None, *expected, *operands, wanted, *own)
+    torch.testing.assert_close(
+        OPS.attention_backward(*arguments),
+        OPS.attention_backward(
+            upstream, None, *found, *operands._replace(**intervals), wanted, *own._replace(backend="torch")
+        ),
+    )
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_opcheck_of_the_operator_of_compiled_graphs(rows_first):
+    operands = Operands(*(torch.randn(2, 4, 9, 8).transpose(1, 2) for _ in range(3)))
+    options = Options(0.3, rows_first=rows_first, backend="sdpa", causal=True)
+    torch.library.opcheck(OPS.attention.default, (*operands, False, *options))
+    out, statistics = OPS.attention(*operands, True, *options)
+    given = (torch.randn_like(out), None, out, statistics, *operands, (True, False, True, False), *options)
+    torch.library.opcheck(OPS.attention_backward.default, given)

@@ -1,0 +1,305 @@
+"""Backward from gradients of scores that are kept, in strips of heads and of keys: through the interpreter on
+the CPU, for real on a GPU. The room of a strip is made small, and is full of NaN at first."""
+
+import itertools
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.memory import peak_memory
+from lowtide.ops.attention.definition.operands import Sizes
+from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.loss import skip_unless_runnable
+
+pytest.importorskip("triton")
+grad_scores = pytest.importorskip("lowtide.ops.attention.triton_backend.strips")
+Strip, up = grad_scores.Strip, grad_scores.up
+launch_backward = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_backward")
+
+
+pytestmark = INTERPRETED
+
+ROOMS = ("one key head", "128 keys", "one batch and head")
+CASES = {
+    "plain": {"B": 2, "N": 300},
+    "shared key heads": {"H": 4, "G": 2, "E": 5},
+    "causal": {"N": 300, "mask": masks.LowerTriangularFromBottomRightMask()},
+    "local": {"N": 300, "mask": masks.LocalAttentionFromBottomRightMask(3, 2)},  # strips that nobody sees
+    "sequences": {"mask": masks.BlockDiagonalCausalMask.from_seqlens([3, 12, 5], [1, 80, 59])},
+    "soft cap": {"softcap": 2.0, "scale": 0.8},
+    "dropout": {"p": 0.4, "seed": 9},
+    "bias of keys": {"bias": (0, 1, 0, 1)},
+    "bias of queries": {"bias": (0, 1, 1, 0)},
+    "bias [1, H, M, N]": {"bias": (0, 1, 1, 1), "mask": masks.LowerTriangularFromBottomRightMask()},
+    "bias [1, 1, M, N]": {"bias": (0, 0, 1, 1)},
+    "bias [B, 1, M, N]": {"B": 2, "bias": (1, 0, 1, 1), "H": 4, "G": 2},
+    "bias [B, H, M, N]": {"B": 2, "bias": (1, 1, 1, 1)},
+    "bias, soft cap": {"bias": (0, 1, 1, 1), "softcap": 3.0},
+    "bias, everything": {
+        "B": 2, "bias": (0, 1, 1, 1), "softcap": 3.0, "window": (100, 5), "p": 0.3, "seed": 4, "H": 4, "G": 2,
+        "E": 5,
+    },
+    "dropout of batches": {"B": 2, "p": 0.4, "seed": 9, "H": 1},
+    "bias of keys of batches": {"B": 2, "bias": (1, 1, 0, 1)},
+    "many features": {"H": 1, "K": 150, "E": 270, "bias": (0, 1, 1, 1)},
+}  # fmt: skip
+
+
+def case_of(name, device, **more):
+    return make_case(**({"B": 1, "M": 20, "N": 140, "H": 2} | CASES[name] | more), device=device)
+
+
+def counted(monkeypatch):
+    """The strips of the last call."""
+    found = []
+
+    def strips(*given):
+        found[:] = grad_scores.strips(*given)
+        return found
+
+    monkeypatch.setattr(launch_backward, "strips", strips)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def any_share(monkeypatch):
+    """Sizes as small as these have room for a part of themselves alone. Gives the share itself."""
+    share = grad_scores.SHARE
+    monkeypatch.setattr(grad_scores, "SHARE", 1e6)
+    return share
+
+
+def room_of(room, case):
+    """Bytes of a strip of one key head in all batches or in one, and of all keys; or the fewest."""
+    return (
+        1
+        if room == "128 keys"
+        else of_head(case, case.key.shape[1]) * (len(case.query) if room == "one key head" else 1)
+    )
+
+
+def of_head(case, keys):
+    """Of one key head in one batch."""
+    _, M, H, K = case.query.shape
+    N, G, E = case.value.shape[1:]
+    of_bias = case.bias is not None and min(case.bias.shape[2:]) > 1
+    kept = 2 if of_bias and case.options.get("softcap") else 1
+    operands = 3 * 2 * (H // G * M + N) * (up(K, 16) + up(E, 16))
+    return kept * (H // G) * up(M, 16) * up(keys, 128) * 4 + operands
+
+
+SHARED_BATCHES = ("bias [1, H, M, N]", "bias [1, 1, M, N]", "bias, soft cap", "bias, everything")
+WHOLE_HEADS = ("plain", "shared key heads", "bias [1, H, M, N]", "bias, everything", "many features")
+
+
+OF_BATCHES = (
+    "plain",
+    "bias [B, H, M, N]",
+    "bias, everything",
+    "dropout of batches",
+    "bias of keys of batches",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        *((name, ROOMS[0]) for name in WHOLE_HEADS),
+        *((name, ROOMS[1]) for name in CASES),
+        *((name, ROOMS[2]) for name in OF_BATCHES),
+    ],
+)
+def test_values(device, monkeypatch, name, room):
+    skip_unless_runnable("triton", device)
+    case = case_of(name, device)
+    monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
+    found = counted(monkeypatch)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    shared_heads = name in ("bias [1, 1, M, N]", "bias [B, 1, M, N]")
+    shared_batches = name in SHARED_BATCHES
+    every = (len(case.query) if shared_batches else 1) * (case.key.shape[2] if shared_heads else 1)
+    if every * of_head(case, 128) > grad_scores.ROOM:  # too many pieces: the bias's gradient is added up
+        shared_heads = shared_batches = False
+    cut = {"one key head": shared_heads, "one batch and head": shared_batches, "128 keys": True}[room]
+    strips_of_keys = -(-case.key.shape[1] // 128) if cut else 1
+    batches = 1 if room == "one key head" or shared_batches else len(case.query)
+    assert len(found) == strips_of_keys * batches * (1 if shared_heads else case.key.shape[2])
+
+
+@pytest.mark.parametrize("name", ["plain", "bias [1, H, M, N]"])
+def test_the_same_bits_again(device, monkeypatch, name):
+    """And, but for the query, of which strips of keys are a sum, whatever the room is."""
+    skip_unless_runnable("triton", device)
+    case = case_of(name, device)
+    upstream = make_upstream(case)
+    first = differentiate(ours, case, upstream, backend="triton")
+    for room in (grad_scores.ROOM, room_of("one key head", case), 1):
+        monkeypatch.setattr(grad_scores, "ROOM", room)
+        found = differentiate(ours, case, upstream, backend="triton")
+        for part in first.keys() - ({"query"} if room == 1 else set()):
+            assert torch.equal(found[part], first[part]), part
+
+
+@pytest.mark.parametrize("name", ["bias [1, H, M, N]", "bias [B, 1, M, N]", "bias, everything"])
+def test_float16(device, monkeypatch, name):
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    case = case_of(name, device, dtype=torch.float16)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+
+
+@pytest.mark.parametrize("room", ROOMS[:2])
+@pytest.mark.parametrize("M", [100, 200])
+def test_memory(device, monkeypatch, M, room):
+    """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys the query's
+    gradient is its own sum. All of it linear in M."""
+    skip_unless_runnable("triton", device)
+    case = make_case(1, M, 140, 4, 2, K=32, device=device)
+    monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
+    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
+    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
+    with peak_memory(device) as peak:
+        torch.autograd.grad(out, leaves, upstream)
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    scores = 2 * up(M, 16) * (256 if room == "one key head" else 128) * 4
+    pieces = 3 * 2 * (2 * M + 140) * 64
+    assert peak.largest <= max(scores, case.query.nbytes)
+    assert peak.bytes <= gradients + scores + pieces + 2 * 4 * 4 * M + (16 << 10)
+
+
+WANTED = [("query", "bias"), ("key", "bias"), ("value", "bias"), ("bias",), ("query", "value"), ("query",)]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("wanted", WANTED, ids=" and ".join)
+def test_some_gradients_alone(device, monkeypatch, wanted, softcap):
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    case = case_of("bias [1, H, M, N]", device, softcap=softcap)
+    for name, leaf in case.leaves().items():
+        leaf.requires_grad_(name in wanted)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+
+
+def bytes_of(strip, size, score_bytes, pieces):
+    """What is kept of its scores, its operands' pieces, and in half precision a sum of dq."""
+    _, H, G, M, N, K, E = size
+    heads = strip.groups * strip.batches * H // G
+    operands = 2 * pieces * (heads * M + strip.groups * strip.batches * N) * (up(K, 16) + up(E, 16))
+    query_sum = 4 * heads * M * K if strip.keys < N and not pieces else 0
+    return torch.Size(strip.shape(size)).numel() * score_bytes + operands + query_sum
+
+
+@pytest.mark.parametrize("pieces", [0, 2, 3])
+@pytest.mark.parametrize("shared_batches", [False, True])
+@pytest.mark.parametrize("shared_heads", [False, True])
+@pytest.mark.parametrize("M", [1, 2000, 100_000])
+def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, shared_batches, M):
+    score_bytes = 4 if pieces else 2
+    for B, H, G, N in (
+        (1, 16, 16, 4096),
+        (4, 16, 4, 2048),
+        (3, 7, 1, 5),
+        (2, 12, 6, 70_001),
+        (32, 16, 2, 999),
+    ):
+        size = Sizes(B, H, G, M, N, 64, 60)
+        found = grad_scores.strips(size, score_bytes, pieces, shared_batches, shared_heads)
+        places = [corner for strip in found for corner in strip_corners(strip)]
+        assert len(places) == len(set(places)) == B * G * -(-N // 128)
+        of_all = Strip(0, B if shared_batches else 1, 0, G if shared_heads else 1, 0, min(N, 128))
+        together = not pieces or bytes_of(of_all, size, score_bytes, pieces) <= grad_scores.ROOM
+        fewest = of_all if together else Strip(0, 1, 0, 1, 0, min(N, 128))
+        for strip in found:
+            assert not (shared_heads and together) or strip.groups == G
+            assert not (shared_batches and together) or strip.batches == B
+            assert strip.first_key % 128 == 0
+            room = max(grad_scores.ROOM, bytes_of(fewest, size, score_bytes, pieces))
+            assert bytes_of(strip, size, score_bytes, pieces) <= room
+
+
+@pytest.mark.parametrize("pieces", [0, 2, 3])
+def test_a_strip_is_a_tenth_of_the_leanest_dense_way(pieces, any_share, monkeypatch):
+    """Which holds three matrices of scores. Or a strip has the fewest keys of one batch and key head."""
+    monkeypatch.setattr(grad_scores, "SHARE", any_share)
+    itemsize = 4 if pieces else 2
+    shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
+    for B, H, G, M, K in (*shapes, (1, 16, 16, 4096, 512), (8, 4, 4, 4096, 256)):
+        size = Sizes(B, H, G, M, M, K, K)
+        fewest = bytes_of(Strip(0, 1, 0, 1, 0, min(M, 128)), size, itemsize, pieces)
+        for shared in (False, True):  # a bias, by batches and heads
+            for strip in grad_scores.strips(size, itemsize, pieces, shared and pieces > 0, shared):
+                held = bytes_of(strip, size, itemsize, pieces)
+                assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
+
+
+MIB = 1 << 20
+OF_A_CARD = {
+    # B, H, G, M, K; bytes of what is kept of a score; pieces: key heads, keys and strips, MiB of a strip's
+    # scores and of its pieces
+    "bias [1, H, M, M], bfloat16": ((4, 16, 16, 2048, 64), 2, 0, (4, 2048, 4), (128, 0)),
+    "bias [1, H, M, M], float32": ((4, 16, 16, 2048, 64), 4, 3, (4, 2048, 4), (256, 48)),
+    "float32, K 64": ((1, 16, 16, 4096, 64), 4, 3, (4, 4096, 4), (256, 24)),
+    "float32, K 128": ((1, 16, 16, 4096, 128), 4, 3, (4, 4096, 4), (256, 48)),
+    "TF32 allowed, K 128": ((1, 16, 16, 4096, 128), 4, 2, (4, 4096, 4), (256, 32)),
+    "bfloat16, K 512": ((1, 16, 4, 4096, 512), 4, 0, (1, 1024, 16), (64, 0)),
+    "bfloat16, K 512, longer": ((1, 16, 4, 8192, 512), 4, 0, (1, 1024, 32), (128, 0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_CARD)
+def test_the_strips_of_what_is_measured(name, any_share, monkeypatch):
+    """Less than 300 MB for a bias of all scores in half precision, statistics included, 8 % more in float32;
+    and enough programs each for a card."""
+    monkeypatch.setattr(grad_scores, "SHARE", any_share)
+    (B, H, G, M, K), score_bytes, pieces, (groups, keys, times), mib = OF_A_CARD[name]
+    size = Sizes(B, H, G, M, M, K, K)
+    found = grad_scores.strips(size, score_bytes, pieces, shared_batches="bias" in name)
+    assert {(strip.groups, strip.keys) for strip in found} == {(groups, keys)}
+    assert len(found) == times
+    rows = B * groups * M * (H // G + 1)
+    held = torch.Size(found[0].shape(size)).numel() * score_bytes, 2 * pieces * rows * 2 * K
+    assert held == (mib[0] * MIB, mib[1] * MIB)
+    if "bias" in name:
+        assert sum(held) + 3 * 4 * B * H * M < (324e6 if pieces else 300e6)
+
+
+def strip_corners(strip):
+    """Of each batch and key head, and 128 keys."""
+    return itertools.product(
+        range(strip.first_batch, strip.first_batch + strip.batches),
+        range(strip.first_group, strip.first_group + strip.groups),
+        range(strip.first_key, strip.first_key + strip.keys, 128),
+    )
+
+
+def test_a_bias_of_fewer_digits_is_added_up_in_float32(device, monkeypatch):
+    """And rounded once, whether its heads are together in a strip or not."""
+    skip_unless_runnable("triton", device)
+    case = case_of("bias [1, 1, M, N]", device)
+    bias = case.bias.detach().bfloat16().requires_grad_()
+
+    def gradient():
+        tensors = [each.detach() for each in (case.query, case.key, case.value)]
+        out = lowtide.memory_efficient_attention(*tensors, bias, backend="triton")
+        return torch.autograd.grad(out.double().square().sum(), bias)[0]
+
+    together = gradient()
+    monkeypatch.setattr(grad_scores, "ROOM", 1)
+    found = counted(monkeypatch)
+    apart = gradient()
+    assert {strip.groups for strip in found} == {1}
+    wide = bias.detach().double().requires_grad_()
+    exact_out = lowtide.memory_efficient_attention(
+        *(each.detach().double() for each in (case.query, case.key, case.value)), wide, backend="reference"
+    )
+    (exact,) = torch.autograd.grad(exact_out.square().sum(), wide)
+    for got in (together, apart):
+        assert got.dtype == torch.bfloat16
+        # The interpreter truncates: twice the rounding.
+        assert ((got.double() - exact).abs() <= 2**-7 * exact.abs() + 1e-6 * exact.norm()).all()

@@ -1,0 +1,159 @@
+"""Masks against their definitions in words, one score at a time."""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.ops.attention.definition.masks import intervals, visible, window_band
+
+SIZES = [(1, 1), (5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (3, 0), (0, 3)]
+
+
+def seen(mask, M, N, window=None):
+    """What intervals say, and that they never go back."""
+    found = intervals(mask, None if window is None else window_band(window), M, N, torch.device("cpu"))
+    if found is None:
+        return torch.ones(M, N, dtype=torch.bool)
+    for vector in found:
+        assert (vector.diff() >= 0).all()
+        assert ((vector >= 0) & (vector <= N)).all()
+    return visible(found, N)
+
+
+def in_words(M, N, rule):
+    return torch.tensor([[bool(rule(i, j)) for j in range(N)] for i in range(M)]).reshape(M, N)
+
+
+RULES = {
+    "LowerTriangularMask": (masks.LowerTriangularMask(), lambda i, j, M, N: j <= i),
+    "LowerTriangularFromBottomRightMask": (
+        masks.LowerTriangularFromBottomRightMask(),
+        lambda i, j, M, N: j <= i + N - M,
+    ),
+    "LocalAttentionFromBottomRightMask": (
+        masks.LocalAttentionFromBottomRightMask(2, 1),
+        lambda i, j, M, N: -2 <= j - (i + N - M) <= 1,
+    ),
+    "no mask": (masks.AttentionBias(), lambda i, j, M, N: True),
+}
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+@pytest.mark.parametrize("name", RULES)
+def test_against_words(name, M, N):
+    mask, rule = RULES[name]
+    expected = in_words(M, N, lambda i, j: rule(i, j, M, N))
+    assert torch.equal(seen(mask, M, N), expected)
+    dense = mask.materialize((2, 3, M, N), dtype=torch.float64)
+    assert dense.shape == (2, 3, M, N)
+    assert dense.dtype == torch.float64
+    assert torch.equal(dense == 0, expected.expand(2, 3, M, N))
+    assert ((dense == 0) | (dense == -torch.inf)).all()
+
+
+@pytest.mark.parametrize(("M", "N"), SIZES)
+@pytest.mark.parametrize("window", [(0, 0), (2, 1), (3, -1), (None, 2), (-1, -1)])
+@pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])
+def test_a_window_and_a_mask_let_through_what_both_do(mask, window, M, N):
+    left, right = (float("inf") if side in (None, -1) else side for side in window)
+
+    def rule(i, j):
+        return -left <= j - (i + N - M) <= right and (mask is None or j <= i)
+
+    assert torch.equal(seen(mask, M, N, window), in_words(M, N, rule))
+
+
+LENGTHS = [([3, 1, 4], [3, 1, 4]), ([2, 0, 5, 1], [4, 3, 2, 0]), ([6], [2]), ([0, 0], [0, 3])]
+
+
+@pytest.mark.parametrize(("q_lengths", "k_lengths"), LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, (1, 1)])
+def test_sequences_against_words(q_lengths, k_lengths, causal, window):
+    kind = masks.BlockDiagonalCausalMask if causal else masks.BlockDiagonalMask
+    mask = kind.from_seqlens(q_lengths, k_lengths)
+    of_query = [(s, i) for s, length in enumerate(q_lengths) for i in range(length)]
+    of_key = [(s, j) for s, length in enumerate(k_lengths) for j in range(length)]
+
+    def rule(row, column):
+        (s, i), (t, j) = of_query[row], of_key[column]
+        inside = window is None or abs(j - (i + k_lengths[s] - q_lengths[s])) <= 1
+        return s == t and inside and (not causal or j <= i)
+
+    M, N = sum(q_lengths), sum(k_lengths)
+    assert torch.equal(seen(mask, M, N, window), in_words(M, N, rule))
+
+
+def test_materialize_adds_the_bias():
+    bias = torch.randn(3, 1, 5)
+    mask = masks.LowerTriangularMask().add_bias(bias)
+    assert isinstance(mask, masks.LowerTriangularMaskWithTensorBias)
+    dense = mask.materialize((2, 3, 4, 5))
+    expected = bias.expand(2, 3, 4, 5).masked_fill(torch.ones(4, 5).tril() == 0, -torch.inf)
+    assert torch.equal(dense, expected)
+    hidden = torch.tensor([True, False, True, True, True])
+    other = masks.LocalAttentionFromBottomRightMask(1, 1).add_bias(hidden)
+    assert (other.materialize((4, 5))[:, 1] == -torch.inf).all()
+    assert other.bias is hidden
+    with pytest.raises(ValueError, match="has a bias already"):
+        mask.add_bias(bias)
+
+
+def test_a_mask_is_not_changed_by_adding_a_bias():
+    mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
+    other = mask.add_bias(torch.zeros(5))
+    assert mask.bias is None
+    assert other.q_starts == mask.q_starts
+    causal = mask.make_causal()
+    assert type(causal) is masks.BlockDiagonalCausalMask
+    assert type(mask) is masks.BlockDiagonalMask
+
+
+def test_tensor_lists_come_back_as_they_were():
+    tensors = [torch.randn(2, 3, 4, 5), torch.randn(1, 7, 4, 5), torch.randn(3, 1, 4, 5)]
+    mask, flat = masks.BlockDiagonalMask.from_tensor_list(tensors)
+    assert flat.shape == (1, 16, 4, 5)
+    assert mask.q_starts == (0, 3, 6, 13, 14, 15, 16)
+    for tensor, part in zip(tensors, mask.split(flat)):
+        assert torch.equal(tensor, part)
+    with pytest.raises(ValueError, match=r"tensor must have shape \[1, 16, ...\]"):
+        mask.split(flat[:, 1:])
+
+
+@pytest.mark.parametrize("kind", [masks.BlockDiagonalMask, masks.BlockDiagonalCausalMask])
+def test_several_sequences_equal_a_loop(device, kind):
+    tensors = [torch.randn(1, length, 2, 8, device=device, requires_grad=True) for length in (5, 600, 1, 77)]
+    upstream = [torch.randn_like(tensor) for tensor in tensors]
+    mask, flat = kind.from_tensor_list(tensors)
+    outs = mask.split(lowtide.memory_efficient_attention(flat, flat, flat, mask, backend="torch"))
+    own = masks.LowerTriangularMask() if kind is masks.BlockDiagonalCausalMask else None
+    loop = [lowtide.memory_efficient_attention(x, x, x, own, backend="torch") for x in tensors]
+    for found, expected in ((outs, loop), *[
+        [torch.autograd.grad(each, tensors, upstream) for each in (outs, loop)]
+    ]):  # fmt: skip
+        for got, want in zip(found, expected):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("make", [lambda: masks.BlockDiagonalMask.from_seqlens([2, -1]),
+    lambda: masks.BlockDiagonalMask.from_seqlens([2, 1], [3])])  # fmt: skip
+def test_lengths_that_do_not_fit(make):
+    with pytest.raises(ValueError, match="q_seqlen"):
+        make()
+
+
+def test_names():
+    assert set(masks.__all__) == {
+        "AttentionBias",
+        "BlockDiagonalCausalMask",
+        "BlockDiagonalMask",
+        "LocalAttentionFromBottomRightMask",
+        "LowerTriangularFromBottomRightMask",
+        "LowerTriangularMask",
+        "LowerTriangularMaskWithTensorBias",
+    }
+    assert repr(masks.LowerTriangularMask()) == "LowerTriangularMask()"
+    assert repr(masks.LocalAttentionFromBottomRightMask(3, -1)) == (
+        "LocalAttentionFromBottomRightMask(window_left=3, window_right=None)"
+    )

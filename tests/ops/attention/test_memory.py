@@ -1,0 +1,203 @@
+"""No tensor of M x N, ever; and linear in M. On CUDA float32's backward keeps the scores of as many heads and
+keys as there is room for (grad_scores.py): here for the fewest, but where a test asks how much room that is.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.memory import peak_memory
+from tests.conftest import NEEDS_CUDA
+from tests.ops.attention.helpers import make_case
+
+M, H, K = 2048, 2, 16
+MODES = {
+    "plain": {},
+    "causal": {"mask": masks.LowerTriangularMask()},
+    "window": {"window": (100, 0)},
+    "bias of keys": {"bias": (0, 1, 0, 1)},
+    "bias of queries": {"bias": (0, 1, 1, 0)},
+    "dropout": {"p": 0.1, "seed": 3},
+    "shared key heads": {"G": 1},
+    "values of other features": {"E": 24},
+    "soft cap": {"softcap": 5.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """Of the fewest keys, 128 of one key head. Gives the constant itself."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from lowtide.ops.attention.triton_backend import strips
+
+    whole = strips.ROOM
+    monkeypatch.setattr(strips, "ROOM", 1)
+    return whole
+
+
+def step(case, backend="auto", gradients=True, **options):
+    """Of the result alone, which leaves auto its choice."""
+    out = lowtide.memory_efficient_attention(
+        case.query, case.key, case.value, case.attn_bias, **case.options, backend=backend
+    )
+    if gradients:
+        torch.autograd.grad(out, list(case.leaves().values()), torch.ones_like(out))
+    return out
+
+
+def peak_of(device, run):
+    run()
+    with peak_memory(device) as peak:
+        run()
+    return peak
+
+
+def of_length(length, mode, device):
+    return make_case(1, length, length, H, K=K, device=device, **MODES[mode])
+
+
+def held(case):
+    """Result, upstream gradient, gradients, and what is saved of a row: the logsumexp, dropout's key, the
+    interval of a mask."""
+    M = case.query.shape[1]
+    return 2 * case.query.nbytes + sum(leaf.nbytes for leaf in case.leaves().values()) + 32 * H * M
+
+
+def scores(case):
+    return case.query.shape[1] * case.key.shape[1] * case.query.element_size()
+
+
+TILES = 16 << 20  # a handful of tiles of 1 MiB, and of sums of keys
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_of_scores(device, mode, dtype):
+    case = make_case(1, M, M, H, K=K, dtype=dtype, device=device, **MODES[mode])
+    peak = peak_of(device, lambda: step(case))
+    assert peak.largest < M * M * dtype.itemsize / 2
+    assert peak.bytes <= held(case) + TILES
+
+
+def test_the_dense_way_fails_that_test(device):
+    case = of_length(M, "dropout", device)
+    peak = peak_of(device, lambda: step(case, "reference"))
+    assert peak.largest >= scores(case)
+    assert peak.bytes > held(case) + TILES
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_is_linear(device, mode):
+    once, twice = (
+        peak_of(device, lambda case=case: step(case))
+        for case in (of_length(M, mode, device), of_length(2 * M, mode, device))
+    )
+    assert twice.bytes <= 2.1 * once.bytes
+    assert twice.largest <= 2.1 * once.largest
+
+
+def a_tenth_of_dense(case):
+    """Beyond inputs, result, upstream gradient and gradients. The leanest dense way has three matrices at
+    once, in the operands' dtype: the weights, their gradients and those of the scores."""
+    B, _, H, _ = case.query.shape
+    return 3 * B * H * scores(case) / 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_times_less_than_dense(device, mode, room, monkeypatch):
+    """At M = 4096, with all the room that there is."""
+    if room is not None:
+        monkeypatch.setattr("lowtide.ops.attention.triton_backend.strips.ROOM", room)
+    case = of_length(4096, mode, device)
+    peak = peak_of(device, lambda: step(case))
+    assert peak.bytes - held(case) <= a_tenth_of_dense(case)
+
+
+KEPT = {
+    **MODES,
+    "bias of all scores": {"bias": (0, 1, 1, 1), "H": 4},
+    "bias of all scores and heads": {"bias": (1, 0, 1, 1), "H": 4, "B": 2},
+    "bias of all scores, soft cap": {"bias": (0, 1, 1, 1), "H": 4, "softcap": 5.0},
+    "many features": {"K": 264, "H": 4, "mask": masks.LowerTriangularMask()},
+    "many features, shared key heads": {"K": 512, "H": 8, "G": 2},
+}
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", KEPT)
+def test_ten_times_less_where_scores_are_kept(mode, dtype, room, monkeypatch):
+    monkeypatch.setattr("lowtide.ops.attention.triton_backend.strips.ROOM", room)
+    sizes = {"B": 1, "M": 4096, "N": 4096, "H": H, "K": K} | KEPT[mode]
+    case = make_case(**sizes, dtype=dtype, device="cuda")
+    peak = peak_of("cuda", lambda: step(case))
+    assert peak.bytes - held(case) <= a_tenth_of_dense(case)
+
+
+def test_dense_is_no_leaner(device):
+    case = of_length(4096, "plain", device)
+    peak = peak_of(device, lambda: step(case, "reference"))
+    assert peak.bytes - held(case) >= 10 * a_tenth_of_dense(case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_kept_without_gradients(device, mode):
+    case = of_length(M, mode, device)
+    with torch.no_grad():
+        peak = peak_of(device, lambda: step(case, "torch", gradients=False))
+        out = step(case, "torch", gradients=False)
+        with peak_memory(device) as kept:
+            again = step(case, "torch", gradients=False)
+    assert peak.bytes <= out.nbytes + 32 * H * M + TILES
+    assert again.shape == out.shape
+    assert kept.largest < scores(case)
+
+
+def test_a_bias_gradient_takes_the_bias_size(device):
+    """[1, H, 1, N]: not [B, H, M, N], in any precision."""
+    case = make_case(4, M, M, H, K=K, bias=(0, 1, 0, 1), device=device)
+    for leaf in (case.query, case.key, case.value):
+        leaf.requires_grad_(False)
+    peak = peak_of(device, lambda: step(case))
+    assert peak.bytes <= 2 * case.query.nbytes + 4 * 32 * H * M + TILES
+
+
+@pytest.mark.parametrize("mode", ["plain", "dropout", "bias of keys"])
+def test_second_derivatives_hold_no_scores(device, mode, monkeypatch):
+    from lowtide.ops.attention.operator import higher_order
+
+    monkeypatch.setattr(higher_order, "WORKSPACE", 4 << 20)
+    case = make_case(1, 1024, 1024, H, K=4, device=device, **MODES[mode])
+
+    def run():
+        leaves = list(case.leaves().values())
+        out = lowtide.memory_efficient_attention(
+            case.query, case.key, case.value, case.attn_bias, **case.options
+        )
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(sum(part.square().sum() for part in first), leaves)
+
+    peak = peak_of(device, run)  # not of cuBLAS's workspace, which a process makes once
+    assert peak.largest < 1024 * 1024 * 4
+    assert peak.bytes < 2 * 1024 * 1024 * 4 * 2
+
+
+@pytest.mark.parametrize("mode", ["plain", "causal", "shared key heads"])
+@pytest.mark.parametrize(("length", "part"), [(16384, 10), (32768, 40)])
+def test_the_room_is_a_constant(device, monkeypatch, room, mode, length, part):
+    """A tenth of all scores, at twice as many queries and keys a fortieth: float32's pieces are in it."""
+    if device == "cpu":
+        pytest.skip("only the Triton kernels keep scores, and the interpreter has no time for so many")
+    from lowtide.ops.attention.triton_backend import strips
+
+    monkeypatch.setattr(strips, "ROOM", room)
+    case = make_case(1, length, length, 3, K=K, device=device, **MODES[mode])
+    peak = peak_of(device, lambda: step(case))
+    assert peak.largest <= room
+    assert peak.bytes <= held(case) + room + TILES
+    assert peak.bytes - held(case) <= length * length * 3 * 4 / part

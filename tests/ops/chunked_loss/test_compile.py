@@ -1,0 +1,122 @@
+"""torch.compile around it and inside it; nothing waits for the device."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from lowtide.memory import peak_memory
+from tests.ops.chunked_loss.helpers import (
+    MODES,
+    D,
+    chunked_loss,
+    close,
+    cross_entropy,
+    dense,
+    gradients,
+    leaves,
+    make,
+)
+from tests.support.loss import no_synchronisation
+
+# Of torch.compile itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _afresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_step_runs_it_in_between(device, mode):
+    """What comes before and after is compiled, with its backward; the chunks are not."""
+    head, hidden, labels = make(device=device)
+    trunk = nn.Linear(D, D).to(device, torch.float64)
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes])
+        return aot_eager(module, inputs)
+
+    def step(hidden, labels, loss_of):
+        loss = loss_of(cross_entropy, head, trunk(hidden).tanh(), labels, chunk_size=5, mode=mode)
+        loss = loss / labels.ne(-100).sum()
+        loss *= 0.5
+        return loss
+
+    every = [*leaves(head, hidden), *trunk.parameters()]
+    compiled = torch.compile(step, backend=backend)
+    close(
+        torch.autograd.grad(compiled(hidden, labels, chunked_loss), every),
+        torch.autograd.grad(step(hidden, labels, dense), every),
+    )
+    first, *others = (" ".join(each) for each in graphs)
+    assert "tanh" in first
+    assert any("imul" in each for each in others)
+    assert not any("cross_entropy" in each for each in others)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_step_takes_one_chunk(device, mode):
+    """And the compiled dense step does not."""
+    N, C, D, V = 512, 16, 8, 4096
+    trunk, head = nn.Linear(D, D).to(device), nn.Linear(D, V).to(device)
+    hidden, labels = torch.randn(N, D, device=device), torch.randint(V, (N,), device=device)
+    peaks = []
+    for loss_of in (chunked_loss, dense):
+
+        def step(hidden, labels, loss_of=loss_of):
+            return loss_of(cross_entropy, head, trunk(hidden).tanh(), labels, chunk_size=C, mode=mode) / N
+
+        compiled = torch.compile(step, backend=aot_eager)
+        for _ in range(2):
+            with peak_memory(device) as peak:
+                compiled(hidden, labels).backward()
+        peaks.append(peak)
+    chunked, whole = peaks
+    of_the_chunk, of_the_head = 4 * C * V * 4, 2 * (V * D + V) * 4
+    assert chunked.bytes <= of_the_chunk + of_the_head + 8 * N * D * 4
+    assert chunked.largest <= C * V * 4
+    assert whole.largest >= N * V * 4
+
+
+def test_one_graph_is_refused():
+    head, hidden, labels = make()
+
+    @torch.compile(fullgraph=True, backend=aot_eager)
+    def step(hidden):
+        return chunked_loss(cross_entropy, head, hidden, labels)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile the step without fullgraph"):
+        step(hidden)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_head(device, mode):
+    head, hidden, labels = make(device=device)
+    compiled = torch.compile(head, backend=aot_eager)
+    results = [gradients(chunked_loss, compiled, hidden, labels, chunk_size=6, mode=mode)]
+    results.append(gradients(dense, head, hidden, labels))
+    close(*([result[0], *sorted(result[1:], key=lambda each: each.shape)] for result in results))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nothing_waits_for_the_device(device, dtype, mode):
+    head, hidden, labels = make("two layers", device=device, dtype=dtype)
+    hidden = hidden.detach()[:, :-1].requires_grad_()
+    upstream = torch.ones((), device=device)
+
+    def step():
+        loss = chunked_loss(cross_entropy, head, hidden, labels[:, :-1], chunk_size=5, mode=mode)
+        torch.autograd.grad(loss, leaves(head, hidden), upstream)
+
+    step()  # kernels are compiled, libraries loaded
+    with no_synchronisation(device):
+        step()

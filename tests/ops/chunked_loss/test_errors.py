@@ -1,0 +1,342 @@
+"""Bad input: what is wrong, what came, and what to do."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+from lowtide.ops.chunked_loss import chunked_loss
+from tests.ops.chunked_loss.helpers import MODES, B, D, T, V, close, cross_entropy, dense, make
+
+WEIGHT = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+
+
+def call(loss_fn=cross_entropy, head=None, hidden=None, *rest, **options):
+    own_head, own_hidden, labels = make("linear")
+    return chunked_loss(
+        loss_fn, head or own_head, own_hidden if hidden is None else hidden, *(rest or (labels,)), **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (partial(cross_entropy, reduction="none"), r"value for each row, \[5\]; add .sum\(\), or pass mode="),
+        (partial(cross_entropy, reduction="mean"), "got their mean"),
+        (lambda logits, labels: logits.mean(), "got their mean"),
+        (lambda logits, labels: logits.square().mean(-1).mean(), "got their mean"),
+        (
+            lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
+            "their mean",
+        ),
+        (lambda logits, labels: F.cross_entropy(logits.float(), labels).double(), "got their mean"),
+        (lambda logits, labels: 0.5 * F.cross_entropy(logits, labels), "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, labels) / 4, "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, labels, label_smoothing=0.1), "got their mean"),
+        (lambda logits, labels: F.cross_entropy(logits, logits.detach().softmax(-1)), "got their mean"),
+        (
+            lambda logits, labels: cross_entropy(logits, labels) + 0.1 * logits.square().mean(),
+            "got their mean",
+        ),
+        (partial(F.kl_div, reduction="batchmean"), "reduces by the mean"),
+        (nn.KLDivLoss(reduction="batchmean"), "reduces by the mean"),
+        (F.cross_entropy, "reduces by the mean.*reduction='sum'"),
+        (partial(F.cross_entropy, label_smoothing=0.1), "reduces by the mean"),
+        (nn.CrossEntropyLoss(), "reduces by the mean"),
+        (lambda logits, labels: logits.sum(0), r"0-d, got \[21\] for 5 rows"),
+        (lambda logits, labels: logits, r"0-d, got \[5, 21\] for 5 rows"),
+        (lambda logits, labels: logits.sum().view(1), r"0-d, got \[1\] for 5 rows"),
+        (lambda logits, labels: (logits.sum(), {}), "has_aux=True"),
+        (lambda logits, labels: 0.0, "must return a tensor, got float"),
+        (lambda logits, labels: logits.argmax(), "floating-point tensor, got torch.int64"),
+    ],
+)
+def test_what_is_not_a_sum(loss_fn, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(loss_fn, chunk_size=5)
+
+
+def test_a_sum_here_and_rows_there():
+    def loss_fn(logits, labels):
+        return logits.sum(1) if len(logits) == 5 else logits.sum()
+
+    with pytest.raises(ValueError, match="got both"):
+        call(loss_fn, chunk_size=5, mode="recompute")
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda logits, labels: logits.sum(0).mean(),
+        lambda logits, labels: logits.mean(-1).sum(),
+        lambda logits, labels: F.cross_entropy(logits, labels) * (labels != -100).sum(),
+        lambda logits, labels: -F.cross_entropy(logits, labels) * int((labels != -100).sum()),
+        lambda logits, labels: 0.5 * (F.cross_entropy(logits, labels) * len(labels)) / 7,
+        lambda logits, labels: F.cross_entropy(logits, logits.detach().softmax(-1), reduction="sum") / 5,
+        lambda logits, labels: F.cross_entropy(
+            logits, labels.clamp(min=0), label_smoothing=0.1, reduction="sum"
+        ),
+        partial(F.cross_entropy, reduction="sum"),
+        nn.CrossEntropyLoss(reduction="sum"),
+    ],
+)
+def test_what_is_a_sum(loss_fn):
+    call(loss_fn, chunk_size=5).backward()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda logits, labels: logits.sum(), r"\(sum, dict\), got Tensor"),
+        (lambda logits, labels: (logits.sum(), logits), r"\(sum, dict\), got Tensor as aux"),
+        (
+            lambda logits, labels: (logits.sum(), {"a": "b"}),
+            r"aux\['a'\] must be a tensor or a number, got str",
+        ),
+        (lambda logits, labels: (logits.sum(), {"a": labels}), r"aux\['a'\] must be a sum over rows"),
+    ],
+)
+def test_aux(loss_fn, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(loss_fn, chunk_size=5, has_aux=True)
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ((torch.zeros(B, T - 1),), r"token_tensors\[0\] must have the rows of hidden, \[2, 9\]"),
+        ((torch.zeros(B, T), torch.zeros(T)), r"token_tensors\[1\] must have the rows.*partial\(loss_fn"),
+        (
+            (torch.zeros(B, T, device="meta"),),
+            r"token_tensors\[0\] must be on hidden's device \(cpu\), got meta",
+        ),
+    ],
+)
+def test_rows_that_disagree(rest, message):
+    with pytest.raises(ValueError, match=message):
+        call(cross_entropy, None, None, *rest)
+    with pytest.raises(ValueError, match=r"hidden\[1\] must have the rows"):
+        call(cross_entropy, None, (torch.zeros(B, T, D), torch.zeros(T, B, D)))
+
+
+def test_hidden():
+    with pytest.raises(TypeError, match="hidden must be a tensor or a tuple of tensors, got NoneType"):
+        chunked_loss(cross_entropy, nn.Linear(D, V))
+    with pytest.raises(TypeError, match="hidden must be a tensor or a tuple of tensors, got list"):
+        call(cross_entropy, None, [1.0])
+    with pytest.raises(ValueError, match=r"hidden must be \[..., T, D\], got \[8\]"):
+        call(cross_entropy, None, torch.zeros(D))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode must be one of 'gradient_in_forward', 'recompute', got 'fast'"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 2.5}, "chunk_size must be an int, rows, got 2.5"),
+        ({"workspace": -1}, "workspace must be at least 1, got -1"),
+        ({"workspace": 1e9}, "workspace must be an int, bytes"),
+        ({"chunk_size": 5, "workspace": 100000}, "must not both be given"),
+        ({"workspace": 100}, r"a chunk of one row, which takes \d+ bytes, got 100 bytes"),
+    ],
+)
+def test_options(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(**options)
+    if "workspace" not in options or options["workspace"] == -1:
+        with pytest.raises((ValueError, TypeError), match=message):
+            chunked_loss(**options)(cross_entropy)(*make("linear")[:2])
+
+
+def test_what_cannot_be_called():
+    with pytest.raises(TypeError, match="head must be callable, got Tensor"):
+        chunked_loss(cross_entropy, WEIGHT, torch.zeros(B, T, D))
+    with pytest.raises(TypeError, match="loss_fn must be callable, got str"):
+        call("cross_entropy")
+
+
+def test_another_device():
+    with pytest.raises(
+        ValueError, match=r"head.weight must be on hidden's device \(cpu\), got meta; move one"
+    ):
+        call(head=nn.Linear(D, V, device="meta"))
+
+
+def test_a_complex_parameter():
+    weight = torch.randn(V, D, dtype=torch.complex128, requires_grad=True)
+    with pytest.raises(
+        TypeError, match=r"head.weight must not be complex, got torch.complex128.*view_as_real"
+    ):
+        call(head=partial(lambda hidden, weight: ((hidden + 0j) @ weight.t()).abs(), weight=weight))
+
+
+def test_nothing_to_train():
+    head, hidden, labels = make("linear")
+    head.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"nothing here needs a gradient.*torch.no_grad\(\)"):
+        chunked_loss(cross_entropy, head, hidden.detach(), labels)
+    with torch.no_grad():
+        assert chunked_loss(cross_entropy, head, hidden.detach(), labels).isfinite()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_reached_through_a_closure(mode):
+    """It would get no gradient, and nobody would know."""
+    linear, temperature = nn.Linear(D, V).double(), torch.tensor(2.0, requires_grad=True)
+    options = {"mode": mode, "chunk_size": 5}
+    with pytest.raises(ValueError, match=r"closure or a global: linear.weight, linear.bias would get none"):
+        call(head=lambda hidden: linear(hidden), **options)
+    with pytest.raises(ValueError, match=r"WEIGHT would get none.*functools.partial"):
+        call(head=lambda hidden: F.linear(hidden, WEIGHT), **options)
+    with pytest.raises(ValueError, match="temperature would get none"):
+        call(lambda logits, labels: cross_entropy(logits / temperature, labels), **options)
+    made = linear.weight * 2
+    with pytest.raises(ValueError, match=r"linear.weight|a tensor of shape"):
+        call(head=lambda hidden: F.linear(hidden, made), **options)
+
+    class Trainer:
+        def __init__(self):
+            self.head = linear
+
+        def loss(self, hidden, labels):
+            return chunked_loss(cross_entropy, lambda hidden: self.head(hidden), hidden, labels, **options)
+
+    _, hidden, labels = make("linear")
+    with pytest.raises(ValueError, match=r"self.head.weight, self.head.bias would get none"):
+        Trainer().loss(hidden, labels)
+
+
+def test_a_frozen_closure_is_fine():
+    teacher = nn.Linear(D, V).double().requires_grad_(False)
+    head, hidden, _ = make("linear")
+
+    def distilled(logits, hidden):
+        return F.kl_div(logits.log_softmax(-1), teacher(hidden).softmax(-1), reduction="sum")
+
+    chunked_loss(distilled, head, hidden, hidden.detach()).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_change(mode):
+    head = nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, V)).double()
+    message = "head.0 must not be a BatchNorm1d with statistics of its batch.*eval mode"
+    with pytest.raises(ValueError, match=message):
+        call(head=head, mode=mode)
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        call(head=head, mode=mode)
+    call(head=head.eval(), mode=mode).backward()
+    with pytest.raises(ValueError, match="head must not be a BatchNorm1d"):
+        call(head=nn.BatchNorm1d(D, track_running_stats=False).double().eval(), mode=mode)
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(D, V).double()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, hidden):
+            self.calls = self.calls + 1
+            return self.linear(hidden)
+
+    with pytest.raises(ValueError, match=r"must not change buffers, but did: head.calls"):
+        call(head=Counted(), mode=mode)
+
+
+def lowered(logits, labels):
+    labels -= 1
+    return cross_entropy(logits, labels.clamp(min=0))
+
+
+def test_rows_that_change_before_they_are_used_again():
+    """In place, which dense computation does once."""
+    head, hidden, labels = make("linear", ignored=0)
+    message = r"must not change.*token_tensors\[0\].*change a copy"
+    with pytest.raises(ValueError, match=message):
+        chunked_loss(lowered, head, hidden, labels.clone(), chunk_size=5, mode="recompute")
+    for mode in MODES:
+        with pytest.raises(ValueError, match=message):
+            chunked_loss(lowered, head, hidden, labels.clone(), workspace=4000, mode=mode)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(hidden.detach(), hidden.detach())
+        with pytest.raises(ValueError, match=message):
+            chunked_loss(lowered, head, dual, labels.clone(), chunk_size=5)
+    loss = chunked_loss(lowered, head, hidden, labels.clone(), chunk_size=5)
+    ours = torch.autograd.grad(loss, hidden, retain_graph=True)
+    close(ours, torch.autograd.grad(dense(lowered, head, hidden, labels.clone()), hidden))
+    with pytest.raises(ValueError, match=message):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["frozen", "partial", "eval", "buffer"])
+def test_what_changes_between_forward_and_backward(mode, what):
+    head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V).double()).requires_grad_(False)
+    head.register_buffer("scale", torch.ones(()))
+    _, hidden, labels = make("linear")
+    temperature = torch.ones((), dtype=torch.float64)
+    own_loss = partial(
+        lambda temperature, logits, labels: cross_entropy(logits / temperature, labels), temperature
+    )
+    loss = chunked_loss(own_loss, head, hidden, labels, chunk_size=5, mode=mode)
+    before = torch.autograd.grad(loss, hidden, retain_graph=True)
+    if what == "eval":
+        head.eval()
+    else:
+        {"frozen": head[1].weight, "partial": temperature, "buffer": head.scale}[what].mul_(2)
+    name = {
+        "frozen": "head.1.weight",
+        "partial": "loss_fn.0",
+        "eval": "head.training",
+        "buffer": "head.scale",
+    }[what]
+    with pytest.raises(ValueError, match=f"must not change.*{name}"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    if mode == "recompute":
+        with pytest.raises(ValueError, match=f"must not change.*{name}"):
+            torch.autograd.grad(loss, hidden)
+    else:
+        close(torch.autograd.grad(loss, hidden), before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_threads_with_one_module(mode):
+    """The second would find the first one's copies in the places of the parameters."""
+    head, hidden, labels = make("linear")
+    raised = []
+
+    def other():
+        try:
+            chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5)
+        except ValueError as error:
+            raised.append(str(error))
+
+    def loss_fn(logits, labels):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return cross_entropy(logits, labels)
+
+    weight = head.weight
+    chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode).backward()
+    assert len(raised) == 4 * (1 + (mode == "recompute"))
+    assert all("another thread is running chunked_loss with the same module" in each for each in raised)
+    assert head.weight is weight
+    other()
+    assert len(raised) == 4 * (1 + (mode == "recompute"))
+
+
+def test_a_failed_call_leaves_the_module_as_it_was():
+    head = nn.Linear(D, V).double()
+    before = dict(head.named_parameters())
+
+    def fails(logits, labels):
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        call(fails, head)
+    assert all(parameter is before[name] for name, parameter in head.named_parameters())
+    assert all(parameter.grad is None for parameter in head.parameters())

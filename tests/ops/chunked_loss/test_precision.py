@@ -1,0 +1,209 @@
+"""Half precision, autocast, loss scaling: no less exact than dense."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ops.chunked_loss.helpers import (
+    MODES,
+    B,
+    D,
+    T,
+    V,
+    cast,
+    chunked_loss,
+    close,
+    cross_entropy,
+    dense,
+    gradients,
+    leaves,
+    make,
+    per_row,
+    relative,
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["linear", "norm", "adapted"])
+def test_no_less_exact_than_dense(device, kind, dtype, mode):
+    head, hidden, labels = make(kind, device=device, dtype=dtype, tokens=150)
+    truth = gradients(dense, *cast(head, hidden), labels)
+    eager = gradients(dense, head, hidden, labels)
+    ours = gradients(chunked_loss, head, hidden, labels, chunk_size=32, mode=mode)
+    assert all(found.dtype == dtype for found in ours)
+    for part in (slice(0, 1), slice(1, None)):  # one number may be right by luck: the head's gradients as one
+        found, plain, want = (
+            torch.cat([each.flatten() for each in result[part]]) for result in (ours, eager, truth)
+        )
+        assert relative(found, want) <= 2 * relative(plain, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_many_chunks_of_bfloat16_add_up_in_float32(device, mode):
+    """256 chunks: a sum in bfloat16 would be off by some per cent."""
+    head = nn.Linear(D, V, bias=False).to(device, torch.bfloat16)
+    hidden = torch.randn(1, 1024, D, device=device).to(torch.bfloat16).requires_grad_()
+    labels = torch.randint(V, (1, 1024), device=device)
+    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    truth = gradients(dense, exact_head, exact_hidden, labels)
+    eager = gradients(dense, head, hidden, labels)
+    ours = gradients(chunked_loss, head, hidden, labels, chunk_size=4, mode=mode)
+    for found, plain, want in zip(ours, eager, truth):
+        assert relative(found, want) <= 2 * relative(plain, want)
+
+
+def test_the_loss_of_half_precision_is_summed_in_float32(device):
+    head, hidden, labels = make("linear", device=device, dtype=torch.bfloat16)
+
+    def rounded(logits, labels):
+        return cross_entropy(logits, labels).bfloat16()
+
+    assert chunked_loss(rounded, head, hidden, labels, chunk_size=2).dtype == torch.float32
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_float16_gradients_do_not_underflow(device, mode, autocast):
+    """A loss divided by many tokens and multiplied by the scaler: at scale 1 most of it would be 0."""
+    dtype = torch.float32 if autocast else torch.float16
+    head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
+    labels.view(-1)[:5] = -100  # the first chunk says nothing about the size of the others'
+    with torch.no_grad():
+        hidden *= 1e-3
+        head.weight *= 0.1
+
+    def loss_fn(logits, labels):
+        return cross_entropy(logits, labels) * 1e-6
+
+    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
+    truth = torch.autograd.grad(
+        dense(loss_fn, exact_head, exact_hidden, labels), leaves(exact_head, exact_hidden)
+    )
+    scale = 2.0**24
+    results = []
+    for loss_of in (chunked_loss, dense):
+        with torch.autocast(device, torch.float16, enabled=autocast):
+            loss = loss_of(loss_fn, head, hidden, labels, chunk_size=5, mode=mode)
+        results.append(torch.autograd.grad(loss * scale, leaves(head, hidden)))
+    for ours, eager, want in zip(*results, truth):
+        rounding = torch.finfo(torch.float16).eps
+        assert relative(ours.double() / scale, want) <= 2 * relative(eager.double() / scale, want) + rounding
+
+
+@dataclass
+class Output:
+    """What pytree does not know."""
+
+    logits: torch.Tensor
+
+
+def test_float16_gradients_do_not_underflow_behind_an_object(device):
+    head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
+
+    def wrapped(module, hidden):
+        return Output(module(hidden))
+
+    def loss_fn(output, labels):
+        return cross_entropy(output.logits, labels) * 1e-6
+
+    scale, results = 2.0**24, []
+    for loss_of, (own, h), factor in (
+        (dense, cast(head, hidden), 1),
+        (dense, (head, hidden), scale),
+        (chunked_loss, (head, hidden), scale),
+    ):
+        loss = loss_of(loss_fn, partial(wrapped, own), h, labels, chunk_size=5)
+        found = torch.autograd.grad(loss * factor, leaves(own, h))
+        results.append([each.double() / factor for each in found])
+    for want, plain, found in zip(*results):
+        assert relative(found, want) <= 2 * relative(plain, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("largest", [1e4, 1e7])
+def test_float16_gradients_do_not_overflow(device, largest, mode):
+    """Rows of very different weights, the largest beyond float16 until the loss is divided."""
+    head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
+    sizes = torch.logspace(-8, 0, B * T, device=device).view(B, T) * largest
+
+    def weighted(logits, labels, weight):
+        return (per_row(logits, labels) * weight).sum()
+
+    truth, eager, ours = (
+        torch.autograd.grad(
+            loss_of(weighted, own, h, labels, sizes, chunk_size=5, mode=mode) / (largest / 64), leaves(own, h)
+        )
+        for loss_of, (own, h) in (
+            (dense, cast(head, hidden)),
+            (dense, (head, hidden)),
+            (chunked_loss, (head, hidden)),
+        )
+    )
+    for found, plain, want in zip(ours, eager, truth):
+        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_a_scaler(device, mode):
+    head, hidden, labels = make("linear", device=device, dtype=torch.float32)
+    truth = gradients(dense, *cast(head, hidden), labels)
+    results = []
+    for loss_of in (chunked_loss, dense):
+        optimizer = torch.optim.SGD([*head.parameters(), hidden], lr=0)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**16)
+        with torch.autocast(device, torch.float16):
+            loss = loss_of(cross_entropy, head, hidden, labels, chunk_size=5, mode=mode) / 18
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        results.append([leaf.grad for leaf in leaves(head, hidden)])
+        optimizer.zero_grad()
+    for ours, eager, want in zip(*results, truth):
+        rounding = torch.finfo(torch.float16).eps
+        assert relative(ours, want) <= 2 * relative(eager, want) + rounding
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["outside", "inside", "switched off inside"])
+def test_autocast(device, where, mode):
+    """Whatever surrounds the backward pass; what is switched off inside stays exact."""
+    head, hidden, labels = make("two layers", device=device, dtype=torch.float32)
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = head
+
+        def forward(self, hidden):
+            with torch.autocast(device, torch.bfloat16, enabled=where == "inside"):
+                return self.head(hidden.float())
+
+    outside, module = where != "inside", head if where == "outside" else Cast()
+    dtypes = []
+
+    def loss_fn(logits, labels):
+        dtypes.append(logits.dtype)
+        return cross_entropy(logits, labels)
+
+    def run(loss_of, backward_inside):
+        with torch.autocast(device, torch.bfloat16, enabled=outside):
+            loss = loss_of(loss_fn, module, hidden, labels, chunk_size=5, mode=mode)
+            if backward_inside:
+                return torch.autograd.grad(loss / 18, leaves(head, hidden))
+        return torch.autograd.grad(loss / 18, leaves(head, hidden))
+
+    want = run(dense, False)
+    truth = gradients(dense, *cast(head, hidden), labels)
+    for backward_inside in (False, True):
+        ours = run(chunked_loss, backward_inside)
+        if where == "switched off inside":
+            close(ours, want, torch.float32)
+        for found, eager, exact in zip(ours, want, truth):
+            assert found.dtype == torch.float32
+            rounding = torch.finfo(torch.bfloat16).eps
+            assert relative(found, exact) <= 2 * relative(eager, exact) + rounding
+    assert set(dtypes) == {torch.float32 if where == "switched off inside" else torch.bfloat16}

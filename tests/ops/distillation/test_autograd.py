@@ -1,0 +1,131 @@
+"""Scaled, repeated, partial and hooked backward passes."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.distillation import (
+    REDUCTIONS,
+    check,
+    dense,
+    differentiate,
+    fused,
+    gradients,
+    make_inputs,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Dynamo's own.
+COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_weight", "student_input"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("factor", [3.0, -0.37, 0.0, 2.0**-10])
+def test_a_scaled_loss(device, factor, reduction, dtype):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    by_seed = differentiate(fused, inputs, "forward", factor, reduction=reduction)
+    check(by_seed, inputs, "forward", factor, reduction=reduction)
+    for name, gradient in gradients(fused(inputs, "forward", reduction=reduction) * factor, inputs).items():
+        assert torch.equal(gradient, by_seed[name]), name
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_loss_changed_in_place_and_added_to_another(device, reduction):
+    inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
+    loss = fused(inputs, "reverse", reduction=reduction)
+    loss *= -3.0
+    found = gradients(loss.sum() + inputs.student_bias.sum(), inputs)
+    found["student_bias"] -= 1
+    expected = gradients(dense(inputs, "reverse", reduction=reduction).sum(), inputs)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], -3 * gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_retained_graph_is_exact_every_time(device, reduction, dtype):
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    loss = fused(inputs, "forward", reduction=reduction)
+    kept = []
+    for last, upstream in ((False, 0.3), (False, -2.0), (False, 0.3), (True, 1.7)):
+        seed = torch.full_like(loss, upstream)
+        result = gradients(loss, inputs, grad_outputs=seed, retain_graph=not last)
+        kept.append((result, copy.deepcopy(result)))
+        check({"loss": loss.detach(), **result}, inputs, "forward", upstream, reduction=reduction)
+    for result, then in kept:  # a later backward leaves earlier gradients alone
+        for name, gradient in result.items():
+            assert torch.equal(gradient, then[name]), name
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("names", SOME)
+def test_gradients_of_some(device, names, reduction, dtype):
+    """By asking for some of them, and by freezing the others."""
+    inputs = make_inputs(device=device, dtype=dtype, bias=True)
+    everything = differentiate(fused, inputs, "js 0.5", reduction=reduction)
+    loss = fused(inputs, "js 0.5", reduction=reduction).sum()
+    asked = torch.autograd.grad(loss, tuple(getattr(inputs, name) for name in names))
+    others = {name: leaf.detach() for name, leaf in inputs.leaves().items() if name not in names}
+    frozen = differentiate(fused, replace(inputs, **others), "js 0.5", reduction=reduction)
+    assert frozen.keys() == {"loss", *names}
+    for name, gradient in zip(names, asked):
+        assert torch.equal(gradient, everything[name]), name
+        assert torch.equal(gradient, frozen[name]), name
+
+
+def test_the_teacher_is_constant(device):
+    inputs = make_inputs(device=device)
+    inputs.teacher_input.requires_grad_(), inputs.teacher_weight.requires_grad_()
+    fused(inputs, "forward").backward()
+    assert inputs.teacher_input.grad is None
+    assert inputs.teacher_weight.grad is None
+    alone = replace(
+        inputs, student_input=inputs.student_input.detach(), student_weight=inputs.student_weight.detach()
+    )
+    assert not fused(alone, "forward").requires_grad
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_weight_for_both(device, reduction):
+    """Self-distillation: the teacher's use of the shared weight adds nothing to its gradient."""
+    inputs = make_inputs(17, 8, 21, 8, device=device, dtype=torch.float64)
+    shared = replace(inputs, teacher_weight=inputs.student_weight)
+    apart = replace(inputs, teacher_weight=inputs.student_weight.detach())
+    for name, gradient in gradients(dense(apart, "forward", reduction=reduction).sum(), apart).items():
+        found = torch.autograd.grad(
+            fused(shared, "forward", reduction=reduction).sum(), getattr(shared, name)
+        )
+        torch.testing.assert_close(found[0], gradient)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_hooks_fire_once(device, reduction):
+    inputs = make_inputs(device=device, bias=True)
+    expected = differentiate(fused, inputs, "forward", reduction=reduction)
+    seen, accumulated = [], []
+    for name, leaf in inputs.leaves().items():
+        leaf.register_hook(lambda gradient, name=name: seen.append((name, gradient.clone())))
+        leaf.register_post_accumulate_grad_hook(lambda leaf, name=name: accumulated.append(name))
+    fused(inputs, "forward", reduction=reduction).sum().backward()
+    assert sorted(accumulated) == sorted(name for name, _ in seen) == sorted(inputs.leaves())
+    for name, gradient in seen:
+        assert torch.equal(gradient, expected[name])
+        assert torch.equal(inputs.leaves()[name].grad, expected[name])
+
+
+def test_a_tied_student_gets_its_gradient_once(device):
+    """One tensor is both input and weight, also where the gradient is differentiated."""
+    from lowtide.ops.distillation import forward_kl
+
+    student = torch.randn(5, 5, dtype=torch.float64, device=device, requires_grad=True)
+    teacher = torch.randn(5, 5, dtype=torch.float64, device=device)
+    (plain,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student)
+    (again,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student, create_graph=True)
+    torch.testing.assert_close(again.detach(), plain, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,348 @@
+"""Compiles every Triton kernel of the op ahead of time, without a GPU, and prints what ptxas says of it:
+
+    python -m tests.ops.linear_cross_entropy.compile_kernels
+
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
+"""
+
+import importlib
+from typing import Any
+
+from tests.ops.linear_cross_entropy.builds import (
+    BF16,
+    F32,
+    I32,
+    I32_PTR,
+    I64,
+    NARROW,
+    PIPELINED,
+    PIPELINED_LEFT_OUT,
+    ROUNDING,
+    Build,
+)
+from tests.support.ahead_of_time import compiled, print_all
+
+
+def _softmax(gradient: str | None, **changes: Any) -> Build:
+    absent = ("spread", "soft", "lse_pull", "tilt", "smooth", "mass", "cross", "mean", "argmax", "moment")
+    arguments = {
+        "logits_CB_ptr": F32,
+        "grad_CB_ptr": gradient or F32,
+        "target_C_ptr": "*i64",
+        "ignored_C_ptr": "*i1",
+        **dict.fromkeys(("pull_C_ptr", "hit_C_ptr", "max_C_ptr", "sum_C_ptr", "gap_C_ptr"), F32),
+        **dict.fromkeys(f"{name}_C_ptr" for name in absent),
+        **dict.fromkeys(("bias_B_ptr", "class_weight_B_ptr", "soft_CB_ptr", "scale_ptr")),
+        **dict.fromkeys(("B", "first_class", "logits_stride", "grad_stride"), I32),
+        **dict.fromkeys(("soft_row_stride", "soft_stride"), I32),
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SOFTCAP": 0.0,
+        "TAKE_STATISTICS": True,
+        "GRADIENT": gradient is not None,
+        "SECOND_READ": gradient is not None,
+        "BLOCK": 16384,
+    }
+    spills = changes.pop("spills", 0)
+    return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16, spills=spills)
+
+
+_CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
+_CHAINED = {**_CHAIN, "lse_pull_C_ptr": F32, "moment_C_ptr": F32, "class_weight_B_ptr": F32}
+_SMOOTHED = {"spread_C_ptr": F32, "smooth_C_ptr": F32, **_CHAINED}
+_SOFT = {**dict.fromkeys(("soft_C_ptr", "mass_C_ptr", "cross_C_ptr", "soft_CB_ptr"), F32), **_CHAINED}
+_LOG_PROBS = {**_CHAIN, "mean_C_ptr": F32, "argmax_C_ptr": "*i64", "SECOND_READ": True}
+
+
+def _exponentials(**changes: Any) -> Build:
+    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "repair", "mean", "moment", "max", "argmax")
+    arguments = {
+        "x_CD": "tensordesc<bf16[128, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR")),
+        "exp_CB": "tensordesc<bf16[128, 128]>",
+        "reference_C_ptr": F32,
+        "target_C_ptr": "*i64",
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        "sum_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
+        "STORE": True,
+        "GUARDED": False,
+        "ADD": False,
+        "MASKED": False,
+        "REPAIR": False,
+        "SOFTCAP": 0.0,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_C": 128,
+        "BLOCK_B": 256,
+        "BLOCK_D": 64,
+    }
+    spills, stages = changes.pop("spills", 0), 3
+    return Build("exponential_kernels", "exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
+
+
+_BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
+_TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
+_GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
+_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+
+
+def _distances(**changes: Any) -> Build:
+    arguments = {
+        "x_CD": "tensordesc<bf16[128, 64]>",
+        "weight_BD": "tensordesc<bf16[256, 64]>",
+        **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
+        "distance_CB": "tensordesc<i16[128, 128]>",
+        "soft_CB_ptr": "*bf16",
+        "found_CT4_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "T", "soft_row_stride"), I32),
+        "soft_stride": 1,
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SMOOTHED": False,
+        "STORE": True,
+        "PTX": True,
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_C": 128,
+        "BLOCK_B": 256,
+        "BLOCK_D": 64,
+    }
+    spills, stages = changes.pop("spills", 0), 3
+    return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
+
+
+def _distance_gradient(**changes: Any) -> Build:
+    arguments = {
+        "found_CT4_ptr": F32,
+        "distance_CB_ptr": "*i16",
+        "grad_CB_ptr": "*bf16",
+        "soft_CB_ptr": "*bf16",
+        "class_weight_B_ptr": None,
+        "soft_C_ptr": F32,
+        **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32),
+        "soft_stride": 1,
+        **dict.fromkeys(("keep", "floor"), "fp32"),
+        "SMOOTHED": False,
+        "WIDTH": 128,
+        "BLOCK": 2048,
+    }
+    return Build("distance_pass", "_gradient_kernel", arguments | changes, warps=8, targets=(90,))
+
+
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
+
+
+def _rows(kernel: str, **arguments: Any) -> Build:
+    return Build("row_kernels", kernel, arguments, warps=4)
+
+
+def _add_product(**changes: Any) -> Build:
+    arguments = {
+        "exp_CV": "tensordesc<bf16[64, 128]>",
+        "x_CD": "tensordesc<bf16[64, 256]>",
+        "pair_VP_ptr": "*i32",
+        "low_VP_ptr": "*u16",
+        **dict.fromkeys(ROUNDING, None),
+        **dict.fromkeys(("C", "D", "V"), I32),
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_V": 128,
+        "BLOCK_D": 256,
+        "BLOCK_C": 64,
+    }
+    return Build("sum_kernels", "_add_product_kernel", arguments | changes, 8, 4, (90,))
+
+
+BUILDS = {
+    "softmax": _softmax("*bf16"),
+    "softmax, float32": _softmax("*fp32"),
+    "softmax, smoothed, with all options": _softmax("*bf16", **_SMOOTHED),
+    "softmax, probabilities, with all options": _softmax("*bf16", **_SOFT),
+    "softmax, statistics": _softmax(None),
+    "softmax, statistics of probabilities": _softmax(None, **_SOFT, SECOND_READ=True),
+    "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False),
+    "softmax, gradient in float32": _softmax("*fp32", TAKE_STATISTICS=False, gap_C_ptr=None),
+    "softmax, log-probabilities": _softmax(None, **_LOG_PROBS, spills=32),
+    "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
+    "scale": Build(
+        "kernels", "_scale_kernel",
+        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": I32, "IN_PLACE": False,
+         "BLOCK": 4096}, warps=8,
+    ),
+    "scale, in place": Build(
+        "kernels", "_scale_kernel",
+        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
+         "BLOCK": 4096}, warps=8,
+    ),
+    "exponentials": _exponentials(),
+    "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
+    "exponentials, maxima": _exponentials(exp_CB=None, STORE=False, sum_ptr=None, max_ptr=F32,
+        repair_ptr=I32_PTR, REPAIR=True),
+    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, REPAIR=True, ADD=True),
+    "exponentials, known statistics": _exponentials(GUARDED=True, sum_ptr=None),
+    "exponentials, gradient": _exponentials(**_GRADIENT),
+    "exponentials, gradient, all": _exponentials(**_GRADIENT, **_BENT),
+    "exponentials, bias": _exponentials(bias_B_ptr=F32),
+    "exponentials, scale": _exponentials(scale_ptr=F32),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, ADD=True),
+    "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
+    "exponentials, all": _exponentials(**_BENT, MASKED=True, moment_ptr=F32, spills=320),
+    "exponentials, all, another block": _exponentials(
+        **_BENT, MASKED=True, ADD=True, moment_ptr=F32, spills=352
+    ),
+    "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
+    "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
+        spills=72),
+    "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=20),
+    "exponentials, gradient of entropy, all": _exponentials(
+        **_TILTED, **_BENT, MASKED=True, moment_ptr=F32, spills=544
+    ),
+    "exponentials, two terms": _exponentials(**_TWO_TERMS),
+    "exponentials, two terms, all": _exponentials(
+        **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
+    ),
+    "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
+    "distances": _distances(),
+    "distances, sums": _distances(distance_CB=None, STORE=False),
+    "distances, strided": _distances(soft_stride=I32, spills=256),
+    "distances, two terms": _distances(**_TWO_TERMS),
+    "distances, all": _distances(
+        **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=96
+    ),
+    "distances, rows": Build(
+        "distance_pass", "_rows_kernel",
+        {"found_CT4_ptr": F32, "soft_C_ptr": F32, "lse_pull_C_ptr": F32,
+         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32), "T": I32,
+         "GRADIENT": True, "PARTS": 1024}, warps=4, targets=(90,),
+    ),
+    "distances, gradient": _distance_gradient(),
+    "distances, gradient, all": _distance_gradient(
+        class_weight_B_ptr=F32, soft_stride=I32, SMOOTHED=True
+    ),
+    "target logits": _rows(
+        "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
+        x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
+    ),
+    "scale rows": _rows(
+        "_scale_rows_kernel", x_CD_ptr=BF16, scale_C_ptr=F32, out_CD_ptr=BF16, x_stride=I32, out_stride=I32,
+        D=I32, BLOCK=1024,
+    ),
+    "input gradient": _rows(
+        "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
+        ignored_C_ptr="*i1", scale_C_ptr=F32, hit_C_ptr=F32, spread_C_ptr=F32, total_weight_D_ptr=F32,
+        factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+    ),
+    "target rows": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, WITHIN=False, BLOCK_N=16, BLOCK=512,
+    ),
+    "target rows, few bits": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, WITHIN=True, BLOCK_N=16, BLOCK=512,
+    ),
+    "target rows, formed apart": _rows(
+        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
+        N=I32, D=I32, first_target=I32, V=I32, WITHIN=False, BLOCK_N=16, BLOCK=512,
+    ),
+    "round a block": _rows(
+        "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        first_V_ptr=I32_PTR, class_weight_V_ptr=F32, spread_D_ptr=F32, factor_ptr=F32, out_VD_ptr=BF16,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, BLOCK_N=16, BLOCK=512,
+    ),
+    "repaired product": Build(
+        "repair_kernels", "_repaired_product_kernel",
+        {"exp_CB": "tensordesc<bf16[128, 64]>", "weight_BD": "tensordesc<bf16[64, 128]>",
+         "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
+         "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
+    ),
+    **NARROW,
+    "marks": Build("repair_kernels", "_mark_kernel", {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
+        "BLOCK_C": 128}, warps=4),
+    "parts, added up": Build(
+        "repair_kernels", "_reduce_kernel",
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": None, "T": I32, "C": I32, "LARGEST": False,
+         "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    ),
+    "parts, the largest": Build(
+        "repair_kernels", "_reduce_kernel",
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
+         "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    ),
+    "coefficients": Build(
+        "coefficient_kernels", "_coefficients_kernel",
+        {**dict.fromkeys((f"{name}_C_ptr" for name in (
+            "logit", "max", "sum", "pull", "hit", "lse_pull", "tilt", "slope", "gap", "scale_out", "hit_out"
+        )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
+    ),
+    "24 bits, first product": _add_product(ADD=False),
+    "24 bits, another product": _add_product(ADD=True),
+    "24 bits, the last product": _add_product(ADD=True, **dict.fromkeys(ROUNDING, F32)),
+    "20 bits, first product": _add_product(ADD=False, low_VP_ptr="*u8"),
+    "20 bits, another product": _add_product(ADD=True, low_VP_ptr="*u8"),
+    "20 bits, the last product": _add_product(
+        ADD=True, low_VP_ptr="*u8", **dict.fromkeys(ROUNDING, F32)
+    ),
+    "24 bits, rounded": Build(
+        "sum_kernels", "_round_kernel",
+        {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u16", "factor_ptr": F32, "class_weight_V_ptr": F32,
+         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
+    ),
+    "20 bits, rounded": Build(
+        "sum_kernels", "_round_kernel",
+        {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
+         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
+    ),
+    **PIPELINED,
+}  # fmt: skip
+# Those that another covers (tests/support/ahead_of_time.py).
+_SOFTMAX = (
+    "softmax, float32",
+    "softmax, statistics",
+    "softmax, statistics of probabilities",
+    "softmax, gradient",
+    "softmax, gradient in float32",
+    "target rows",
+)
+LEFT_OUT = {
+    80: _SOFTMAX,
+    90: (
+        *_SOFTMAX,
+        "exponentials, sums",
+        "exponentials, known statistics",
+        "exponentials, gradient, all",
+        "exponentials, bias",
+        "exponentials, scale",
+        "exponentials, scale's gradient",
+        "exponentials, soft cap",
+        "exponentials, all",
+        "exponentials, all, another block",
+        "exponentials, log-probabilities, all",
+        "exponentials, gradient of entropy",
+        "exponentials, two terms, all",
+        "exponentials, two terms, gradient of entropy",
+        "distances",
+        "distances, sums",
+        "distances, strided",
+        "distances, two terms",
+        "distances, gradient",
+        "20 bits, first product",
+        "20 bits, another product",
+        "20 bits, rounded",
+        "narrow products, 8 features",
+        "24 bits, another product",
+        *PIPELINED_LEFT_OUT,
+    ),
+}
+
+
+def resources(_: str, build: Build, capability: int) -> dict[str, int]:
+    kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    return compiled(kernel, build.arguments, capability, options)[0]
+
+
+if __name__ == "__main__":
+    print_all(BUILDS, resources)

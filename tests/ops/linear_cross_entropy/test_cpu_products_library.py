@@ -1,0 +1,173 @@
+"""Whether a CPU's own products can be had, in processes of their own; what is said where they cannot."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lowtide.core.cpu_gemm import gemm
+from tests.ops.linear_cross_entropy.small_library import compile_strange
+
+needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
+
+ASK = "from lowtide.linear_cross_entropy import cpu_products; print(cpu_products.available())"
+LOSS = """
+import threading, torch, lowtide
+generator = torch.Generator().manual_seed(0)
+x, w = torch.randn(8, 64, generator=generator), torch.randn(2**14, 64, generator=generator)
+target, errors = torch.arange(8), []
+expected = torch.nn.functional.cross_entropy(x.bfloat16().double() @ w.bfloat16().double().T, target)
+def call():
+    loss = lowtide.linear_cross_entropy(x.bfloat16(), w.bfloat16(), target)
+    errors.append(abs(loss.item() - expected.item()) / expected.item())
+threads = [threading.Thread(target=call) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+call()
+print(len(errors), max(errors) < 1e-5)
+"""
+DOCTOR = """
+from lowtide.tools.doctor.linear_cross_entropy import Call
+print(Call(8, 64, 2**14).describe()["why"])
+"""
+FORK = """
+import os, threading, time
+from lowtide.linear_cross_entropy import cpu_products
+threading.Thread(target=cpu_products.available).start()
+while not os.path.exists(os.environ["STARTED"]): time.sleep(0.01)
+if os.fork():
+    print(cpu_products.available(), os.wait()[1], flush=True)
+else:
+    found = cpu_products.available()
+    os._exit(0 if found else 1)
+"""
+
+
+def start(folder, program: str = ASK, **environment: str) -> subprocess.Popen:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+
+
+def ask(folder, program: str = ASK, **environment: str) -> tuple[str, str]:
+    process = start(folder, program, **environment)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out, err
+
+
+def assert_one_warning(err: str, expected: str) -> None:
+    assert err.count("Warning") == 1, err
+    assert "UserWarning: the CPU's products of bfloat16 operands are made of float32 ones, which is" in err
+    assert expected in err
+
+
+def script(path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@needs_products
+@pytest.mark.parametrize("how", ["fails", "makes another thing"])
+def test_a_compiler_that_does_not(tmp_path, how):
+    made = "exit 1" if how == "fails" else "echo no > object.o; echo no > linked.so"
+    compiler = script(tmp_path / "c++", f'case "$*" in *--version*) ;; *) {made};; esac')
+    out, err = ask(tmp_path / "cache", CXX=compiler)
+    assert out == "False\n"
+    said = "failed: it says nothing" if how == "fails" else "made no library: "
+    assert_one_warning(err, f"{compiler} {said}")
+
+
+def test_without_a_compiler(tmp_path):
+    assert ask(tmp_path / "cache", CXX=str(tmp_path / "c++")) == ("False\n", "")
+
+
+@needs_products
+def test_a_compiler_with_arguments(tmp_path):
+    assert ask(tmp_path, CXX="env g++ -m64") == ("True\n", "")
+
+
+@needs_products
+def test_two_processes_at_once(tmp_path):
+    processes = [start(tmp_path) for _ in range(2)]
+    for process in processes:
+        assert process.communicate() == ("True\n", "")
+    assert [path.suffix for path in (tmp_path / "lowtide").iterdir()] == [".so"]  # nothing else is left
+
+
+@needs_products
+def test_not_from_a_folder_that_is_elsewhere(tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "lowtide").symlink_to(tmp_path / "elsewhere")
+    out, err = ask(tmp_path)
+    assert out == "False\n"
+    assert_one_warning(err, f"{tmp_path}/lowtide must be a directory, which it is not; correct that, or set")
+
+
+@needs_products
+def test_one_warning_and_float32_products_where_others_can_change_the_place(tmp_path):
+    """In all threads; and the doctor says the same."""
+    (tmp_path / "lowtide").mkdir()
+    (tmp_path / "lowtide").chmod(0o777)
+    reason = f"{tmp_path}/lowtide is open to others: its mode 0777 must be 0700"
+    out, err = ask(tmp_path, LOSS)
+    assert out == "5 True\n"
+    assert_one_warning(err, f"{reason}; correct that, or set TORCHINDUCTOR_CACHE_DIR to")
+    out, _ = ask(tmp_path, DOCTOR)
+    assert (
+        f"not cpu_exponentials.py: they could not be loaded: {tmp_path}/lowtide cannot be used: {reason}"
+        in out
+    )
+
+
+@needs_products
+def test_a_library_that_is_damaged_and_one_that_is_anyones(tmp_path):
+    """Half a library kills the process that loads it."""
+    assert ask(tmp_path) == ("True\n", "")
+    (path,) = (tmp_path / "lowtide").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert ask(tmp_path) == ("True\n", "")
+    assert path.read_bytes() == whole
+    path.chmod(0o666)
+    path.parent.chmod(0o755)
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    out, err = ask(tmp_path)
+    assert out == "False\n"
+    assert_one_warning(err, f"{path.parent} is open to others: its mode 0755 must be 0700; correct that")
+
+
+@needs_products
+def test_nobody_takes_the_place_while_it_compiles(tmp_path):
+    """In a directory that others may write to, another user exchanges the place when the compiler has run.
+    The compiler does it here, at the right moment."""
+    compile_strange(tmp_path)
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o777)
+    there = place / "lowtide"
+    plant = f"for each in {there}/*/*.so; do cp {tmp_path}/strange.so $each; done"
+    swap = f"mv {there} {place}/taken; cp -r {place}/taken {there}; {plant}"
+    swaps = f'{shutil.which("g++")} "$@" || exit; case "$*" in *-shared*) {swap};; esac'
+    out, err = ask(place, CXX=script(tmp_path / "c++", swaps))
+    assert not (tmp_path / "proof").exists()
+    assert out == "False\n"
+    assert_one_warning(err, f"others can change {place}: its mode 0777")
+
+
+@needs_products
+def test_a_fork_while_it_compiles(tmp_path):
+    """The child does not wait for a thread that it does not have."""
+    slow = f'case "$*" in *--version*) touch {tmp_path}/started; sleep 1;; esac; exec g++ "$@"'
+    compiler = script(tmp_path / "c++", slow)
+    out, _ = ask(tmp_path / "cache", FORK, CXX=compiler, STARTED=str(tmp_path / "started"))
+    assert out == "True 0\n"

@@ -1,0 +1,74 @@
+"""What tiles find, put together (repair_kernels.py, coefficient_kernels.py): on a card as it is, on the CPU
+through the interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, row_kernels
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
+def test_sums_and_maxima_of_parts(device, T, C, largest):
+    """Of all rows, or of those in marked tiles alone, which are 128 high."""
+    rows_C = torch.zeros(C, dtype=torch.bool, device=device)
+    rows_C[C // 2] = True
+    repair = recompute.tiles_of(rows_C)
+    marked = [start <= C // 2 < start + 128 for start in range(0, C, 128)]
+    assert repair.tolist() == [1, *map(int, marked)]
+    assert recompute.tiles_of(torch.zeros_like(rows_C)).tolist() == [0] * (1 + len(marked))
+    partials_TC, before_C = torch.randn(T, C, device=device), torch.randn(C, device=device)
+    exact_C = partials_TC.amax(0) if largest else partials_TC.double().sum(0)
+    marked_C = repair[1:].repeat_interleave(128)[:C].bool()
+    for marks, expected_C in ((None, exact_C), (repair, torch.where(marked_C, exact_C, before_C.double()))):
+        found_C = before_C.clone()
+        recompute.reduce(partials_TC, found_C, largest=largest, repair=marks)
+        error = (found_C - expected_C).abs()
+        assert (error <= 2**-21 * (partials_TC.abs().sum(0) + before_C.abs()) * (not largest)).all()
+
+
+def test_target_rows_within_a_float32_gradient(device):
+    """256 features have 1024 bytes of a row: the upper halves of all are in the first 512, what follows of
+    them in 256, and the rest is nobody's."""
+    V, D, N = 5, 768, 12
+    before_VD = torch.randint(-99, 99, (V, D), device=device).float()
+    x_ND, hit_N = torch.randint(-9, 9, (N, D), device=device).float(), torch.ones(N, device=device)
+    class_N = torch.tensor([0, 0, 0, 2, 2, 2, 2, 3, 5, 5, 5, 5], device=device)  # of 5 there are none
+    sum_VD = torch.full((V, D), 7.0, device=device)
+    pair_VD, low = accumulators.within(sum_VD)
+    bits = before_VD.view(torch.int32).view(V, 3, 128, 2)
+    pair_VD.view(V, 3, 256)[..., :128] = ((bits[..., 0] >> 16) & 0xFFFF) | (bits[..., 1] & -65536)
+    low.view(torch.int16).view(V, 3, 512)[..., 256:384] = 0  # such numbers end in 16 zeros
+    row_kernels.add_target_rows(pair_VD, low, x_ND, hit_N, class_N, torch.arange(N, device=device))
+    expected_VD = before_VD.index_add(0, class_N[:8], x_ND[:8])
+    pairs, lows = pair_VD.view(V, 3, 256)[..., :128], low.view(V, 3, 512)[..., 256:384].int()
+    even, odd = (pairs << 16) | ((lows & 0xFF) << 8), (pairs & -65536) | (lows & 0xFF00)
+    found_VD = torch.stack([even, odd], 3).view(torch.float32).view(V, D)
+    assert torch.equal(found_VD, expected_VD)
+    rest = torch.full((V, 3, 128), 7.0, device=device).view(torch.int16).view(V, 3, 256)[..., :128]
+    assert torch.equal(low.view(torch.int16).view(V, 3, 512)[..., 384:], rest)
+
+
+@triton.jit
+def _log1p_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(out_ptr + place, row_coefficients._log1p(tl.load(x_ptr + place)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, at 0
+def test_the_logarithm_of_1_and_a_little(device):
+    values = [0, 1e-45, 1e-30, 1e-9, 6e-8, 1.2e-7, 1e-3, 0.5, 0.9999999, 1, 1.5, 1e10, 1e38]
+    x = torch.tensor([*values, 3e-5, torch.inf, torch.nan], device=device)
+    found = torch.empty_like(x)
+    _log1p_kernel[(1,)](x, found, BLOCK=16)
+    exact = x.double().log1p()
+    assert found[0] == 0
+    assert found[-2] == torch.inf
+    assert found[-1].isnan()
+    assert ((found - exact).abs() <= 2e-7 * exact)[:-2].all()

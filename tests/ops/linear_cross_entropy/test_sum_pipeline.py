@@ -1,0 +1,238 @@
+"""The product that adds to a sum, in Gluon, on a Hopper card: the same numbers as the kernel in Triton where
+there is one, bit by bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from lowtide import linear_cross_entropy
+from lowtide.core import backend
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton
+from tests.support.cuda_graphs import captured
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not backend.pipelines_on(torch.device("cuda")), reason="needs Hopper"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    monkeypatch.setattr(backend, "FEWEST", 1)
+
+
+LOWS = {24: torch.uint16, 20: torch.uint8}
+# Tokens, features, classes; less than a stage, a tile or all tiles of a multiprocessor, and not.
+SIZES = [
+    (8, 32, 8),
+    (64, 256, 128),
+    (200, 288, 1000),
+    (1000, 544, 2056),
+    (328, 2304, 32008),
+]
+
+
+def operands(C, D, V, chunks):
+    """As views of wider buffers, the rows after which are not to be read."""
+    exp_CV = torch.full((chunks, C, V + 8), torch.nan, device="cuda", dtype=torch.bfloat16)[..., :V]
+    x_CD = torch.full((chunks, C, D + 24), torch.nan, device="cuda", dtype=torch.bfloat16)[..., :D]
+    exp_CV.copy_(torch.rand(chunks, C, V, device="cuda"))
+    x_CD.copy_(torch.randn(chunks, C, D, device="cuda"))
+    return exp_CV, x_CD
+
+
+def guarded(rows, columns, dtype):
+    """A tensor between others, and all of them."""
+    whole = torch.full((rows + 256, columns), 77, device="cuda").to(dtype)
+    return whole[128 : 128 + rows], whole
+
+
+def untouched(whole):
+    return bool((whole[:128].int() == 77).all() and (whole[-128:].int() == 77).all())
+
+
+@pytest.mark.parametrize(("C", "D", "V"), SIZES)
+@pytest.mark.parametrize("bits", [24, 20])
+@pytest.mark.parametrize("last", [None, "factor", "spread", "class weights"])
+def test_few_bits(bits, last, C, D, V):
+    chunks = 3
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
+    weight_V = torch.rand(V, device="cuda")
+    rounding = {
+        None: (None, None, None),
+        "factor": (factor, None, None),
+        "spread": (factor, None, spread_D),
+        "class weights": (factor, weight_V, spread_D),
+    }[last]
+    found = []
+    pipeline = accumulators.add_in_pipeline
+    for add in (packed_triton.add_product, pipeline, pipeline):
+        (pair_VP, pairs), (low_VP, lows) = guarded(V, D // 2, torch.int32), guarded(V, D // 2, LOWS[bits])
+        for chunk in range(chunks):
+            each = (pair_VP, low_VP, exp_CV[chunk], x_CD[chunk])
+            assert accumulators.pipelined(*each)
+            options = {"rounding": rounding} if chunk == chunks - 1 else {}
+            add(*each, add=chunk > 0, **options)
+        assert untouched(pairs)
+        assert untouched(lows)
+        found.append((pair_VP, low_VP.int()))
+    for pair_VP, low_VP in found[1:]:
+        assert pair_VP.equal(found[0][0])
+        assert low_VP.equal(found[0][1])
+
+
+@pytest.mark.parametrize("spread", [None, "spread", "class weights"])
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize(("C", "D", "V"), [(8, 256, 8), (200, 512, 1000), (328, 2304, 3208)])
+def test_within_a_float32_gradient(C, D, V, chunks, spread):
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
+    weight_V = torch.rand(V, device="cuda") if spread == "class weights" else None
+    x_ND = x_CD.reshape(chunks * C, D)
+    hit_N, order_N = torch.randn(len(x_ND), device="cuda"), torch.randperm(len(x_ND), device="cuda")
+    # In order of class, in each chunk; one row of each belongs to none.
+    class_N = torch.randint(V, (chunks, C), device="cuda").sort(1)[0]
+    class_N[:, -1] = V
+    order_N = torch.arange(len(x_ND), device="cuda").view(chunks, C).flip(1)
+    found = []
+    for _ in range(2):
+        sum_VD, sums = guarded(V, D, torch.float32)
+        assert accumulators.fits_within(sum_VD, C)
+        total = accumulators.SumWithin(sum_VD, factor)
+        for chunk in range(chunks):
+            total.add_product(exp_CV[chunk], x_CD[chunk], first=chunk == 0, last=chunk == chunks - 1)
+            total.add_target_rows(x_ND, hit_N, class_N[chunk], order_N[chunk])
+        if spread:
+            total.subtract_spread(weight_V, spread_D)
+        total.round_in_place()
+        assert untouched(sums)
+        found.append(sum_VD)
+    assert found[0].equal(found[1])
+    exp, x, hit = exp_CV.double(), x_CD.double(), hit_N.double() * factor.double()
+    exact_VD = exp.transpose(1, 2).matmul(x).sum(0)
+    magnitude_VD = exp.transpose(1, 2).matmul(x.abs()).sum(0)
+    rows_ND = hit[order_N.flatten(), None] * x_ND.double()[order_N.flatten()]
+    keep_N = class_N.flatten() < V
+    exact_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N])
+    magnitude_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N].abs())
+    if spread:
+        of_class_V = torch.ones(V, device="cuda") if weight_V is None else weight_V
+        outer_VD = of_class_V[:, None].double() * spread_D.double() * factor.double()
+        exact_VD -= outer_VD
+        magnitude_VD += outer_VD.abs()
+    # Each addition but the last, of a product or of rows, rounds to 16 digits.
+    bound = 2**-20 + (2 * (chunks - 1) + 1) * 2**-16 * (chunks > 1)
+    assert ((found[0] - exact_VD).abs() <= bound * magnitude_VD).all()
+    assert relative(found[0], exact_VD) <= (2**-16 if chunks > 1 else 1e-6)
+
+
+def relative(found, exact):
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The options of each product that goes through the pipeline: whether it adds, and becomes float32."""
+    seen, add = [], accumulators.add_in_pipeline
+
+    def add_and_see(*each, **options):
+        seen.append((options["add"], options.get("out_VD") is not None))
+        add(*each, **options)
+
+    monkeypatch.setattr(accumulators, "add_in_pipeline", add_and_see)
+    return seen
+
+
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing and class weights": {"label_smoothing": 0.1, "weight": True},
+    "scale and z-loss": {"logit_scale": 0.7, "z_loss": 1e-3},
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_float32_weight_under_autocast(products, name, reduction):
+    """In several chunks and in one, with a sum in float32: the error that rounding exponentials makes."""
+    N, D, V = 1500, 512, 3000
+    x = torch.randn(N, D, device="cuda").bfloat16()
+    weight = (torch.randn(V, D, device="cuda") * D**-0.5).requires_grad_()
+    target = torch.randint(V, (N,), device="cuda")
+    target[::9] = -100
+    options = dict(OPTIONS[name], reduction=reduction)
+    if options.get("weight"):
+        options["weight"] = torch.rand(V, device="cuda")
+    upstream = torch.randn(N, device="cuda") if reduction == "none" else torch.tensor(0.37, device="cuda")
+
+    def gradient(x, weight, **others):
+        loss = linear_cross_entropy(x, weight, target, **options, **others)
+        return torch.autograd.grad(loss, weight, upstream.to(loss.dtype))[0]
+
+    found = []
+    for workspace in (4 << 20, 4 << 20, 64 << 20):
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(gradient(x, weight, workspace=workspace))
+        if workspace == 4 << 20:
+            assert products[0] == (False, False)
+            assert products[-1] == (True, True)
+            assert len(products) >= 3
+        else:
+            assert not products
+        products.clear()
+    assert torch.equal(found[0], found[1])
+    exact = gradient(x.double(), weight.detach().bfloat16().double().requires_grad_(), backend="reference")
+    several, _, one = (relative(each, exact) for each in found)
+    assert one < 2e-3
+    assert several < 1.1 * one
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_a_cuda_graph(products, float32):
+    """Of chunks in 24 bits, within a float32 gradient or beside a rounded one."""
+    N, D, V = 2600, 256, 3000
+    x = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(V, D, device="cuda") * D**-0.5).to(torch.float32 if float32 else torch.bfloat16)
+    weight.requires_grad_()
+    target = torch.randint(V, (N,), device="cuda")
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = linear_cross_entropy(x, weight, target, workspace=5 << 20)
+        return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    graph, found = captured(step)
+    assert len(products) >= 3
+    with torch.no_grad():
+        for tensor in (target, x, weight):
+            tensor.copy_(tensor.flip(0))
+    graph.replay()
+    assert all(map(torch.equal, found, step()))
+
+
+def test_what_is_not_taken():
+    exp_CV, x_CD = (each[0] for each in operands(16, 288, 24, 1))
+    pair_VP = torch.empty(24, 144, device="cuda", dtype=torch.int32)
+    low_VP = pair_VP.to(torch.uint16)
+    taken = accumulators.pipelined
+    assert taken(pair_VP, low_VP, exp_CV, x_CD)
+    assert taken(pair_VP, pair_VP.to(torch.uint8), exp_CV, x_CD)
+    assert not taken(pair_VP, low_VP, exp_CV[:0], x_CD[:0])
+    assert not taken(pair_VP, low_VP, exp_CV.float(), x_CD)
+    assert not taken(pair_VP, low_VP, exp_CV[:, 1:], x_CD)
+    few = pair_VP[:, :8].contiguous()
+    assert taken(few, few.to(torch.uint16), exp_CV, x_CD[:, :16])
+    assert not taken(few, few.to(torch.uint8), exp_CV, x_CD[:, :16])
+
+
+def test_what_is_not_worth_it(monkeypatch):
+    exp_CV, x_CD = (each[0] for each in operands(64, 256, 512, 1))
+    gradient_VD = torch.empty(512, 256, device="cuda")
+    sums = accumulators.within(gradient_VD)
+    for fewest, worth in ((1 << 23, True), ((1 << 23) + 1, False)):
+        monkeypatch.setattr(backend, "FEWEST", fewest)
+        assert accumulators.pipelined(*sums, exp_CV, x_CD) == worth
+        assert accumulators.fits_within(gradient_VD, 64) == worth

@@ -1,0 +1,130 @@
+"""How much a call takes, without running it, beside what the allocator says when it runs."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.memory import peak_memory
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
+from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
+from lowtide.ops.linear_cross_entropy.planning import planner, requirements
+from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted
+
+KIB = 1 << 10
+OPERATORS = torch.ops.lowtide
+
+
+def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
+    head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
+    options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
+    call = [*head, torch.randint(V, (N,)), None, (wanted, wanted, False, False), *options]
+    return list(told_anew("lowtide::linear_cross_entropy", call))
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("workspace", [400 * KIB, 1024 * KIB, 2048 * KIB, None])
+def test_it_is_what_the_operator_holds(dtype, workspace, wanted):
+    """400 KiB and 1 MiB form a bfloat16 weight's gradient by class, 2 MiB hold its float32 sum."""
+    call = arguments(dtype, workspace, wanted)
+    ops.linear_cross_entropy(*call)
+    with peak_memory("cpu") as peak:
+        results = ops.linear_cross_entropy(*call)
+    measured = peak.bytes - sum(each.nbytes for each in results)
+    foretold = workspace_of("lowtide::linear_cross_entropy", call)
+    assert workspace is None or foretold <= workspace
+    # What is reserved for vectors and numbers is never all used.
+    assert 0.75 * foretold <= measured <= foretold
+
+
+def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
+    with FakeTensorMode():
+        found = []
+        for dtype in (torch.bfloat16, torch.float32):
+            call = arguments(torch.bfloat16, 64 * KIB * KIB, False)
+            for place, own in ((0, torch.bfloat16), (1, dtype)):
+                call[place] = [torch.empty_like(call[place][0], dtype=own, device="cuda")]
+            call[4] = torch.empty_like(call[4], device="cuda")
+            found.append(workspace_of("lowtide::linear_cross_entropy", call))
+    assert found[1] - found[0] == 2 * call[1][0].numel()
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V", "dtype", "kind", "rows", "product_rows"),
+    [
+        (16384, 4096, 128256, torch.bfloat16, "split", 2048, 1024),
+        (16384, 4096, 128256, torch.float32, "accumulate", 4096, 1024),
+        (8192, 2304, 256000, torch.float32, "accumulate", 2048, 2048),
+        (8192, 2304, 256000, torch.bfloat16, "split", 1408, 2048),
+    ],
+)
+def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
+    N, D, V, dtype, kind, rows, product_rows, monkeypatch
+):
+    """On a Hopper card, in 1 GiB: so little that these many fit. Of fewer that would do, those
+    whose products fill the waves of a card (predicted.py)."""
+    made, held = planned_on_hopper(monkeypatch, N, D, V, dtype, 1 << 30)
+    assert made.exponentials
+    assert made.scales_in_gradient == (True,)
+    assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
+    copies = 2 * V * D if dtype == torch.float32 else 0
+    beside = V * D // 2 if kind == "split" else 0
+    assert rows * 2 * V + beside <= held - copies <= 1 << 30
+
+
+@pytest.mark.parametrize(("D", "kind"), [(2048, "split"), (2056, "accumulate"), (512, "accumulate")])
+def test_a_sum_of_24_bits_comes_first_on_the_pipeline(D, kind, monkeypatch):
+    """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
+    cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
+    hopper = pytest.importorskip("lowtide.core.backend")
+    for pipeline, expected in ((False, "accumulate"), (True, kind)):
+        monkeypatch.setattr(hopper, "pipelines_on", lambda device, pipeline=pipeline: pipeline)
+        made, _ = planned_on_hopper(monkeypatch, 16384, D, 131072, torch.bfloat16, 4 << 30)
+        assert (made.weight_gradient, made.sum_bits, made.rows) == (expected, 24, 8192)
+
+
+def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
+    with FakeTensorMode():
+        inputs, weights = (
+            torch.empty(size, D, dtype=each, device="cuda")
+            for size, each in ((N, torch.bfloat16), (V, dtype))
+        )
+        head, job = (
+            Head((inputs,), (weights,)),
+            Job(Wanted((True,), (True,), False, False), False, None, False),
+        )
+        options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
+        call = head, planner.told(head, options, job), job
+        return planner.make_plan(*call), planner.held(*call)
+
+
+def test_a_narrow_terms_sum_is_not_the_defaults():
+    """Of 128 features of 128k classes it is as large as the default itself, and so is a float32 copy of its
+    weight, as the CPU takes it."""
+    V, R, D = 128256, 128, 64
+    with FakeTensorMode():
+        inputs, weights = (
+            tuple(torch.empty(size, width, dtype=torch.bfloat16) for width in (D, R)) for size in (1024, V)
+        )
+        options = Options(compute_dtype=torch.bfloat16)
+        job = Job(Wanted((True, True), (False, True), False, False), False, None, False)
+        head = Head(inputs, weights)
+        options = planner.told(head, options, job)
+        made = planner.make_plan(head, options, job)
+        assert planner.held(head, options, job) <= made.workspace
+        assert made.workspace == (64 << 20) + V * R * (4 + 4)
+        with pytest.raises(ArgumentError, match="workspace must hold"):
+            planner.make_plan(head, options._replace(workspace=64 << 20), job)
+
+
+def test_the_operators_that_have_one():
+    names = ("linear_cross_entropy", "linear_log_probs")
+    for name in (*names, *(f"{name}_backward" for name in names)):
+        assert is_loss(getattr(OPERATORS, name).default)
+    assert not is_loss(torch.ops.aten.mm.default)
+    with pytest.raises(ArgumentError, match="workspace must hold"):
+        workspace_of("lowtide::linear_cross_entropy", arguments(torch.float32, 16, True))

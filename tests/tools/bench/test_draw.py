@@ -1,0 +1,156 @@
+import csv
+import struct
+import sys
+from itertools import pairwise
+
+import pytest
+from matplotlib.text import Text
+
+from lowtide.tools.bench import draw
+from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
+from lowtide.tools.bench.measure import Figures, Mode, Row
+from lowtide.tools.bench.providers import Provider
+from lowtide.tools.bench.table import LOSS, CsvWriter, Environment
+from lowtide.tools.demo.config import UserError
+from tests.support.commands import invoke
+
+CENTER = next(case for case in CASES if case.name == "A")
+HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab")
+NAMES = ("lowtide", "lowtide-256MiB", "eager", "quack", "liger")
+
+
+def synthetic_row(case: Case, name: str) -> Row:
+    """Made up. Nothing of quack; eager does not fit at the largest shapes."""
+    provider = Provider(name, "torch", lambda case: None)
+    logits = case.tokens * case.classes
+    if name == "quack" or (name == "eager" and logits > 2**31):
+        return Row(case, Mode.STEP, provider, None, "does not fit in memory: 40 GiB")
+    ms = 6e-9 * logits * case.features / 500 * (1 + NAMES.index(name))
+    errors = (1e-7, 1e-3 * (1 + NAMES.index(name)), 2e-3)
+    return Row(case, Mode.STEP, provider, Figures(ms, ms, ms, ms, 1.0, 10 * logits, errors))
+
+
+def write(path, cases=None, names=NAMES):
+    with path.open("w", newline="") as file:
+        writer = CsvWriter(file, HERE, LOSS)
+        for case in sweep(CENTER, AXES) if cases is None else cases:
+            for name in names:
+                writer.write(synthetic_row(case, name))
+    return path
+
+
+def test_points_are_what_the_rows_say(tmp_path):
+    sweeps = draw.read(write(tmp_path / "sweep.csv"))
+    assert sweeps.center == {"tokens": 16384, "features": 2048, "classes": 131072}
+    assert list(sweeps.lines) == list(AXES)
+    assert sweeps.absent == ["quack"]
+    ours = sweeps.lines["features"]["lowtide"]
+    assert [point.size for point in ours] == [256, 512, 1024, 2048, 4096]
+    assert [point.throughput for point in ours] == pytest.approx([500] * 5, rel=1e-5)
+    assert {point.memory for point in ours} == {10 * 2**31}
+    assert {point.error for point in ours} == {2e-3}, "the larger of the two"
+    assert [point.size for point in sweeps.lines["tokens"]["eager"]] == [2048, 4096, 8192, 16384]
+    assert sweeps.lines["classes"]["liger"][0].error == 5e-3
+
+
+def test_a_sweep_along_one_axis_is_a_column_of_panels(tmp_path):
+    sweeps = draw.read(write(tmp_path / "sweep.csv", sweep(CENTER, ["tokens"])))
+    assert list(sweeps.lines) == ["tokens"]
+    draw.draw(tmp_path / "sweep.csv", tmp_path / "one.svg")
+    assert "features D" not in (tmp_path / "one.svg").read_text()
+
+
+def test_the_command_draws_a_csv(tmp_path):
+    rows, out = write(tmp_path / "sweep.csv"), tmp_path / "docs" / "sweep.png"
+    done = invoke("bench", "draw", rows, "--out", out)
+    assert (done.exit_code, done.stderr) == (0, "")
+    picture = out.read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", picture[16:24]) == (1600, 1472)
+
+
+def test_a_missing_column_is_one_line(tmp_path):
+    whole = write(tmp_path / "sweep.csv")
+    with whole.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    less = [name for name in rows[0] if name != "peak_bytes"]
+    with (tmp_path / "less.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, less, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    chosen = ["draw", str(tmp_path / "less.csv"), "--out", str(tmp_path / "sweep.svg")]
+    done = invoke("bench", *chosen)
+    said = (
+        f"lowtide bench draw: {tmp_path / 'less.csv'} has no column 'peak_bytes': it is no CSV of a sweep\n"
+    )
+    assert (done.exit_code, done.output) == (1, said)
+    assert not (tmp_path / "sweep.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("cases", "said"),
+    [
+        ([CENTER], "must hold the sweeps around one shape, and holds: none"),
+        (sweep(CENTER, ["tokens"])[:2], "no row of the case 'A'"),
+        ([*sweep(CENTER, AXES), *sweep(CASES[1], AXES)], "holds: A, B"),
+    ],
+)
+def test_what_is_no_sweep(tmp_path, cases, said):
+    with pytest.raises(UserError, match=said):
+        draw.read(write(tmp_path / "sweep.csv", cases))
+
+
+def test_forward_rows_and_strange_endings_and_numbers_are_refused(tmp_path):
+    path = write(tmp_path / "sweep.csv")
+    with pytest.raises(UserError, match=r"ends in \.svg or \.png"):
+        draw.draw(path, tmp_path / "sweep.jpeg")
+    text = path.read_text()
+    path.write_text(text.replace(",step,", ",forward,"))
+    with pytest.raises(UserError, match="holds: forward"):
+        draw.read(path)
+    path.write_text(text.replace(",ok,,", ",ok,,x", 1))
+    with pytest.raises(UserError, match="could not convert"):
+        draw.read(path)
+
+
+@pytest.mark.parametrize("names", [NAMES, [f"lowtide-{i}" for i in range(14)]])
+def test_no_name_lies_on_another(tmp_path, names, monkeypatch):
+    """Nor outside the picture; lines that all end at one height are the worst case."""
+    monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
+    sweeps = draw.read(write(tmp_path / "sweep.csv", names=names))
+    with draw.style.figure(10, 9.2) as figure:
+        draw.draw_sweeps(figure, sweeps)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            texts = [text for text in axes.texts if text.get_text() in names]
+            boxes = [Text.get_window_extent(text) for text in texts]  # without the line to its end
+            for box in boxes:
+                assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+                assert axes.bbox.y0 - box.height < box.y0 < box.y1 < axes.bbox.y1 + box.height
+            boxes.sort(key=lambda box: box.y0)
+            assert all(lower.y1 <= upper.y0 + 1 for lower, upper in pairwise(boxes))
+        named = {text.get_text() for text in figure.axes[2].texts} & set(names)
+        assert named == set(names) - {"quack"}
+
+
+def test_who_is_not_in_the_last_panel_is_named_in_another(tmp_path):
+    path = write(tmp_path / "sweep.csv")
+    kept = [line for line in path.read_text().splitlines() if not ("liger" in line and "-features-" in line)]
+    path.write_text("\n".join(line for line in kept if not (",A,16384" in line and "liger" in line)))
+    sweeps = draw.read(path)
+    assert "liger" not in sweeps.lines["features"]
+    with draw.style.figure(10, 9.2) as figure:
+        draw.draw_sweeps(figure, sweeps)
+        assert [any(text.get_text() == "liger" for text in axes.texts) for axes in figure.axes] == 3 * [
+            False,
+            True,
+            False,
+        ]
+
+
+def test_places_spread_as_little_as_they_must():
+    assert draw.spread([], 1) == []
+    assert draw.spread([0.0, 5.0], 1) == [0.0, 5.0]
+    assert draw.spread([1.0, 1.0, 1.0], 2) == [-1.0, 1.0, 3.0]
+    assert draw.spread([0.0, 0.5, 4.0], 1) == [-0.25, 0.75, 4.0]
+    assert draw.spread([0.0, 0.0, 1.0], 1) == pytest.approx([-2 / 3, 1 / 3, 4 / 3])

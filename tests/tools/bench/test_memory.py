@@ -1,0 +1,115 @@
+import gc
+
+import pytest
+import torch
+
+from lowtide.memory import NOTHING, OPERATORS, cpu_allocations, peak_memory
+
+MIB = 2**20
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
+
+
+def block(mebibytes, device):
+    return torch.empty(mebibytes * MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_peak_of_a_known_sequence(device):
+    held_before = block(16, device)
+    with peak_memory(device) as peak:
+        first, second = block(1, device), block(2, device)
+        del first
+        third = block(4, device)  # 2 + 4: the high-water mark
+        del second, third
+        block(3, device)
+    assert peak.bytes == 6 * MIB
+    assert peak.largest == 4 * MIB
+    assert held_before.nbytes == 16 * MIB
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_held_on_entry_does_not_count(device):
+    held = block(8, device)
+    with peak_memory(device) as peak:
+        held.add_(1)
+    assert peak.bytes < MIB
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_temporaries_of_backward_count(device):
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            block(8, grad.device)
+            return grad
+
+    loss = Hungry.apply(torch.ones((), device=device, requires_grad=True))
+    with peak_memory(device) as peak:
+        loss.backward()
+    assert 8 * MIB <= peak.bytes < 8 * MIB + 4096
+    assert peak.largest == 8 * MIB
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_garbage_of_before_does_not_count(device):
+    cycle = [block(8, device)]
+    cycle.append(cycle)
+    del cycle
+    with peak_memory(device) as peak:
+        assert not gc.isenabled(), "or it could be freed here, at any time"
+        block(1, device)
+    assert gc.isenabled()
+    assert peak.bytes == MIB
+
+
+def test_temporaries_inside_an_operator_count():
+    """Sorting needs room of its own that no Python code ever sees."""
+    values = torch.rand(MIB)
+    with peak_memory("cpu") as peak:
+        outputs = values.sort(stable=True)
+    assert peak.bytes >= sum(output.nbytes for output in outputs)
+    logits = torch.rand(512, 1024, requires_grad=True)
+    with peak_memory("cpu") as peak:
+        torch.nn.functional.cross_entropy(logits, torch.zeros(512, dtype=torch.int64)).backward()
+    assert peak.bytes >= 2 * logits.nbytes  # log-probabilities and their gradient
+
+
+def test_allocations_are_the_same_with_and_without_their_operators():
+    def step():
+        x, weight = (torch.randn(64, 32, requires_grad=True) for _ in range(2))
+        (gradient,) = torch.autograd.grad((x @ weight.T).logsumexp(1).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    step()
+    found = []
+    for scopes in (OPERATORS, NOTHING):
+        with cpu_allocations(scopes) as allocations:
+            step()
+        found.append([each.bytes for each in allocations])
+        assert any(each.operators for each in allocations) == (scopes is OPERATORS)
+    assert found[0] == found[1]
+    assert len(found[0]) > 20
+
+
+def test_an_exception_passes_through_and_leaves_the_figures():
+    def fail_after_allocating():
+        block(2, "cpu")
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"), peak_memory("cpu") as peak:
+        fail_after_allocating()
+    assert peak.bytes == 2 * MIB
+
+
+def test_blocks_may_follow_each_other():
+    peaks = []
+    for size in (1, 3, 2):
+        with peak_memory("cpu") as peak:
+            block(size, "cpu")
+        peaks.append(peak.bytes)
+    assert peaks == [MIB, 3 * MIB, 2 * MIB]

@@ -1,0 +1,27 @@
+import pytest
+
+from lowtide.tools import figures
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_same_drawing_is_the_same_file(tmp_path, kind):
+    files = [tmp_path / f"{name}.{kind}" for name in ("first", "second")]
+    for file in files:
+        with figures.figure(4, 3) as figure:
+            axes = figure.subplots()
+            axes.plot([1, 2], [3, 4], color=figures.COLORS["lowtide"])
+            figures.label(axes, "lowtide", (2, 4), figures.COLORS["lowtide"])
+            figure.savefig(file, metadata={"Date": None} if kind == "svg" else None)
+    first, second = (file.read_bytes() for file in files)
+    assert first == second
+    assert kind == "png" or figures.COLORS["lowtide"].encode() in first
+
+
+def test_a_drawing_leaves_matplotlib_as_it_was():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    with figures.figure(4, 3) as figure:
+        figure.subplots()
+        assert not matplotlib.rcParams["axes.spines.top"]
+    assert dict(matplotlib.rcParams) == before

@@ -1,0 +1,74 @@
+import io
+import struct
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lowtide.tools.demo.loop import Run
+from lowtide.tools.demo.report import draw, peak_bytes, seconds_per_step, table
+from lowtide.tools.demo.trainer import Step
+from tests.support.drawings import drawn
+
+
+@pytest.fixture
+def runs(make_config):
+    def run(loss, shift, seconds, peak):
+        history = [
+            Step(
+                number,
+                10 - number / 10 + shift,
+                9.0 if number % 10 == 0 else seconds,
+                None if number % 10 else peak,
+            )
+            for number in range(25)
+        ]
+        return Run(make_config(loss=loss), history, validation_loss=7.25 + shift)
+
+    return [run("lowtide", 0.0, 0.5, 80_000_000), run("eager", 1e-5, 0.8, 1_200_000_000)]
+
+
+def test_steps_that_measure_memory_do_not_count_as_time(runs):
+    assert seconds_per_step(runs[0]) == 0.5
+    assert peak_bytes(runs[0]) == 80_000_000
+
+
+def test_the_table_says_it_all(runs):
+    paper = Console(file=io.StringIO(), width=80)
+    paper.print(table(runs))
+    rows = {line.split()[1]: line for line in paper.file.getvalue().splitlines() if len(line.split()) > 6}
+    assert rows["lowtide"].split("│")[2:-1] == [
+        "   7.600000 ",
+        "   7.250000 ",
+        " 500 ms ",
+        "      512 ",
+        " 80.0 MB ",
+    ]
+    assert "1.20 GB" in rows["eager"]
+    assert rows["difference"].replace("│", " ").split() == [
+        "difference",
+        "1.0e-05",
+        "1.0e-05",
+        "1.60x",
+        "15.0x",
+    ]
+
+
+def test_the_figure_is_a_png_of_the_width_of_a_page(runs, tmp_path):
+    draw(runs, tmp_path / "deeper" / "figure.png")
+    header = (tmp_path / "deeper" / "figure.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", header[16:24]) == (1600, 672)
+
+
+@pytest.mark.parametrize("eager", [1_200_000_000, 165_000_000, 155_000_000, 80_000_000, 50_000_000])
+def test_nothing_is_printed_over_anything(runs, eager, tmp_path, monkeypatch):
+    """At any ratio of the peaks, 15 or 1.1 or less than 1."""
+    history = [
+        replace(step, peak_bytes=None if step.peak_bytes is None else eager) for step in runs[1].history
+    ]
+    runs = [runs[0], replace(runs[1], history=history)]
+    drawing = drawn(monkeypatch, lambda path: draw(runs, path), tmp_path / "comparison.png")
+    drawing.check()
+    assert drawing.is_in_a_panel(f"{eager / 80_000_000:.1f}x")
+    assert drawing.is_in_a_panel("classes")

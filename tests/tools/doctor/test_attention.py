@@ -1,0 +1,129 @@
+"""The doctor's answer about a call of attention is what runs."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.ops.attention import dispatch
+from lowtide.ops.attention.operator import backends
+from lowtide.tools.doctor.attention import LINES, Call, Layout, Mask, markdown
+
+DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
+SMALL = Call(M=12, H=4, K=8, dtype=torch.float32)
+CALLS = (
+    SMALL,
+    replace(SMALL, mask=Mask.CAUSAL, G=2),
+    replace(SMALL, mask=Mask.CAUSAL_FROM_BOTTOM_RIGHT, N=20),
+    replace(SMALL, mask=Mask.CAUSAL_BLOCKS),
+    replace(SMALL, bias=(1, 4, 1, 12)),
+    replace(SMALL, bias=(1, 4, 12, 12), bias_gradient=False, dtype=torch.bfloat16),
+    replace(SMALL, dropout=0.5),
+    replace(SMALL, softcap=5.0),
+    replace(SMALL, window=(3, -1)),
+    replace(SMALL, with_logsumexp=True),
+    replace(SMALL, E=4),
+    replace(SMALL, M=0),
+    replace(SMALL, layout=Layout.BMK, H=1),
+    replace(SMALL, layout=Layout.BMGHK, G=2),
+    replace(SMALL, layout=Layout.BHMK, G=2),
+    replace(SMALL, backend="torch"),
+    replace(SMALL, backend="reference"),
+)
+
+
+def run(call):
+    """The call itself, with zeros."""
+    N = call.M if call.N is None else call.N
+    G = call.H if call.G is None else call.G
+    E = call.K if call.E is None else call.E
+    shapes = {
+        Layout.BMHK: lambda M, H, K: (call.B, M, H, K),
+        Layout.BMK: lambda M, H, K: (call.B, M, K),
+        Layout.BMGHK: lambda M, H, K: (call.B, M, G, H // G, K),
+        Layout.BHMK: lambda M, H, K: (call.B, H, M, K),
+    }
+    sizes = ((call.M, call.H, call.K), (N, G, call.K), (N, G, E))
+    tensors = [
+        torch.zeros(shapes[call.layout](*each), dtype=call.dtype, requires_grad=True) for each in sizes
+    ]
+    if call.layout is Layout.BHMK:
+        return lowtide.scaled_dot_product_attention(*tensors, enable_gqa=True)
+    bias = None
+    if call.bias is not None:
+        bias = torch.zeros(call.bias, dtype=call.dtype, requires_grad=call.bias_gradient)
+    if call.mask is not None:
+        bias = call.mask.of(call.M, N)
+    function = lowtide.memory_efficient_attention
+    if call.with_logsumexp:
+        function = lowtide.memory_efficient_attention_with_lse
+    options = {"softcap": call.softcap, "window": call.window, "backend": call.backend}
+    return function(*tensors, bias, call.dropout, **options)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_what_it_names_runs(call, monkeypatch):
+    ran = []
+
+    def watched(name, function):
+        return lambda *given, **options: ran.append(name) or function(*given, **options)
+
+    runners = [
+        ("sdpa", dispatch.handed, "attention"),
+        ("torch", backends, "Blockwise"),
+        ("reference", dispatch.reference, "attention"),
+    ]
+    if importlib.util.find_spec("triton") is not None:
+        from lowtide.ops.attention.triton_backend import launch_forward
+
+        runners.append(("triton", launch_forward, "Kernels"))
+    for name, owner, attribute in runners:
+        monkeypatch.setattr(owner, attribute, watched(name, getattr(owner, attribute)))
+    run(call)
+    assert ran == [call.engine().name]
+
+
+def test_the_reasons():
+    assert "its biases are dense" in replace(SMALL, bias=(1, 1, 1, 12)).engine().reason
+    assert "it takes no window" in replace(SMALL, window=(1, 0)).engine().reason
+    for_cuda = Call(device="cuda", K=512).engine()
+    assert "at most 256 features" in for_cuda.reason
+    assert ("not triton" in for_cuda.reason) == (for_cuda.name == "torch")
+    assert "query is float64" in Call(device="cuda", dtype=torch.float64).engine().reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": (1, 3, 12, 12)}, "attn_bias must broadcast"),
+        ({"backend": "sdpa", "dropout": 0.1}, "backend='sdpa' cannot run this call"),
+        ({"backend": "fast"}, "backend must be one of"),
+        ({"backend": "triton", "dtype": torch.float64}, "backend='triton' cannot run this call"),
+        ({"G": 3}, "query's heads must be a multiple"),
+        ({"softcap": -1.0}, "softcap must be"),
+        ({"mask": Mask.BLOCKS, "B": 2}, "query must be a batch of one"),
+        ({"layout": Layout.BMK}, "heads must be 1"),
+    ],
+)
+def test_it_raises_what_the_call_raises(changes, message):
+    call = replace(SMALL, **changes)
+    with pytest.raises(ValueError, match=message):
+        call.engine()
+    if "layout" not in changes:
+        with pytest.raises(ValueError, match=message):
+            run(call)
+
+
+def test_the_table_of_the_docs():
+    pytest.importorskip("triton")
+    assert markdown() in DOCS.read_text(), f"docs/attention.md should have:\n\n{markdown()}"
+
+
+def test_a_line_of_the_table_is_one_engine():
+    """Or it would have to be two lines."""
+    for call, cases in LINES.items():
+        for device in ("cpu", "cuda"):
+            assert len({Call(device=device, **case).engine().name for case in cases}) == 1, (call, device)

@@ -1,0 +1,101 @@
+"""The doctor's plan of a linear_cross_entropy is the one that is run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.tools.doctor.linear_cross_entropy import Call
+
+SMALL = Call(200, 16, 500, dtype=torch.float32)
+CALLS = (
+    SMALL,
+    replace(SMALL, dtype=torch.bfloat16, workspace=200_000),
+    replace(SMALL, dtype=torch.bfloat16),
+    replace(SMALL, bias=True, softcap=5.0, label_smoothing=0.1),
+    replace(SMALL, gradients=False),
+    replace(SMALL, reduction="none", workspace=100_000),
+    replace(SMALL, backend="torch"),
+)
+
+
+def run(call):
+    x, w = (
+        torch.zeros(size, call.D, dtype=call.dtype, requires_grad=call.gradients) for size in (call.N, call.V)
+    )
+    bias = torch.zeros(call.V, dtype=call.dtype, requires_grad=call.gradients) if call.bias else None
+    return lowtide.linear_cross_entropy(
+        x,
+        w,
+        torch.zeros(call.N, dtype=torch.long),
+        linear_bias=bias,
+        softcap=call.softcap,
+        label_smoothing=call.label_smoothing,
+        reduction=call.reduction,
+        workspace=call.workspace,
+        backend=call.backend,
+    )
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_plan(call, monkeypatch):
+    made = []
+    make_plan = ops.make_plan
+    monkeypatch.setattr(ops, "make_plan", lambda *given: made.append(make_plan(*given)) or made[-1])
+    run(call)
+    assert made == [call.plan()]
+
+
+def test_what_it_says():
+    found = SMALL.describe()
+    assert found["engine"] == "streamed.py"
+    assert found["kernels"] == "plain torch"
+    assert found["why"] == "not cpu_exponentials.py: it takes operands that are bfloat16"
+    dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
+    assert found["workspace"] == f"{dense / 1024:,.0f} KiB, the default"
+    assert replace(SMALL, N=20_000).describe()["workspace"] == "64 MiB, the default"
+    assert found["rows"] == "200 a chunk, 1 chunk"
+    assert found["its gradient"] == "summed over the chunks in float32"
+    tight = replace(SMALL, V=5000, dtype=torch.bfloat16, workspace=400_000)
+    plan, found = tight.plan(), tight.describe()
+    assert found["rows"] == f"{plan.rows} a chunk, {-(-200 // plan.rows)} chunks"
+    assert found["products in"] == "float32", "on the CPU"
+    assert found["its gradient"].startswith("class block by class block")
+    shared = replace(SMALL, N=2048, D=512, V=32_768, dtype=torch.bfloat16)
+    assert shared.plan().weight_gradient == "split"
+    assert "float32, two bytes for each weight beside it" in shared.describe()["its gradient"]
+    assert "its gradient" not in replace(SMALL, gradients=False).describe()
+    assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workspace": 10}, "workspace must hold one row"),
+        ({"reduction": "median"}, "reduction must be one of"),
+        ({"backend": "fast"}, "backend must be one of"),
+        ({"softcap": 0.0}, "softcap must be"),
+    ],
+)
+def test_it_raises_what_the_call_raises(changes, message):
+    call = replace(SMALL, **changes)
+    for ask in (call.plan, lambda: run(call)):
+        with pytest.raises(ValueError, match=message):
+            ask()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
+def test_a_card_must_be_there():
+    with pytest.raises(ValueError, match="the plan depends on the card"):
+        replace(SMALL, device="cuda").plan()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_card_is_asked():
+    found = Call(4096, 1024, 32_000, device="cuda").describe()
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    assert ("why" not in found) == hopper
+    assert found["workspace"].endswith("the default")
