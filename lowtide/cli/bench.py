@@ -23,9 +23,10 @@ from lowtide.tools.bench.draw import draw as draw_figure
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
-from lowtide.tools.bench.table import LOSS, CsvWriter, Environment, Format
+from lowtide.tools.bench.table import LOSS, CsvWriter, Format
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.demo.config import Device, choose_device
+from lowtide.tools.environment import Environment
 from lowtide.tools.files import growing_file
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
-from lowtide.tools.demo.config import UserError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.tools.errors import UserError
 
 # A host that has no memory is a plain RuntimeError of torch; its text is all that tells it from others.
 NO_MEMORY = (

@@ -13,7 +13,8 @@ import typer
 
 from lowtide.cli.errors import describe
 from lowtide.tools import figures, files
-from lowtide.tools.demo.config import Device, UserError
+from lowtide.tools.demo.config import Device
+from lowtide.tools.errors import UserError
 
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}

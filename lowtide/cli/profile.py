@@ -16,7 +16,8 @@ from lowtide.cli.parameters import (
     output_directory,
     refuse_given,
 )
-from lowtide.tools.demo.config import Device, UserError, choose_device
+from lowtide.tools.demo.config import Device, choose_device
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.model import usual_dtype
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.figures import check_picture

@@ -42,3 +42,12 @@ def mapped(*tensors: Tensor) -> bool:
         and each.data_ptr() % 16 == 0
         for each in tensors
     )
+
+
+def kernels_run_on_the_cpu() -> bool:
+    """Through Triton's interpreter, which has to be asked for before Triton is imported: its own functions,
+    which kernels call, are made for it then or never."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    return triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)

@@ -71,7 +71,7 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spe
     is spent is read for the last time."""
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes takes one element at a time, and three times as long
-        from lowtide.ops.linear_cross_entropy.engines.softmax_triton import scale_into
+        from lowtide.core.triton_helpers import scale_into
 
         scale_into(out, tensor, factor)
     elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:

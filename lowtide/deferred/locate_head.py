@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
 def find_head(model: nn.Module) -> nn.Module:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.trainer.utils import FusedCausalLMOutput
 
+from lowtide.core.errors import ArgumentError
 from lowtide.deferred import defer_logits
 from lowtide.deferred.reductions import log_probs
 from lowtide.integrations.counts import DeferralCounts
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 IGNORED = -100
 REFUSED = {

@@ -3,14 +3,9 @@
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import DTYPES, check_choice, check_dense
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction
-from lowtide.ops.linear_cross_entropy.definition.validation import (
-    DTYPES,
-    ArgumentError,
-    ArgumentTypeError,
-    check_choice,
-    check_dense,
-)
 
 
 def widened(axes: str, **tensors: Tensor) -> list[Tensor]:

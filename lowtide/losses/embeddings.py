@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import check_tensors
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy import linear_cross_entropy
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
-from lowtide.ops.linear_cross_entropy.definition.validation import (
-    ArgumentError,
-    ArgumentTypeError,
-    check_tensors,
-)
 
 
 def info_nce(

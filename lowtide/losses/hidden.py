@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from torch import Tensor
 
+from lowtide.core.checks import check_choice, check_tensors
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import linear_log_probs
 from lowtide.ops.linear_cross_entropy.definition.head import Backend
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, check_choice, check_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,8 +5,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import check_choice
+from lowtide.core.errors import ArgumentError
 from lowtide.losses.common import check_shape, widened
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, check_choice
 
 LARGEST_LOG_RATIO = 20.0  # e^20 is no step that anybody would take, and its square is far from overflow
 

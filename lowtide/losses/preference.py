@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.losses.common import Reduction, check_shape, reduced, widened
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
 
 
 def dpo(

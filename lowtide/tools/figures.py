@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.tools import files
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

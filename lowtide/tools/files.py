@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch
 
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 
 BLOCK = 4096  # bytes: an empty file can be made on a full disk
 

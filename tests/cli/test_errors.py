@@ -16,8 +16,8 @@ import torch
 from lowtide.cli import bench, doctor, errors, make_app, profile
 from lowtide.cli import train as train_command
 from lowtide.cli.parameters import output_directory, output_file, output_picture, size_in_bytes
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
-from lowtide.tools.demo.config import UserError
+from lowtide.core.errors import ArgumentError
+from lowtide.tools.errors import UserError
 from tests.support.commands import invoke, said
 
 SIZES = {"vocab-size": 280, "width": 64, "depth": 1, "context": 16, "batch": 2, "device": "cpu"}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.masks import DenseMask, PackedMask, mask
 from lowtide.ops.attention import memory_efficient_attention, memory_efficient_attention_with_lse
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTriangularMask
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 NAME = "lowtide"
 HIDDEN = 1e4  # decision 0028

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from lowtide.core.errors import ArgumentError
 from lowtide.deferred import defer_logits
 from lowtide.integrations.counts import DeferralCounts
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 
 class DeferLogits(DeferralCounts, TrainerCallback):

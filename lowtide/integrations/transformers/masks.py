@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
+from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.bands import Shown, band
 from lowtide.ops.attention.definition.masks import (
     AttentionBias,
@@ -18,7 +19,6 @@ from lowtide.ops.attention.definition.masks import (
     BlockDiagonalCausalMask,
     LowerTriangularMask,
 )
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.validation import check_tensors
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
 
 
 def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

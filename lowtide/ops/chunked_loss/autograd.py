@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import scaled
 from lowtide.ops.chunked_loss.accumulate import HALVES, Kept
 from lowtide.ops.chunked_loss.higher_order import Rows
 from lowtide.ops.chunked_loss.loop import Job, form, form_again, loss_alone
-from lowtide.ops.chunked_loss.validation import ArgumentError, check_unchanged
+from lowtide.ops.chunked_loss.validation import check_unchanged
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lowtide.ops.chunked_loss.validation import ArgumentError
+from lowtide.core.errors import ArgumentError
 
 GROWTH = 16  # from one measured size to the next, at most
 

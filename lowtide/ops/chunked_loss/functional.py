@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.constants import constants
-from lowtide.ops.chunked_loss.validation import ArgumentError
 
 Function = Callable[..., Any]
 Result = TypeVar("Result")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Kept, Sum, lift, rounded, sum_dtype
 from lowtide.ops.chunked_loss.chunks import Meter, Replay, cut, ours
@@ -101,7 +102,7 @@ class Job:
         if not self.has_aux:
             return out, value, {}
         if not isinstance(value, tuple) or len(value) != 2:
-            raise validation.ArgumentTypeError(
+            raise ArgumentTypeError(
                 f"with has_aux, loss_fn must return (sum, dict), got {type(value).__name__}"
             )
         value, aux = value
@@ -112,7 +113,7 @@ class Job:
         total = self.aux.setdefault(name, Sum())
         known = total.total
         if isinstance(known, Tensor) and isinstance(term, Tensor) and known.shape != term.shape:
-            raise validation.ArgumentError(
+            raise ArgumentError(
                 f"aux[{name!r}] must be a sum over rows, of one shape in every chunk, got "
                 f"{list(known.shape)} and then {list(term.shape)}"
             )
@@ -323,7 +324,7 @@ def _placed(
     job: Job, losses: Tensor | None, total: Sum, value: Tensor, start: int, stop: int
 ) -> Tensor | None:
     if (losses if value.dim() == 0 else total.total) is not None:
-        raise validation.ArgumentError(
+        raise ArgumentError(
             "loss_fn must return a sum for every chunk, or a value for each row for every chunk, got both; "
             "for a chunk in which nothing counts return zeros of the same kind"
         )

@@ -10,17 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowtide.core import tensor_kinds
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
-
-
-class ArgumentError(ValueError, RuntimeError):
-    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
-
-
-class ArgumentTypeError(TypeError, RuntimeError):
-    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
 
 
 def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode: Any) -> None:

@@ -3,20 +3,18 @@
 import torch
 from torch import Tensor
 
-from lowtide.ops.distillation.heads import Heads, Options
-from lowtide.ops.linear_cross_entropy.definition.validation import (
+from lowtide.core.checks import (
     DTYPES,
-    REDUCTIONS,
-    ArgumentError,
-    ArgumentTypeError,
     check_choice,
     check_devices,
     check_number,
     check_softcap,
     check_tensors,
-    check_term,
     check_workspace,
 )
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.linear_cross_entropy.definition.validation import REDUCTIONS, check_term
 
 OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 

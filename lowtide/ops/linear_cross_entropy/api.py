@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.core.checks import check_tensors
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy import dispatch, positions
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
-from lowtide.ops.linear_cross_entropy.definition.validation import (
-    ArgumentError,
-    ArgumentTypeError,
-    check_loss_options,
-    check_tensors,
-)
+from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import active
+from lowtide.core.checks import check_tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import (
@@ -19,7 +20,6 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_head,
     check_ignore_index,
     check_loss_options,
-    check_tensors,
 )
 from lowtide.ops.linear_cross_entropy.operator import autograd, higher_order
 

@@ -9,16 +9,16 @@ import math
 
 from torch import Tensor
 
+from lowtide.core.checks import check_tensors
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import (
-    ArgumentError,
     check_arguments,
     check_classes,
     check_loss_options,
     check_target_dtype,
-    check_tensors,
 )
 
 

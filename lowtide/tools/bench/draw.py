@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.tools import figures, files
 from lowtide.tools.bench.cases import AXES
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

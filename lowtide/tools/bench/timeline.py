@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lowtide import linear_cross_entropy
 from lowtide.tools import figures, files
-from lowtide.tools.bench.table import Environment
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.environment import Environment
+from lowtide.tools.errors import UserError
 from lowtide.tools.profile.record import recording
 from lowtide.tools.profile.timeline import Timeline, plot, timeline, unit_of
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lowtide.tools import files
 from lowtide.tools.bench.cases import Case, Inputs, with_ignored
-from lowtide.tools.demo.config import UserError
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.demo.trainer import CHECKPOINT
+from lowtide.tools.errors import UserError
 
 CHUNK = 1024
 

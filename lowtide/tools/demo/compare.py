@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.tools.demo.config import Config, UserError
+from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.loop import Run, train
 from lowtide.tools.demo.trainer import LOSSES, read_checkpoint
+from lowtide.tools.errors import UserError
 
 
 def train_both(config: Config) -> list[Run]:

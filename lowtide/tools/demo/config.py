@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from lowtide.tools.errors import UserError
+
 HEAD_WIDTH = 64
 CHECKPOINT_FORMAT = 1  # another one when the model or what is saved of it changes
 
@@ -14,10 +16,6 @@ SIZES = {
     "cpu": {"width": 128, "depth": 2, "context": 256, "batch": 12, "steps": 50, "save_every": 25},
     "cuda": {"width": 512, "depth": 8, "context": 1024, "batch": 16, "steps": 500, "save_every": 100},
 }
-
-
-class UserError(Exception):
-    """Something that the user can put right: shown as one sentence, without a traceback."""
 
 
 class Loss(str, Enum):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from lowtide.tools import files
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = 0.05

@@ -13,9 +13,10 @@ from torch import Tensor
 from lowtide import linear_cross_entropy
 from lowtide.memory import peak_memory
 from lowtide.tools import files
-from lowtide.tools.demo.config import Config, UserError
+from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import Corpus, batch
 from lowtide.tools.demo.model import GPT
+from lowtide.tools.errors import UserError
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
 PEAK_RATE = 4e-3

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import attn_bias
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.choice import Engine, engine
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.definition.validation import check_choice, check_numbers, check_window
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 
 
 class Mask(str, Enum):

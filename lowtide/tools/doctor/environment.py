@@ -5,7 +5,7 @@ import platform
 import torch
 
 import lowtide
-from lowtide.tools.bench.table import version
+from lowtide.tools.environment import version
 
 # What lowtide works with, or is measured beside, where it is installed.
 OTHERS = (

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.definition.validation import (
-    ArgumentError,
-    check_arguments,
-    check_loss_options,
-)
+from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.planning.planner import Plan, make_plan, told
 from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted, choose_engine
 

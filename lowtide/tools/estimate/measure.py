@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.training import training
 

@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
+from lowtide.core.errors import ArgumentError
 from lowtide.deferred.locate_head import check_head, find_head
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
-from lowtide.tools.demo.config import SIZES, UserError
+from lowtide.tools.demo.config import SIZES
 from lowtide.tools.demo.model import GPT
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.offline import plain, stay_offline
 from lowtide.tools.estimate.setting import Dtype, Setting
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from lowtide.tools import files
-from lowtide.tools.bench.table import Environment
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.environment import Environment
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.report import Result
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import Estimate

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.training import training
 from lowtide.tools.profile.record import Record, recording

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements

@@ -10,8 +10,9 @@ from lowtide.tools.bench import draw
 from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
 from lowtide.tools.bench.measure import Figures, Mode, Row
 from lowtide.tools.bench.providers import Provider
-from lowtide.tools.bench.table import LOSS, CsvWriter, Environment
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.bench.table import LOSS, CsvWriter
+from lowtide.tools.environment import Environment
+from lowtide.tools.errors import UserError
 from tests.support.commands import invoke
 
 CENTER = next(case for case in CASES if case.name == "A")

@@ -7,6 +7,7 @@ import torch
 from rich.console import Console
 
 import lowtide
+from lowtide.tools import environment
 from lowtide.tools.bench import table
 from lowtide.tools.bench.cases import Case
 from lowtide.tools.bench.measure import Figures, Mode, Row
@@ -24,7 +25,7 @@ BROKEN = Row(CASE, Mode.STEP, BAD, None, "RuntimeError: x", failed=True)
 
 def test_the_csv_says_what_where_and_with_which_versions():
     file = io.StringIO()
-    writer = table.CsvWriter(file, table.Environment.of("cpu"), table.LOSS)
+    writer = table.CsvWriter(file, environment.Environment.of("cpu"), table.LOSS)
     for row in (RAN, ABSENT, BROKEN):
         writer.write(row)
     ran, absent, broken = csv.DictReader(io.StringIO(file.getvalue()))
@@ -120,4 +121,4 @@ def test_only_the_packages_python_files_make_a_commit_dirty(checkout, tmp_path):
 def test_a_package_below_a_foreign_checkout_has_no_commit(checkout):
     checkout("commit", "--quiet", "--allow-empty", "--message=one")
     assert table.commit() == ""
-    assert table.version("lowtide")
+    assert environment.version("lowtide")

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from lowtide.tools.bench.cases import CASES, IGNORE_INDEX
 from lowtide.tools.bench.measure import Mode, exact
 from lowtide.tools.bench.trained import trained_cases
-from lowtide.tools.demo.config import Config, UserError
+from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.trainer import Trainer
+from lowtide.tools.errors import UserError
 
 (SMOKE,) = (case for case in CASES if case.smoke and case.device == "cpu")
 CASE = dataclasses.replace(SMOKE, tokens=100)

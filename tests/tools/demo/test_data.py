@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lowtide.tools.demo import data
-from lowtide.tools.demo.config import UserError
 from lowtide.tools.demo.data import batch, load_corpus
+from lowtide.tools.errors import UserError
 
 
 def test_tokens_say_what_the_text_said(text):

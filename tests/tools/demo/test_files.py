@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.tools import files
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 
 
 def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from lowtide.tools.demo.config import HEAD_WIDTH, UserError
+from lowtide.tools.demo.config import HEAD_WIDTH
 from lowtide.tools.demo.model import GPT, generate, rotary_table, rotate
 from lowtide.tools.demo.trainer import eager_cross_entropy
+from lowtide.tools.errors import UserError
 
 
 @pytest.fixture

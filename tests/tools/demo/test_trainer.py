@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models
 
-from lowtide.tools.demo.config import SIZES, UserError
+from lowtide.tools.demo.config import SIZES
 from lowtide.tools.demo.data import Corpus
 from lowtide.tools.demo.trainer import Trainer, learning_rate
+from lowtide.tools.errors import UserError
 
 
 def train(trainer, steps):

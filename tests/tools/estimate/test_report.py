@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowtide.tools.demo.config import UserError
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.report import Result, draw, print_table
 from lowtide.tools.estimate.rows import COLUMNS, read, write
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
 class Band(NamedTuple):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_from_torch, window_band
 from lowtide.ops.attention.definition.operands import Operands, sizes
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, ArgumentTypeError
 
 Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]
 BACKENDS = get_args(Backend)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import kernels_run_on_the_cpu
 from lowtide.core.matmul import on_device_of
 from lowtide.ops.attention.definition.operands import Operands, Options, is_far
 from lowtide.ops.attention.definition.validation import ArgumentError
 from lowtide.ops.attention.sdpa import kernels
 from lowtide.ops.attention.torch_backend.backward import BlockwiseBackward
 from lowtide.ops.attention.torch_backend.forward import Blockwise
-from lowtide.ops.linear_cross_entropy.definition.validation import kernels_run_on_the_cpu
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, check_classes
+from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 
 
 def linear_cross_entropy(

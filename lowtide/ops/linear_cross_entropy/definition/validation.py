@@ -1,38 +1,29 @@
 """What a call must look like, said once: the argument, what was expected, what came, and what to do."""
 
 import math
-import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from lowtide.core import tensor_kinds
+from lowtide.core.checks import (
+    DTYPES,
+    check_choice,
+    check_devices,
+    check_number,
+    check_softcap,
+    check_tensors,
+    check_workspace,
+    listed,
+)
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 
 REDUCTIONS = get_args(Reduction)
 BACKENDS = get_args(Backend)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
-
-
-class ArgumentError(ValueError, RuntimeError):
-    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
-
-
-class ArgumentTypeError(TypeError, RuntimeError):
-    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
-
-
-def kernels_run_on_the_cpu() -> bool:
-    """Through Triton's interpreter, which has to be asked for before Triton is imported: its own functions,
-    which kernels call, are made for it then or never."""
-    import triton
-    from triton.runtime.jit import JITFunction
-
-    return triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)
 
 
 def check_arguments(
@@ -66,34 +57,6 @@ def check_arguments(
     _check_shapes(inputs, linear_weights, target, linear_bias, weight)
     check_devices(named, meta=True)
     _check_dtypes(named)
-
-
-def check_tensors(named: Mapping[str, object]) -> None:
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
-            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
-        check_dense(name, tensor)
-
-
-def check_dense(name: str, tensor: Tensor) -> None:
-    reason = tensor_kinds.reason_against(tensor)
-    if reason is not None:
-        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
-
-
-def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
-    """All on that of the first, which the engine knows; on meta only where that is said."""
-    first = next(iter(named))
-    device = named[first].device
-    known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
-    if device.type not in (("cpu", "cuda", "meta") if meta else ("cpu", "cuda")):
-        raise ArgumentError(f"{first} must be on {known}, got {device}; move it")
-    for name, tensor in named.items():
-        if tensor.device != device:
-            raise ArgumentError(
-                f"{name} must be on {first}'s device ({device}), got {tensor.device}; move one of them"
-            )
 
 
 def check_loss_options(
@@ -151,7 +114,7 @@ def check_target_dtype(target: Tensor) -> None:
 
 def _no_target(target: Tensor) -> ArgumentTypeError:
     return ArgumentTypeError(
-        f"target must hold class indices, of dtype {_listed(TARGET_DTYPES)}, or class probabilities, "
+        f"target must hold class indices, of dtype {listed(TARGET_DTYPES)}, or class probabilities, "
         f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
     )
 
@@ -187,32 +150,6 @@ def _check_head_options(logit_scale: object, softcap: object, workspace: object,
             )
     elif logit_scale is not None:
         check_number("logit_scale", logit_scale)
-
-
-def check_workspace(workspace: object) -> None:
-    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
-        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
-
-
-def check_softcap(name: str, softcap: object) -> None:
-    if softcap is not None:
-        check_number(name, softcap)
-        if not 0 < softcap < math.inf:  # type: ignore[operator]
-            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
-
-
-def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{name} must be one of {_listed(choices)}, got {value!r}{hint}")
-
-
-def check_number(name: str, value: object) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > 1000:
-        raise ArgumentError(
-            f"{name} must be a number that a float can hold, got one of {value.bit_length()} bits"
-        )
 
 
 def _check_smoothing(value: Any) -> None:
@@ -294,7 +231,7 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
             continue  # a factor like any other
         if name in ("input", "weight", "logit_scale") and tensor.dtype not in DTYPES:
             raise ArgumentTypeError(
-                f"{name} must be a floating-point tensor ({_listed(DTYPES)}), got {tensor.dtype}"
+                f"{name} must be a floating-point tensor ({listed(DTYPES)}), got {tensor.dtype}"
             )
     autocast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)
     for name, tensor in named.items():
@@ -307,7 +244,3 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
                 f"{name} must have the dtype of input ({input.dtype}), got {tensor.dtype}; "
                 "cast one of them, or run under torch.autocast"
             )
-
-
-def _listed(choices: Sequence[object]) -> str:
-    return ", ".join(repr(choice) for choice in choices)

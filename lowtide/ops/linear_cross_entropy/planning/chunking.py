@@ -23,7 +23,8 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError
+from lowtide.core.errors import ArgumentError
+from lowtide.core.matmul import PRODUCT_ROWS
 from lowtide.ops.linear_cross_entropy.planning import class_blocks, cost_model
 from lowtide.ops.linear_cross_entropy.planning.class_blocks import ClassBlocks
 
@@ -310,7 +311,7 @@ def _quickest(needs: Needs, most: int, fewest: int, bytes_of_sum: int) -> int:
         product = cost_model.product_of_rows(rows, needs.D, needs.V, most=most_at_once)
         return logits + product + cost_model.addition(bytes_of_sum)
 
-    tile, most_at_once = ROW_TILE["cuda"], needs.product_rows or cost_model.PRODUCT_ROWS
+    tile, most_at_once = ROW_TILE["cuda"], needs.product_rows or PRODUCT_ROWS
     first = -(-max(fewest, most // 2) // tile) * tile
     step = tile * max(1, (most - first) // (CANDIDATES * tile))
     return min(range(first, most + 1, step), key=seconds, default=_rows(most, needs.N, tile))

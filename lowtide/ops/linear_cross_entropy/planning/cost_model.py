@@ -1,3 +1,5 @@
+from lowtide.core.matmul import PRODUCT_ROWS
+
 """How long the products of a step take on an H100 or H200, predicted; in seconds.
 
 It is a matter of waves: of the tiles of a result each multiprocessor takes one at a time, and the last wave
@@ -16,10 +18,6 @@ OWN = (128, 256)  # of the exponentials
 BYTES_A_SECOND = 4e12
 # Of the kernels beside a chunk's products that take no time by their size.
 LAUNCHES = 15e-6
-
-# Of one product that becomes dX. cuBLAS cuts what is higher less well: 5120 rows of 4096 features, summed
-# over 128k classes, take 2 % of a step longer at once (decision 0032).
-PRODUCT_ROWS = 2048
 
 
 def exponentials(rows: int, classes: int, features: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowtide.core import backend as hopper
-from lowtide.core.matmul import copied_bytes
+from lowtide.core.matmul import PRODUCT_ROWS, copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, tokens_decide
@@ -28,7 +28,6 @@ from lowtide.ops.linear_cross_entropy.planning.chunking import (
     weight_gradient,
 )
 from lowtide.ops.linear_cross_entropy.planning.class_blocks import ClassBlocks
-from lowtide.ops.linear_cross_entropy.planning.cost_model import PRODUCT_ROWS
 from lowtide.ops.linear_cross_entropy.planning.requirements import (
     Job,
     Route,

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import kernels_run_on_the_cpu
 from lowtide.core.cpu_gemm import gemm
+from lowtide.core.errors import ArgumentError
 from lowtide.core.strides import (
     address,
     copies_rows,
@@ -18,7 +20,6 @@ from lowtide.core.strides import (
     place,
 )
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.definition.validation import ArgumentError, kernels_run_on_the_cpu
 
 # engine.py's pass in torch and in Triton, engine.py, engine.py and cpu_engine.py. Each
 # saves statistics of its own: the third and the last leave the target out of a row's sum.

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, Pass
-from lowtide.tools.bench.table import ENVIRONMENT, Format, rounded, status, version
+from lowtide.tools.bench.table import Format, rounded, status
+from lowtide.tools.environment import ENVIRONMENT, version
 
 PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
 ERRORS = ("out_error", "grad_query_error", "grad_key_error", "grad_value_error", "grad_bias_error")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, multiprocessors
 
 Term = tuple[Tensor, Tensor]
 
@@ -78,7 +79,7 @@ class Exponentials:
         stores E where there is a place for it. Sums and moments of a block of classes are added to what those
         before it have left. Not `guarded`, an ignored row whose logits are not finite has a NaN for its sum,
         to be repaired, and a row with an infinite logit some other place for its maximum."""
-        programs = kernels.multiprocessors(self.device)
+        programs = multiprocessors(self.device)
         arguments: dict[str, Any] = {
             **self.of_call,
             "sum_ptr": sums,
@@ -123,7 +124,7 @@ class Exponentials:
 
     @cached_property
     def _tiles(self) -> dict[str, Any]:
-        return self._tiles_of(kernels.describe, kernels.BLOCK_C)
+        return self._tiles_of(describe, kernels.BLOCK_C)
 
     def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import halves, leave, tile_at
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import leave
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     DEPTH,
     HALF,
@@ -19,6 +19,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     multiply,
     ring,
 )
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, tile_at
 
 
 @gluon.jit

@@ -4,15 +4,13 @@
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
 = one tile, h a half of its classes."""
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.core.triton_helpers import tanh_and_room
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, tile_at
 
 # A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
 # memory of an H100 for its operands three deep, those of a second term, and what gemm_triton.py loads.
@@ -25,15 +23,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 # Of a power of two that float32 takes for 0; finite, so that a class that is excluded (z = -inf) adds 0.
 LOWEST = tl.constexpr(-200.0)
-
-
-@triton.jit
-def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
-    """Of the rows and of the classes, which tile: GROUP tiles of rows go through all classes together."""
-    group_tiles = GROUP * tiles_b
-    first_c = tile // group_tiles * GROUP
-    height = min(tiles_c - first_c, GROUP)
-    return first_c + tile % group_tiles % height, tile % group_tiles // height
 
 
 @triton.jit
@@ -50,14 +39,6 @@ def product_of_tile(
         x_cr, weight_br = x_CR.load([tile_c * BLOCK_C, 0]), weight_BR.load([tile_b * BLOCK_B, 0])
         u_cb = tl.dot(x_cr, weight_br.T, u_cb)
     return u_cb
-
-
-@triton.jit
-def halves(tile_cb):
-    """Of the classes: the first and the second."""
-    C: tl.constexpr = tile_cb.shape[0]
-    B: tl.constexpr = tile_cb.shape[1]
-    return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -223,12 +204,3 @@ def exponentials_kernel(
 def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
     x_CD, weight_BD = term
     return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)
-
-
-@functools.cache  # torch takes 5 microseconds
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import describe
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduce
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 from lowtide.ops.linear_cross_entropy.planning.chunking import NARROW, STRIP
 
 # Rows of a tile of the exponentials. Two tiles are a strip's width, as a tensor map's box has 256 numbers a

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import describe
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8

@@ -19,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import halves, tile_at
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, given
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,
@@ -165,7 +165,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     soft: Any = columns.soft_CB
     out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), tiles.multiprocessors(soft.device)
+    T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), multiprocessors(soft.device)
     found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     _distance_pipeline_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale,

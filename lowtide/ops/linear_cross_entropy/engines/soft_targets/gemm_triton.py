@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LOG2_E, halves, tile_at
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LOG2_E
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
 
 # Of a distance, to 1; the last of 2^16 numbers is infinity.
@@ -207,13 +208,9 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), tiles.multiprocessors(soft.device)
+    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), multiprocessors(soft.device)
     found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
-    out = (
-        None
-        if out_CV is None
-        else tiles.describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
-    )
+    out = None if out_CV is None else describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     row_stride, stride = soft.stride()
     _distances_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,

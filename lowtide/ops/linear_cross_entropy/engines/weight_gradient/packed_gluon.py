@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     DEPTH,
@@ -37,6 +36,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     take,
     view,
 )
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     GROUP,
     from_pairs,

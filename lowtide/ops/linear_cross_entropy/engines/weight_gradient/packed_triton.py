@@ -13,12 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import (
-    describe,
-    halves,
-    multiprocessors,
-    tile_at,
-)
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
 WARPS = 8

@@ -1,0 +1,71 @@
+"""Check one argument of a call each: what was expected, what came, and what to do."""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.core import tensor_kinds
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(named: Mapping[str, object]) -> None:
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
+            raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    reason = tensor_kinds.reason_against(tensor)
+    if reason is not None:
+        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
+
+
+def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
+    """All on that of the first, which the engine knows; on meta only where that is said."""
+    first = next(iter(named))
+    device = named[first].device
+    known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
+    if device.type not in (("cpu", "cuda", "meta") if meta else ("cpu", "cuda")):
+        raise ArgumentError(f"{first} must be on {known}, got {device}; move it")
+    for name, tensor in named.items():
+        if tensor.device != device:
+            raise ArgumentError(
+                f"{name} must be on {first}'s device ({device}), got {tensor.device}; move one of them"
+            )
+
+
+def check_workspace(workspace: object) -> None:
+    if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
+        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+
+
+def check_softcap(name: str, softcap: object) -> None:
+    if softcap is not None:
+        check_number(name, softcap)
+        if not 0 < softcap < math.inf:  # type: ignore[operator]
+            raise ArgumentError(f"{name} must be a finite number above 0, or None for none, got {softcap}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{name} must be one of {listed(choices)}, got {value!r}{hint}")
+
+
+def check_number(name: str, value: object) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 1000:
+        raise ArgumentError(
+            f"{name} must be a number that a float can hold, got one of {value.bit_length()} bits"
+        )
+
+
+def listed(choices: Sequence[object]) -> str:
+    return ", ".join(repr(choice) for choice in choices)
