@@ -1,8 +1,7 @@
 """lowtide keeps the high-water mark of training memory low."""
 
-from lowtide import attn_bias, losses
+from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
-from lowtide.ops import distillation
 from lowtide.ops.attention import (
     memory_efficient_attention,
     memory_efficient_attention_with_lse,

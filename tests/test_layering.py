@@ -1,8 +1,9 @@
-"""Which module may import which: data goes one way, and imports with it."""
+"""Imports go down the folders, and no folder imports one that imports it."""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,218 +11,153 @@ import pytest
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
-OP = "lowtide.linear_cross_entropy"
+# From the bottom up. A folder may import those of its own line and of the lines before it.
+LAYERS = (
+    {"core"},
+    {"ops"},
+    {"losses", "deferred"},
+    {"integrations"},
+    {"tools"},
+    {"cli"},
+)
+# An operator imports no other; but these use the engines of the loss.
+ON_THE_LOSS = {"distillation", "chunked_loss"}
+# Names of the package itself, which is above the operators and below the tools.
+PUBLIC = {path.stem for path in ROOT.glob("*.py")}
+DEEPEST = 10
 
-# What each module of the op may import from lowtide; a new module takes its place here.
-ALLOWED = {
-    "__init__": {"api"},
-    "api": {"check", "entry", "positions", "head"},
-    "positions": {"entry", "check", "head", "reference"},
-    "entry": {"autograd", "check", "head", "reference", "transforms"},
-    "check": {"head"},
-    "head": set(),
-    "call_memory": {"head"},
-    "reference": {"check", "head"},
-    "transforms": {"check", "head", "reference", "workspace"},
-    "autograd": {"head", "ops", "plan", "route", "scaling", "shapes", "transforms"},
-    "shapes": {"call_memory", "head", "ops", "plan", "position_gradients", "route"},
-    "ops": {
-        "cpu_exponentials",
-        "exponentials",
-        "gradients",
-        "head",
-        "loss_rows",
-        "operands",
-        "plan",
-        "position_gradients",
-        "route",
-        "rows",
-        "scaling",
-        "streamed",
-        "probabilities",
-    },
-    "plan": {
-        "call_memory",
-        "class_blocks",
-        "head",
-        "hopper",
-        "layouts",
-        "operands",
-        "predicted",
-        "route",
-        "workspace",
-    },
-    "route": {"check", "cpu_products", "head", "layouts"},
-    "layouts": set(),
-    "workspace": {"check", "class_blocks", "predicted"},
-    "class_blocks": {"predicted"},
-    "predicted": set(),
-    "loss_rows": {"check", "head", "plan", "rows"},
-    "streamed": {
-        "gradients",
-        "head",
-        "kernels",
-        "loss_rows",
-        "operands",
-        "plan",
-        "rows",
-        "scaling",
-        "shared_sum",
-    },
-    "probabilities": {
-        "distance_kernels",
-        "distance_pass",
-        "distance_pipeline",
-        "gradients",
-        "hopper",
-        "rows",
-        "streamed",
-        "weight_sums",
-    },
-    "shared_sum": {"operands"},
-    "exponentials": {
-        "coefficient_kernels",
-        "exponential_rows",
-        "exponential_tiles",
-        "gradients",
-        "linear_term",
-        "narrow_term",
-        "operands",
-        "repair_kernels",
-        "row_kernels",
-        "rows",
-        "weight_sums",
-    },
-    "exponential_rows": {"linear_term", "rows", "streamed"},
-    "linear_term": {
-        "gradients",
-        "operands",
-        "plan",
-        "repair_kernels",
-        "row_kernels",
-        "rows",
-        "weight_sums",
-    },
-    "narrow_term": {"linear_term", "narrow_kernels", "operands"},
-    "weight_sums": {"hopper", "operands", "row_kernels", "sum_kernels", "sum_pipeline", "workspace"},
-    "gradients": {"head", "plan", "scaling"},
-    "cpu_exponentials": {
-        "cpu_products",
-        "exponential_rows",
-        "gradients",
-        "operands",
-        "rows",
-        "scaling",
-        "shared_sum",
-    },
-    "cpu_products": {"compiled_library"},
-    "compiled_library": {"private_directory"},
-    "private_directory": set(),
-    "position_gradients": {"gradients", "head", "route", "scaling"},
-    "operands": {"layouts", "predicted"},
-    "rows": set(),
-    "scaling": {"kernels"},
-    "kernels": {"rows"},
-    "exponential_tiles": {"exponential_kernels", "exponential_pipeline", "hopper", "pipeline"},
-    "exponential_pipeline": {"exponential_kernels", "pipeline"},
-    "exponential_kernels": set(),
-    "pipeline": set(),
-    "hopper": set(),
-    "distance_kernels": {"exponential_kernels", "rows"},
-    "distance_pass": {"distance_kernels", "exponential_kernels", "rows"},
-    "sum_pipeline": {"exponential_kernels", "pipeline", "sum_kernels"},
-    "distance_pipeline": {"distance_kernels", "exponential_kernels", "pipeline", "rows"},
-    "sum_kernels": {"exponential_kernels"},
-    "row_kernels": {"sum_kernels"},
-    "repair_kernels": {"exponential_kernels"},
-    "narrow_kernels": {"exponential_kernels", "repair_kernels", "workspace"},
-    "coefficient_kernels": {"rows"},
-}
-KERNELS = {
-    "kernels",
-    "coefficient_kernels",
-    "distance_kernels",
-    "distance_pass",
-    "distance_pipeline",
-    "exponential_kernels",
-    "exponential_pipeline",
-    "exponential_tiles",
-    "narrow_kernels",
-    "pipeline",
-    "repair_kernels",
-    "row_kernels",
-    "sum_kernels",
-    "sum_pipeline",
-}
+MODULES = sorted(ROOT.rglob("*.py"))
 
 
-def imported(path):
-    """Full names of all modules that a file imports, at its top or inside a function."""
-    package = ".".join(("lowtide", *path.relative_to(ROOT).parent.parts))
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def name_of(path):
+    parts = ("lowtide", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(path): path for path in MODULES}
+
+
+@cache
+def imported(name, *, at_the_top=False):
+    """The modules of lowtide that a module imports: at its top alone, or inside functions as well."""
+    tree = ast.parse(NAMES[name].read_text())
+    found = set()
+    for node in _run_at_import(tree) if at_the_top else ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = ".".join(filter(None, (package.rsplit(".", node.level - 1)[0], base)))
-            names.add(base)
-            folder = ROOT.parent.joinpath(*base.split("."))
-            names |= {
-                f"{base}.{alias.name}" for alias in node.names if (folder / f"{alias.name}.py").exists()
-            }
-    return names
+            assert node.level == 0, f"{name}: a relative import"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= full & NAMES.keys() or {node.module}
+    return {each for each in found if each in NAMES} | {each for each in found if each == "triton"}
 
 
-def ours(path):
-    """Of these, the modules of lowtide, without a package that is named only to reach a module in it."""
-    names = {name for name in imported(path) if name.split(".")[0] == "lowtide"}
-    return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
+def _run_at_import(tree):
+    """All nodes but those of functions, and of what is for type checkers."""
+    nodes = [*tree.body]
+    while nodes:
+        node = nodes.pop()
+        yield node
+        checks_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not checks_types and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            nodes += ast.iter_child_nodes(node)
 
 
-SHARED = {
-    f"lowtide.{name}"
-    for name in ("derivatives", "layouts", "operators", "rowwise", "soft_cap", "soft_cap_kernels")
-}
-MODULES = sorted(path for path in (ROOT / "linear_cross_entropy").glob("*.py"))
+def folder(name):
+    return name if NAMES[name].name == "__init__.py" else name.rpartition(".")[0]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_imports_of_the_op(path):
-    allowed = {f"{OP}.{name}" for name in ALLOWED[path.stem]} | SHARED
-    assert ours(path) <= allowed, f"{path.stem} may not import {sorted(ours(path) - allowed)}"
+def layer(name):
+    top = name.split(".")[1] if "." in name else ""
+    return next((height for height, names in enumerate(LAYERS) if top in names), None)
 
 
-def test_every_module_exists():
-    assert {path.stem for path in MODULES} == set(ALLOWED)
+@pytest.mark.parametrize("name", [name for name in NAMES if layer(name) is not None])
+def test_imports_go_down(name):
+    for other in imported(name) & NAMES.keys():
+        if layer(other) is not None:
+            assert layer(other) <= layer(name), f"{name} imports {other}, which is above it"
+        elif layer(name) <= layer("lowtide.deferred"):
+            pytest.fail(f"{name} imports {other}, which is made of it")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_only_kernels_name_triton_at_their_top(path):
-    """exponentials.py and probabilities.py may import theirs: they are imported where these will run."""
-    top = [
-        node for node in ast.parse(path.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
-    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in top if isinstance(node, ast.ImportFrom)}
-    assert (path.stem in KERNELS) == any(name.split(".")[0] == "triton" for name in names)
+def test_operators_are_apart():
+    for name in NAMES:
+        for other in imported(name):
+            mine, others = (each.split(".")[2] for each in (f"{name}...", f"{other}..."))
+            if name.startswith("lowtide.ops.") and other.startswith("lowtide.ops.") and mine != others:
+                assert mine in ON_THE_LOSS, f"{name}: {other}"
+                assert others == "linear_cross_entropy", f"{name}: {other}"
 
 
-def test_the_rest_of_the_package_stays_out_of_the_op():
-    for path in (ROOT / "linear_cross_entropy").rglob("*.py"):
-        for other in ("bench", "cli", "train"):
-            assert not any(name.startswith(f"lowtide.{other}") for name in imported(path)), path
+def folders():
+    """What each folder imports; the package itself, whose names are the public ones, is left out."""
+    graph = {folder(name): set() for name in NAMES}
+    for name in NAMES:
+        graph[folder(name)] |= {folder(other) for other in imported(name) & NAMES.keys()} - {folder(name)}
+    del graph["lowtide"]
+    return {name: others & graph.keys() for name, others in graph.items()}
 
 
-def test_the_top_imports_the_op_alone():
-    assert ours(ROOT / "__init__.py") == {
-        OP,
-        "lowtide.chunked_loss",
-        "lowtide.attention",
-        "lowtide.attn_bias",
-        "lowtide.deferred",
-    }
+def chains(graph):
+    """The length of the longest chain from each on."""
+    lengths, at_work = {}, set()
+
+    def length(name):
+        assert name not in at_work, f"{sorted(at_work)} import each other"
+        if name not in lengths:
+            at_work.add(name)
+            lengths[name] = 1 + max(map(length, graph[name]), default=0)
+            at_work.remove(name)
+        return lengths[name]
+
+    return {name: length(name) for name in graph}
+
+
+def test_no_folder_imports_one_that_imports_it():
+    chains(folders())
+
+
+def test_the_chain_of_packages_is_short():
+    """A package is a folder of lowtide, of ops or of tools, with all that is in it."""
+
+    def package(name):
+        depth = 3 if name.startswith(("lowtide.ops.", "lowtide.tools.")) else 2
+        return ".".join(name.split(".")[:depth])
+
+    graph = {package(name): set() for name in folders()}
+    for name, others in folders().items():
+        graph[package(name)] |= {package(other) for other in others} - {package(name)}
+    assert max(chains(graph).values()) <= DEEPEST
+
+
+def test_folders_are_small():
+    for path in {path.parent for path in MODULES}:
+        assert len([*path.glob("*.py")]) <= 17, path
+
+
+def test_no_name_is_a_function_and_a_package():
+    for name in lowtide.__all__:
+        assert not callable(getattr(lowtide, name)) or f"lowtide.{name}" not in NAMES, name
+
+
+def test_triton_is_imported_when_a_kernel_is_needed():
+    """Its files are reached from inside functions alone."""
+    kernels = {name for name in NAMES if any(_names_triton(NAMES[name]))}
+    assert len(kernels) > 20
+    reached, new = set(), {"lowtide"}
+    while new:
+        reached |= new
+        new = {other for name in new for other in imported(name, at_the_top=True)} & NAMES.keys() - reached
+    assert not kernels & reached
+
+
+def _names_triton(path):
+    for node in _run_at_import(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "triton")
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "triton":
+            yield node.module
 
 
 FRESH = """
@@ -241,7 +177,7 @@ except ValueError as error:
     print(error)
 for name in ("typer", "rich", "matplotlib", "tokenizers", "transformers"):
     assert name not in sys.modules, name
-assert not any(name.startswith(("lowtide.tools.bench", "lowtide.cli", "lowtide.train")) for name in sys.modules)
+assert not any(name.startswith(("lowtide.tools", "lowtide.cli")) for name in sys.modules)
 """
 
 

@@ -34,7 +34,7 @@ from tests.support.restored import LAYOUTS, Restored, transposed
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-OPS = sys.modules[planner.__package__ + ".ops"]
+OPS = sys.modules["lowtide.ops.linear_cross_entropy.operator.ops"]
 HALF = {"dtype": torch.bfloat16}
 # What make_inputs is asked for, and what the call is; "by columns" is no engine, but has operands that would
 # fit another one once they are copied.

@@ -1,4 +1,5 @@
-"""Decides if results are close enough to float64: the budget of tests/support/budgets.py, and a few roundings.
+"""Decides if results are close enough to float64: the budget of tests/support/budgets.py, and a few
+roundings.
 
 That budget is for chosen inputs. Here there are any: results of one number, where eager torch is right by
 luck; gradients that underflow or leave the range of their dtype; half-precision factors that are rounded

@@ -42,7 +42,7 @@ def compile_all(module, request):
     run = subprocess.run(
         [sys.executable, "-m", module, *asked],
         env=environment,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,

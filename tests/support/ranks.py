@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RANKS = 2
 Result = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """The loop: the loss of each chunk and its gradients, and nothing else of it.
 
-Sums over chunks are float32 for half precision (accumulate.py). Gradients of rows are written once, in the rows'
-dtype.
+Sums over chunks are float32 for half precision (accumulate.py). Gradients of rows are written once, in the
+rows' dtype.
 """
 
 import contextlib

@@ -9,7 +9,8 @@ r"""The formulas. With s and t the log-probabilities of student and teacher, z t
 The last gradient is so short because what m adds to it, sum (beta e^t + (1 - beta) e^s) dm = d sum e^m, is 0.
 A class of probability 0 adds 0, not 0 times infinity.
 
-`losses` is the definition, for any order of derivative. What the engine runs (softmax_torch.py, softmax_triton.py) keeps the
+`losses` is the definition, for any order of derivative. What the engine runs (softmax_torch.py,
+softmax_triton.py) keeps the
 digits of small divergences. It works with a = z - max z and S = sum e^a of each head, so that
 t - s = (a_t - a_s) + d with d = log(S_s / S_t), and
 

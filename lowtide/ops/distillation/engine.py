@@ -2,7 +2,8 @@
 
 For a chunk of C rows, the logits of student and teacher in float32, side by side; a pass over both takes the
 losses and puts the gradient G of the student's logits, formed in float32 and rounded once to the operands'
-dtype, where those logits were (softmax_torch.py, softmax_triton.py); then dX_c = G W and dW += G^T X_c, the sum kept in
+dtype, where those logits were (softmax_torch.py, softmax_triton.py); then dX_c = G W and dW += G^T X_c,
+the sum kept in
 float32 by the product itself. Where that sum has no room, dW is formed block by block of classes over all
 rows, from logits computed again, and rounded once.
 

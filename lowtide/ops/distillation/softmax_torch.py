@@ -1,6 +1,6 @@
 """The pass over a tile of both heads' logits, in plain torch: statistics of the rows, then, in the student's
-place, the gradient of what its product gave. `softmax_triton.py` has the same function in Triton; the formulas are
-in divergences.py.
+place, the gradient of what its product gave. `softmax_triton.py` has the same function in Triton; the
+formulas are in divergences.py.
 
 A product gives u + bias; the logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft cap c,
 whose slope, temperature apart, is 1 / cosh^2((u + bias) / c).

@@ -1,4 +1,5 @@
-"""The pass over a tile of both heads' logits in two Triton kernels; softmax_torch.py says what it does, in torch.
+"""The pass over a tile of both heads' logits in two Triton kernels; softmax_torch.py says what it does, in
+torch.
 
 A program takes a row. The statistics of a KL divergence are taken in one read of both heads' logits, those of
 Jensen-Shannon, which need the normalisers, in two. The gradient takes one more. A half-precision gradient is

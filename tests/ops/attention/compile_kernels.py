@@ -44,15 +44,19 @@ ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 OPERANDS = ("query", "key", "value", "upstream")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "forward": ("forward_kernels", "forward_kernel", ()),
-    "query": ("backward_kernels", "query_gradient_kernel", ()),
-    "key and value": ("backward_kernels", "key_value_gradient_kernel", ()),
-    "key": ("backward_kernels", "key_value_gradient_kernel", ("grad_value_ptr",)),
-    "value": ("backward_kernels", "key_value_gradient_kernel", ("grad_key_ptr",)),
-    "query of scores": ("grad_scores_kernels", "query_of_scores_kernel", ()),
-    "bias of scores": ("grad_scores_kernels", "bias_of_scores_kernel", ()),
-    "key and value of scores": ("grad_scores_kernels", "key_value_of_scores_kernel", ("grad_value_ptr",)),
-    "scores": ("grad_scores_kernels", "scores_kernel", ()),
+    "forward": ("ops.attention.triton_backend.forward", "forward_kernel", ()),
+    "query": ("ops.attention.triton_backend.recompute", "query_gradient_kernel", ()),
+    "key and value": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ()),
+    "key": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ("grad_value_ptr",)),
+    "value": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ("grad_key_ptr",)),
+    "query of scores": ("ops.attention.triton_backend.stored_scores", "query_of_scores_kernel", ()),
+    "bias of scores": ("ops.attention.triton_backend.stored_scores", "bias_of_scores_kernel", ()),
+    "key and value of scores": (
+        "ops.attention.triton_backend.stored_scores",
+        "key_value_of_scores_kernel",
+        ("grad_value_ptr",),
+    ),
+    "scores": ("ops.attention.triton_backend.stored_scores", "scores_kernel", ()),
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
@@ -139,11 +143,21 @@ def _blocks(kernel: str, half: bool, features: int, capability: int, row_bias: b
 
 def _builds() -> dict[str, Build]:
     builds = {
-        "rows": Build("backward_kernels", "rows_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
-        "dropout keys": Build(
-            "dropout_kernel", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}
+        "rows": Build(
+            "ops.attention.triton_backend.recompute",
+            "rows_kernel",
+            True,
+            128,
+            {"lse_strides": ("i32", "i32", 1)},
         ),
-        "pieces": Build("pieces", "pieces_kernel", False, 64, PIECES),
+        "dropout keys": Build(
+            "ops.attention.triton_backend.dropout",
+            "dropout_keys_kernel",
+            True,
+            1,
+            {**DROPPED, "seed_ptr": "*i64"},
+        ),
+        "pieces": Build("ops.attention.triton_backend.bf16_split", "pieces_kernel", False, 64, PIECES),
     }
 
     def add(
@@ -221,7 +235,7 @@ def _builds() -> dict[str, Build]:
             add(name, f"{count} pieces, {label}", False, features, {**pieces, **arguments}, targets, count)
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
     builds["forward, half, few features"] = Build(
-        "forward_kernels", "forward_kernel", True, 24, column, (90,)
+        "ops.attention.triton_backend.forward", "forward_kernel", True, 24, column, (90,)
     )
     return builds
 

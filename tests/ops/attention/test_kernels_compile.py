@@ -32,8 +32,8 @@ def test_compiles_and_fits(compiled, name, capability):
 
 def test_every_kernel_is_built():
     """All entry kernels: those whose names end in _kernel; helpers are compiled into them."""
-    folder = Path(lowtide.__file__).parent / "attention"
+    folder = Path(lowtide.__file__).parent / "ops" / "attention"
     kernels = {
-        name for path in folder.glob("*.py") for name in re.findall(r"def (\w+_kernel)\(", path.read_text())
+        name for path in folder.rglob("*.py") for name in re.findall(r"def (\w+_kernel)\(", path.read_text())
     }
     assert kernels == {build.kernel for build in BUILDS.values()}

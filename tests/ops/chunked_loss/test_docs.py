@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 
-PAGE = Path(__file__).parents[2] / "docs" / "chunked_loss.md"
+PAGE = Path(__file__).parents[3] / "docs" / "chunked_loss.md"
 B, T, D, V = 2, 40, 8, 21
 
 

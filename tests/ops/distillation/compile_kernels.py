@@ -11,8 +11,6 @@ from tests.ops.linear_cross_entropy.builds import F32, I32, TARGETS, Build
 from tests.ops.linear_cross_entropy.compile_kernels import resources
 from tests.support.ahead_of_time import print_all
 
-PACKAGE = "lowtide.distillation"
-
 
 def _build(kernel: str, pointers: str, numbers: str, changes: dict[str, Any]) -> Build:
     arguments = {
@@ -21,7 +19,7 @@ def _build(kernel: str, pointers: str, numbers: str, changes: dict[str, Any]) ->
         **dict.fromkeys(("scale", "beta"), "fp32"),
         "BLOCK": 8192,
     }
-    return Build("kernels", kernel, arguments | changes, warps=16, package=PACKAGE)
+    return Build("ops.distillation.softmax_triton", kernel, arguments | changes, warps=16)
 
 
 def _statistics(**changes: Any) -> Build:

@@ -18,7 +18,6 @@ class Build(NamedTuple):
     targets: tuple[int, ...] = TARGETS
     spills: int = 0
     """Bytes a thread may put aside; only where many options meet."""
-    package: str = "lowtide.linear_cross_entropy"
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
@@ -47,7 +46,12 @@ def _pipelined_exponentials(**changes: Any) -> Build:
     }
     spills = changes.pop("spills", 0)
     return Build(
-        "exponential_pipeline", "exponentials_kernel", arguments | changes, 4, targets=(90,), spills=spills
+        "ops.linear_cross_entropy.engines.exponentials.gemm_gluon",
+        "exponentials_kernel",
+        arguments | changes,
+        4,
+        targets=(90,),
+        spills=spills,
     )
 
 
@@ -65,7 +69,12 @@ def _distance_pipeline(**changes: Any) -> Build:
     }
     spills = changes.pop("spills", 0)
     return Build(
-        "distance_pipeline", "_distance_pipeline_kernel", arguments | changes, 4, targets=(90,), spills=spills
+        "ops.linear_cross_entropy.engines.soft_targets.gemm_gluon",
+        "_distance_pipeline_kernel",
+        arguments | changes,
+        4,
+        targets=(90,),
+        spills=spills,
     )
 
 
@@ -83,7 +92,14 @@ def _add_product(low: str, **changes: Any) -> Build:
     }
     spills = changes.pop("spills", 0)
     kernel = "_add_product_pipelined_kernel"
-    return Build("sum_pipeline", kernel, arguments | changes, warps=4, targets=(90,), spills=spills)
+    return Build(
+        "ops.linear_cross_entropy.engines.weight_gradient.packed_gluon",
+        kernel,
+        arguments | changes,
+        warps=4,
+        targets=(90,),
+        spills=spills,
+    )
 
 
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
@@ -153,7 +169,13 @@ def _narrow_products(R: int) -> Build:
         **dict.fromkeys(("weight_stride", "C", "V"), I32),
         **{"R": R, "X_STRIDE": R, "ADD": R == 16, "BLOCK_C": 64, "BLOCK_V": 256, "BLOCK_R": 16},
     }
-    return Build("narrow_kernels", "_narrow_products_kernel", arguments, warps=4, targets=(90,))
+    return Build(
+        "ops.linear_cross_entropy.engines.exponentials.low_rank_triton",
+        "_narrow_products_kernel",
+        arguments,
+        warps=4,
+        targets=(90,),
+    )
 
 
 NARROW = {f"narrow products, {R} features": _narrow_products(R) for R in (8, 16)}

@@ -43,7 +43,13 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
         "BLOCK": 16384,
     }
     spills = changes.pop("spills", 0)
-    return Build("kernels", "_softmax_gradient_kernel", arguments | changes, warps=16, spills=spills)
+    return Build(
+        "ops.linear_cross_entropy.engines.softmax_triton",
+        "_softmax_gradient_kernel",
+        arguments | changes,
+        warps=16,
+        spills=spills,
+    )
 
 
 _CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
@@ -78,7 +84,15 @@ def _exponentials(**changes: Any) -> Build:
         "BLOCK_D": 64,
     }
     spills, stages = changes.pop("spills", 0), 3
-    return Build("exponential_kernels", "exponentials_kernel", arguments | changes, 8, stages, (90,), spills)
+    return Build(
+        "ops.linear_cross_entropy.engines.exponentials.gemm_triton",
+        "exponentials_kernel",
+        arguments | changes,
+        8,
+        stages,
+        (90,),
+        spills,
+    )
 
 
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
@@ -108,7 +122,15 @@ def _distances(**changes: Any) -> Build:
         "BLOCK_D": 64,
     }
     spills, stages = changes.pop("spills", 0), 3
-    return Build("distance_kernels", "_distances_kernel", arguments | changes, 8, stages, (90,), spills)
+    return Build(
+        "ops.linear_cross_entropy.engines.soft_targets.gemm_triton",
+        "_distances_kernel",
+        arguments | changes,
+        8,
+        stages,
+        (90,),
+        spills,
+    )
 
 
 def _distance_gradient(**changes: Any) -> Build:
@@ -126,14 +148,20 @@ def _distance_gradient(**changes: Any) -> Build:
         "WIDTH": 128,
         "BLOCK": 2048,
     }
-    return Build("distance_pass", "_gradient_kernel", arguments | changes, warps=8, targets=(90,))
+    return Build(
+        "ops.linear_cross_entropy.engines.soft_targets.softmax_triton",
+        "_gradient_kernel",
+        arguments | changes,
+        warps=8,
+        targets=(90,),
+    )
 
 
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
 def _rows(kernel: str, **arguments: Any) -> Build:
-    return Build("row_kernels", kernel, arguments, warps=4)
+    return Build("ops.linear_cross_entropy.engines.weight_gradient.row_kernels", kernel, arguments, warps=4)
 
 
 def _add_product(**changes: Any) -> Build:
@@ -150,7 +178,14 @@ def _add_product(**changes: Any) -> Build:
         "BLOCK_D": 256,
         "BLOCK_C": 64,
     }
-    return Build("sum_kernels", "_add_product_kernel", arguments | changes, 8, 4, (90,))
+    return Build(
+        "ops.linear_cross_entropy.engines.weight_gradient.packed_triton",
+        "_add_product_kernel",
+        arguments | changes,
+        8,
+        4,
+        (90,),
+    )
 
 
 BUILDS = {
@@ -165,12 +200,12 @@ BUILDS = {
     "softmax, log-probabilities": _softmax(None, **_LOG_PROBS, spills=32),
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
     "scale": Build(
-        "kernels", "_scale_kernel",
+        "core.triton_helpers", "_scale_kernel",
         {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": I32, "IN_PLACE": False,
          "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
-        "kernels", "_scale_kernel",
+        "core.triton_helpers", "_scale_kernel",
         {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
          "BLOCK": 4096}, warps=8,
     ),
@@ -210,7 +245,7 @@ BUILDS = {
         **_TWO_TERMS, bias_B_ptr=F32, scale_ptr=F32, class_weight_B_ptr=F32, SMOOTHED=True, spills=96
     ),
     "distances, rows": Build(
-        "distance_pass", "_rows_kernel",
+        "ops.linear_cross_entropy.engines.soft_targets.softmax_triton", "_rows_kernel",
         {"found_CT4_ptr": F32, "soft_C_ptr": F32, "lse_pull_C_ptr": F32,
          **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32), "T": I32,
          "GRADIENT": True, "PARTS": 1024}, warps=4, targets=(90,),
@@ -253,26 +288,27 @@ BUILDS = {
         outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, BLOCK_N=16, BLOCK=512,
     ),
     "repaired product": Build(
-        "repair_kernels", "_repaired_product_kernel",
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_repaired_product_kernel",
         {"exp_CB": "tensordesc<bf16[128, 64]>", "weight_BD": "tensordesc<bf16[64, 128]>",
          "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
     **NARROW,
-    "marks": Build("repair_kernels", "_mark_kernel", {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
+    "marks": Build("ops.linear_cross_entropy.engines.exponentials.recompute", "_mark_kernel",
+    {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
         "BLOCK_C": 128}, warps=4),
     "parts, added up": Build(
-        "repair_kernels", "_reduce_kernel",
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
         {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": None, "T": I32, "C": I32, "LARGEST": False,
          "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
     ),
     "parts, the largest": Build(
-        "repair_kernels", "_reduce_kernel",
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
         {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
          "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
     ),
     "coefficients": Build(
-        "coefficient_kernels", "_coefficients_kernel",
+        "ops.linear_cross_entropy.engines.exponentials.row_coefficients", "_coefficients_kernel",
         {**dict.fromkeys((f"{name}_C_ptr" for name in (
             "logit", "max", "sum", "pull", "hit", "lse_pull", "tilt", "slope", "gap", "scale_out", "hit_out"
         )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
@@ -286,12 +322,12 @@ BUILDS = {
         ADD=True, low_VP_ptr="*u8", **dict.fromkeys(ROUNDING, F32)
     ),
     "24 bits, rounded": Build(
-        "sum_kernels", "_round_kernel",
+        "ops.linear_cross_entropy.engines.weight_gradient.packed_triton", "_round_kernel",
         {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u16", "factor_ptr": F32, "class_weight_V_ptr": F32,
          "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
     "20 bits, rounded": Build(
-        "sum_kernels", "_round_kernel",
+        "ops.linear_cross_entropy.engines.weight_gradient.packed_triton", "_round_kernel",
         {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
          "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
@@ -339,7 +375,7 @@ LEFT_OUT = {
 
 
 def resources(_: str, build: Build, capability: int) -> dict[str, int]:
-    kernel = getattr(importlib.import_module(f"{build.package}.{build.module}"), build.kernel)
+    kernel = getattr(importlib.import_module(f"lowtide.{build.module}"), build.kernel)
     options = {"num_warps": build.warps, "num_stages": build.stages}
     return compiled(kernel, build.arguments, capability, options)[0]
 

@@ -27,7 +27,6 @@ pytest.importorskip("triton")
 
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.exponentials import engine
 from lowtide.ops.linear_cross_entropy.planning import class_blocks, cost_model, planner
 from lowtide.ops.linear_cross_entropy.planning.class_blocks import ClassBlocks
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
@@ -56,7 +55,7 @@ def sizes(request, device, everywhere, monkeypatch):  # noqa: F811
             made, **{name: min(times * size, m) for name, size, m in zip(names, request.param, most)}
         )
 
-    monkeypatch.setattr(sys.modules[engine.__package__ + ".ops"], "make_plan", with_sizes)
+    monkeypatch.setattr(sys.modules["lowtide.ops.linear_cross_entropy.operator.ops"], "make_plan", with_sizes)
 
 
 def inputs_of(device, **changes) -> Inputs:

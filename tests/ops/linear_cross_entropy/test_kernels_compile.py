@@ -30,8 +30,7 @@ def test_compiles_without_spills(compiled, name, capability):
 
 def test_every_kernel_is_built():
     """All entry kernels: those whose names end in _kernel; helpers are compiled into them."""
-    folder = Path(lowtide.__file__).parent / "linear_cross_entropy"
-    kernels = {
-        name for path in folder.glob("*.py") for name in re.findall(r"def (\w+_kernel)\(", path.read_text())
-    }
+    package = Path(lowtide.__file__).parent
+    files = [*(package / "core").rglob("*.py"), *(package / "ops" / "linear_cross_entropy").rglob("*.py")]
+    kernels = {name for path in files for name in re.findall(r"def (\w+_kernel)\(", path.read_text())}
     assert kernels == {build.kernel for build in BUILDS.values()}

@@ -119,7 +119,7 @@ def test_no_name_lies_on_another(tmp_path, names, monkeypatch):
     """Nor outside the picture; lines that all end at one height are the worst case."""
     monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
     sweeps = draw.read(write(tmp_path / "sweep.csv", names=names))
-    with draw.style.figure(10, 9.2) as figure:
+    with draw.figures.figure(10, 9.2) as figure:
         draw.draw_sweeps(figure, sweeps)
         figure.draw_without_rendering()
         for axes in figure.axes:
@@ -140,7 +140,7 @@ def test_who_is_not_in_the_last_panel_is_named_in_another(tmp_path):
     path.write_text("\n".join(line for line in kept if not (",A,16384" in line and "liger" in line)))
     sweeps = draw.read(path)
     assert "liger" not in sweeps.lines["features"]
-    with draw.style.figure(10, 9.2) as figure:
+    with draw.figures.figure(10, 9.2) as figure:
         draw.draw_sweeps(figure, sweeps)
         assert [any(text.get_text() == "liger" for text in axes.texts) for axes in figure.axes] == 3 * [
             False,

@@ -95,30 +95,30 @@ def test_the_commit_of_a_checkout(checkout, tmp_path):
     checkout("add", "lowtide")
     checkout("commit", "--quiet", "--message=one")
     commit = checkout("rev-parse", "HEAD")[:12]
-    assert table.commit() == commit
+    assert environment.commit() == commit
     (tmp_path / "lowtide" / "__init__.py").write_text("changed = True\n")
-    assert table.commit() == f"{commit}-dirty"
+    assert environment.commit() == f"{commit}-dirty"
 
 
 def test_only_the_packages_python_files_make_a_commit_dirty(checkout, tmp_path):
     for name in ("README.md", "setup.py", "lowtide/notes.txt", "lowtide/tools/bench/measure.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     checkout("add", ".")
     checkout("commit", "--quiet", "--message=one")
     commit = checkout("rev-parse", "HEAD")[:12]
     for name in ("README.md", "setup.py", "lowtide/notes.txt", "step.csv", "tests.py", "lowtide/step.csv"):
         (tmp_path / name).write_text("changed\n")
-    assert table.commit() == commit
-    (tmp_path / "lowtide" / "bench" / "new.py").touch()
-    assert table.commit() == f"{commit}-dirty"
-    (tmp_path / "lowtide" / "bench" / "new.py").unlink()
-    assert table.commit() == commit
-    (tmp_path / "lowtide" / "bench" / "measure.py").unlink()
-    assert table.commit() == f"{commit}-dirty"
+    assert environment.commit() == commit
+    (tmp_path / "lowtide" / "tools" / "bench" / "new.py").touch()
+    assert environment.commit() == f"{commit}-dirty"
+    (tmp_path / "lowtide" / "tools" / "bench" / "new.py").unlink()
+    assert environment.commit() == commit
+    (tmp_path / "lowtide" / "tools" / "bench" / "measure.py").unlink()
+    assert environment.commit() == f"{commit}-dirty"
 
 
 def test_a_package_below_a_foreign_checkout_has_no_commit(checkout):
     checkout("commit", "--quiet", "--allow-empty", "--message=one")
-    assert table.commit() == ""
+    assert environment.commit() == ""
     assert environment.version("lowtide")

@@ -10,7 +10,7 @@ from lowtide.tools.profile.timeline import Timeline
 from tests.support.commands import invoke
 from tests.support.drawings import drawn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASURED = ROOT / "benchmarks" / "h200" / "memory_timeline.csv"
 
 

@@ -12,7 +12,7 @@ from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.operator import backends
 from lowtide.tools.doctor.attention import LINES, Call, Layout, Mask, markdown
 
-DOCS = Path(__file__).parents[2] / "docs" / "attention.md"
+DOCS = Path(__file__).parents[3] / "docs" / "attention.md"
 SMALL = Call(M=12, H=4, K=8, dtype=torch.float32)
 CALLS = (
     SMALL,
@@ -72,7 +72,7 @@ def test_what_it_names_runs(call, monkeypatch):
         return lambda *given, **options: ran.append(name) or function(*given, **options)
 
     runners = [
-        ("sdpa", dispatch.handed, "attention"),
+        ("sdpa", dispatch.delegate, "attention"),
         ("torch", backends, "Blockwise"),
         ("reference", dispatch.reference, "attention"),
     ]

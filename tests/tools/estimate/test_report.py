@@ -15,7 +15,7 @@ from lowtide.tools.estimate.tracker import CATEGORIES
 from tests.support.drawings import drawn
 
 GIB = 2**30
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEASURED = ROOT / "benchmarks" / "h200" / "estimate_measured.csv"
 
 

@@ -1,7 +1,7 @@
 """Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
 
-A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py says how many).
-It writes its rows of the result, and of their statistics where somebody wants these.
+A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py says how
+many). It writes its rows of the result, and of their statistics where somebody wants these.
 """
 
 import triton

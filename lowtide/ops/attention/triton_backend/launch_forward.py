@@ -1,5 +1,5 @@
-"""Launches the Triton kernels: how many programs, and the vectors that they read (tile_sizes.py has the tiles).
-Here that of forward, and what backward (launch_backward.py) has the same.
+"""Launches the Triton kernels: how many programs, and the vectors that they read (tile_sizes.py has the
+tiles). Here that of forward, and what backward (launch_backward.py) has the same.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
 """

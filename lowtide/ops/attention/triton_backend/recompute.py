@@ -1,8 +1,8 @@
 """Backward in Triton, for queries and for keys and values: backward.py has the mathematics.
 
 Two kernels, so that each gradient is added up in one program, in one order: the scores are computed twice,
-and nothing is atomic. A program writes a block of features (tile_sizes.py has the sizes); the sums for the scores
-go over all features whatever the block.
+and nothing is atomic. A program writes a block of features (tile_sizes.py has the sizes); the sums for the
+scores go over all features whatever the block.
 """
 
 import triton

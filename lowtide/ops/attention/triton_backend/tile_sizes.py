@@ -31,7 +31,8 @@ FEWEST = 64  # decision 0020
 
 
 # By kernel: the most features (the larger of K and E) that a size is for, and the size. Forward of float32 is
-# of its pieces (bf16_split.py), and so is backward. The gradients of key and value share a kernel as long as both
+# of its pieces (bf16_split.py), and so is backward. The gradients of key and value share a kernel as long
+# as both
 # fit into its registers; beyond, each has its own, or the key's is made of kept gradients of scores.
 Table = dict[str, tuple[tuple[int, Blocks], ...]]
 ANY = 1 << 30

@@ -1,4 +1,5 @@
-"""Gradients on their way: where they are put together, and what is still to be done to them (pending_gradient.py).
+"""Gradients on their way: where they are put together, and what is still to be done to them
+(pending_gradient.py).
 
 Shapes: N tokens, D_k features of term k, V classes.
 """

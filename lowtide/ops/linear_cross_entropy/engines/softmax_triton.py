@@ -1,4 +1,5 @@
-"""The pass over a tile of logits as one Triton kernel; softmax_torch.py has the mathematics, and the same in torch.
+"""The pass over a tile of logits as one Triton kernel; softmax_torch.py has the mathematics, and the same
+in torch.
 
 A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
 more to write the gradient and take what sums there are besides, from the last class to the first: what it
@@ -102,7 +103,8 @@ def _softmax_gradient_kernel(
     SECOND_READ: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """softmax_torch.py names every vector. One that is not asked for, or has no part in this call, is None."""
+    """softmax_torch.py names every vector. One that is not asked for, or has no part in this call, is
+    None."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr = logits_CB_ptr + row * logits_stride
     grad_ptr = grad_CB_ptr + row * grad_stride

@@ -1,6 +1,7 @@
 """The engine of engine.py, which has the mathematics, on a CPU with units for bfloat16: its products
 are those of gemm.py. It takes one linear term, class indices, and what neither bends nor tilts the
-logits (requirements.py). A chunk with a row whose reference is too far below its largest logit is computed again.
+logits (requirements.py). A chunk with a row whose reference is too far below its largest logit is computed
+again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """

@@ -7,8 +7,8 @@ Tiles go around in a ring of stages. A stage holds BLOCK_A rows of one operand, 
 the other, for BLOCK_K of the numbers that are summed up; or whatever else a kernel loads into that room.
 `step` counts stages that went by, on either side.
 
-backend.py says where this runs. Triton's interpreter does not know Gluon: what a kernel does with its tiles is
-a function for both languages.
+backend.py says where this runs. Triton's interpreter does not know Gluon: what a kernel does with its
+tiles is a function for both languages.
 """
 
 import functools

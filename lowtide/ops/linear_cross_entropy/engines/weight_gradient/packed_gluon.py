@@ -252,8 +252,8 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     out_VD: Tensor | None = None,
 ) -> None:
-    """`rounding`, the last time: as in packed_triton.py. out_VD: where the sum lies within a float32 gradient,
-    that, the last time."""
+    """`rounding`, the last time: as in packed_triton.py. out_VD: where the sum lies within a float32
+    gradient, that, the last time."""
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
     _add_product_pipelined_kernel[(programs,)](
