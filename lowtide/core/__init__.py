@@ -1,0 +1,18 @@
+"""Hold what two or more operators use unchanged; nothing here imports from the rest of lowtide.
+
+Modules, in import order (a module imports only from those above it):
+
+errors            the two classes of errors for arguments
+tensor_kinds      reject nested, sparse and quantized tensors
+checks            check one argument of a call
+strides           memory layouts of operands: copies, alignment, tensor maps
+backend           capabilities of the device: Gluon pipelines, Triton's interpreter
+triton_helpers    Triton functions and a kernel that several operators use
+soft_cap          slope of a soft cap, in torch
+autodiff          which transforms are active; gradients that can be differentiated again
+row_function      a function of rows, computed chunk by chunk, with derivatives of any order
+matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators
+pending_gradient  the factor that all rows share: how much of it is applied, and when
+operator          registration of operators with torch.library
+cpu_gemm/         bfloat16 GEMMs with float32 accumulators on a CPU
+"""

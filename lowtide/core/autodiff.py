@@ -1,5 +1,7 @@
-"""What is at work around a call, and gradients that can be differentiated in their turn: what each operator's
-backward asks before it takes the transforms' way (row_function.py).
+"""Tell which transforms are active, and compute gradients that can be differentiated again.
+
+Each operator's backward asks here whether it has to use the row function (row_function.py), which
+supports all transforms.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +12,9 @@ from torch.autograd import forward_ad
 
 
 def active(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func, forward mode or a batched gradient is at work."""
+    """Return True inside a torch.func transform, forward mode or a batched gradient."""
     functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None:  # which torch.compile itself refuses to trace
+    if functorch.maybe_current_level() is not None:  # torch.compile refuses to trace this call
         return True
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
@@ -26,7 +28,7 @@ def active(*tensors: Tensor | None) -> bool:
 
 
 def is_differentiated(*upstream: Tensor | None) -> bool:
-    """Whether backward is to be differentiated (create_graph), or its upstream gradients are batched."""
+    """Return True if backward is differentiated (create_graph) or its gradients are batched."""
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or active(*upstream))
 
 
@@ -36,10 +38,10 @@ def differentiable_gradients(
     wanted: Sequence[bool],
     upstream: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Of the wanted tensors, so that they can be differentiated in their turn."""
+    """Return the gradients of the wanted tensors, so that they can be differentiated again."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views of their own: one tensor may be an input and a weight at once.
+        # Separate views, since one tensor may be both an input and a weight.
         own = [each if each is None else each.view_as(each) for each in tensors]
         outputs = function(own)
         used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
@@ -53,5 +55,6 @@ def differentiable_gradients(
 
 
 def placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Put the gradients found at the places of the wanted tensors, None at the others."""
     each = iter(found)
     return tuple(next(each) if grad else None for grad in wanted)

@@ -1,5 +1,8 @@
-"""Which calls the kernels in Gluon take (gluon.py). Gluon is Triton's, is called experimental, and has
-renamed things: only where this says so is it imported."""
+"""Tell what a device can run: the Gluon kernels (engines/gemm/gluon.py) or Triton's interpreter.
+
+Gluon is part of Triton, is marked as experimental, and has renamed things between releases.
+Therefore it is imported only where `pipelines_on` returns True.
+"""
 
 import functools
 import math
@@ -7,16 +10,20 @@ import math
 import torch
 from torch import Tensor
 
-KNOWN = ((3, 6), (3, 9))  # the first and the last release of Triton that has what is used
+KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions that we use
 
-# Multiplications of a product, at least. A launch takes the host longer than one of Triton's, and the card
-# waits where many are short: 250 of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
+# Fewest multiplications of a GEMM for which the Gluon kernel is used. Its launch takes the host
+# longer than that of a Triton kernel, and with many short GEMMs the GPU waits for the host: 250
+# GEMMs of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
 FEWEST = 1 << 39  # decision 0039
 
 
 @functools.cache
 def pipelines_on(device: torch.device) -> bool:
-    """A card that is not there, of a tensor that is described only, is none of these."""
+    """Return True on a Hopper GPU that is present, with a Triton release that we know.
+
+    A tensor that is only described (a fake one) may name a GPU that this machine does not have.
+    """
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return False
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -28,12 +35,15 @@ def pipelines_on(device: torch.device) -> bool:
 
 
 def worth(*sizes: int) -> bool:
-    """Whether a product of these sizes takes so long that its launch does not count."""
+    """Return True if a GEMM of these sizes takes so long that its launch time does not matter."""
     return math.prod(sizes) >= FEWEST
 
 
 def mapped(*tensors: Tensor) -> bool:
-    """A tensor map wants rows of numbers that lie side by side, each row's place a multiple of 16 bytes."""
+    """Return True if tensor maps can read the matrices.
+
+    A tensor map requires contiguous rows that each begin at a multiple of 16 bytes.
+    """
     return all(
         each.numel() > 0
         and each.stride(1) == 1
@@ -45,8 +55,11 @@ def mapped(*tensors: Tensor) -> bool:
 
 
 def kernels_run_on_the_cpu() -> bool:
-    """Through Triton's interpreter, which has to be asked for before Triton is imported: its own functions,
-    which kernels call, are made for it then or never."""
+    """Return True if Triton's interpreter runs the kernels, so that they accept CPU tensors.
+
+    The interpreter must be requested before Triton is imported. Triton's own functions, which our
+    kernels call, are made for the interpreter at import or not at all.
+    """
     import triton
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,7 @@
-"""Check one argument of a call each: what was expected, what came, and what to do."""
+"""Check single arguments of a call.
+
+Each error says what was expected, what was passed, and what to do.
+"""
 
 import math
 import numbers
@@ -14,6 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
+    """Check that each is a dense tensor."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             hint = "; pass its .weight" if isinstance(tensor, torch.nn.Linear) else ""
@@ -22,13 +26,17 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
+    """Check that a tensor is neither nested, sparse nor quantized."""
     reason = tensor_kinds.reason_against(tensor)
     if reason is not None:
         raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
 
 
 def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
-    """All on that of the first, which the engine knows; on meta only where that is said."""
+    """Check that all tensors are on the device of the first, and that this device is supported.
+
+    The meta device is accepted only with `meta`.
+    """
     first = next(iter(named))
     device = named[first].device
     known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
@@ -42,11 +50,13 @@ def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
 
 
 def check_workspace(workspace: object) -> None:
+    """Check that the workspace is a number of bytes or None."""
     if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
         raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
 
 
 def check_softcap(name: str, softcap: object) -> None:
+    """Check that the soft cap is a finite number above 0, or None."""
     if softcap is not None:
         check_number(name, softcap)
         if not 0 < softcap < math.inf:  # type: ignore[operator]
@@ -54,11 +64,13 @@ def check_softcap(name: str, softcap: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str], hint: str = "") -> None:
+    """Check that the value is one of the choices; the hint is appended to the error message."""
     if not isinstance(value, str) or value not in choices:
         raise ArgumentError(f"{name} must be one of {listed(choices)}, got {value!r}{hint}")
 
 
 def check_number(name: str, value: object) -> None:
+    """Check that the value is a real number that a float can hold."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
     if isinstance(value, int) and value.bit_length() > 1000:
@@ -68,4 +80,5 @@ def check_number(name: str, value: object) -> None:
 
 
 def listed(choices: Sequence[object]) -> str:
+    """Return the choices as text, separated by commas."""
     return ", ".join(repr(choice) for choice in choices)

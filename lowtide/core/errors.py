@@ -1,9 +1,12 @@
-"""The two errors that a call raises for an argument; torch raises a RuntimeError for most of these."""
+"""Define the two classes of errors that a call raises for an argument.
+
+Both are RuntimeErrors as well, because torch raises a RuntimeError for most such arguments.
+"""
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """A value or a shape that does not fit; torch raises a RuntimeError for most of these."""
+    """Report a value or a shape that does not fit."""
 
 
 class ArgumentTypeError(TypeError, RuntimeError):
-    """A type or a dtype that does not fit; torch raises a RuntimeError for most of these."""
+    """Report a type or a dtype that does not fit."""

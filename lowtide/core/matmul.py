@@ -1,4 +1,4 @@
-"""The operands of the products: chunks of tokens and blocks of classes, as views where those will do.
+"""Read operands by chunks of tokens and blocks of classes, and multiply them.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -12,29 +12,34 @@ from torch import Tensor
 
 from lowtide.core.strides import lies_by_rows, multiplies
 
-# Of one product that becomes dX. cuBLAS cuts what is higher less well: 5120 rows of 4096 features, summed
-# over 128k classes, take 2 % of a step longer at once (decision 0032).
+# Most rows of one GEMM that forms dX. cuBLAS divides taller ones less well: 5120 rows of 4096
+# features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
 PRODUCT_ROWS = 2048
 
-# On the CPU rows are gathered and converted so many bytes at a time, or one by one: there are no two copies
-# of a chunk.
+# On the CPU rows are gathered and converted in parts of this many bytes (at least one row), so that
+# no second copy of a chunk exists.
 GATHERED_BYTES = 1 << 13
 
 
 @contextlib.contextmanager
 def on_device_of(tensor: Tensor) -> Iterator[None]:
-    """Triton launches on the current device, whatever the tensors'; and autocast has had its say."""
+    """Make the tensor's device current and switch autocast off.
+
+    Triton launches on the current device, wherever its tensors are. Autocast has been applied to
+    the operands already.
+    """
     with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
         yield
 
 
 def blocks(size: int, step: int) -> Iterator[slice]:
+    """Yield the slices of at most `step` that make up range(size)."""
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
 
 
 class Operand:
-    """One linear term: an input [..., D] by rows, a weight [V, D] by classes."""
+    """Hold one linear term: an input [..., D] read by rows, a weight [V, D] read by classes."""
 
     def __init__(
         self,
@@ -47,12 +52,12 @@ class Operand:
         self.input, self.leading = _flat_view(input), input.shape[:-1]
         self.dtype, self.copies_rows, self.counted = dtype, copies_rows, counted
         self.D, self.weight_dtype = input.shape[-1], weight_VD.dtype
-        # On CUDA a weight of another dtype is cast as a whole and once, which is what autocast does with it.
+        # On CUDA a weight of another dtype is cast as a whole, once, as autocast does.
         cast = weight_VD.is_cuda and weight_VD.dtype != dtype
         self.weight_VD = weight_VD.to(dtype) if cast else weight_VD
 
     def rows(self, rows: slice) -> Tensor:
-        """Tokens as [C, D] in the operands' dtype; a copy, of these rows alone, where a view will not do."""
+        """Return these tokens as [C, D] in the operands' dtype: a view, or a copy of these rows."""
         x_CD = None
         if self.input.dim() == 2 and self.counted is None:
             x_CD = self.input[rows]
@@ -69,29 +74,36 @@ class Operand:
         return copy_CD
 
     def _gathered(self, rows: slice) -> Tensor:
-        """Tokens that no slice of a matrix has: those that count, or those of a slice of a wider tensor."""
+        """Return tokens that are no slice of a matrix.
+
+        These are the rows that are not ignored, or rows of a slice of a wider tensor.
+        """
         if self.input.dim() == 2:
             assert self.counted is not None
             return self.input[self.counted[rows]]
         place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
         if self.counted is not None:
             place_C = self.counted[rows]
-        places = []  # one index a dimension; torch.unravel_index would wait for the device
+        places = []  # one index per dimension; torch.unravel_index would wait for the device
         for size in reversed(self.leading):
             places.append(place_C % size)
             place_C = place_C // size
         return self.input[tuple(reversed(places))]
 
     def weight(self, classes: slice) -> Tensor:
+        """Return the weight of these classes in a dtype and layout that a GEMM reads."""
         weight_BD = self.weight_VD[classes]
         if weight_BD.dtype == self.dtype and multiplies(weight_BD):
             return weight_BD
-        # A product would copy what it cannot read, every time.
+        # A GEMM copies a layout that it cannot read, each time.
         return torch.empty_like(weight_BD, dtype=self.dtype).copy_(weight_BD)
 
     def weights(self, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """All classes, a block at a time. Copies take turns in one buffer: the CPU's allocator would give
-        each back to the system, and getting its pages again takes longer than the copy."""
+        """Yield all classes, a block at a time, with their weights.
+
+        Copies reuse one buffer. The CPU's allocator would return each copy to the system, and
+        getting its pages again takes longer than the copy itself.
+        """
         buffer = None
         for classes in blocks(self.weight_VD.shape[0], step):
             weight_BD = self.weight_VD[classes]
@@ -102,7 +114,7 @@ class Operand:
 
 
 def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return what `Operand.rows` holds where it copies: bytes of each row, and bytes in any case."""
+    """Return what the copies of `Operand.rows` take: bytes per row, and bytes whatever the rows."""
     D, row = input.shape[-1], input.shape[-1] * input.element_size()
     if input.dtype == dtype:
         return row, 0
@@ -112,8 +124,8 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out (+)= a b, summed in out's dtype, whatever that of the operands."""
-    if a.shape[1] == 0:  # where cuBLAS leaves what it finds
+    """Write a b to out, or add it, with sums in out's dtype, whatever the operands' dtype."""
+    if a.shape[1] == 0:  # cuBLAS leaves out unchanged here
         if not add:
             out.zero_()
         return
@@ -125,28 +137,31 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 
 
 def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """The same, some rows at a time."""
+    """Write a b to out, or add it, PRODUCT_ROWS rows at a time."""
     for rows in blocks(a.shape[0], PRODUCT_ROWS):
         product(out[rows], a[rows], b, add=add)
 
 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """vectors [K, R] matrix [R, S], exact to float32: the vectors are float32, cut into three numbers of the
-    matrix's dtype that add up to them."""
+    """Return vectors [K, R] matrix [R, S], exact to float32.
+
+    Where the matrix has fewer digits, each float32 vector is cut into three of the matrix's dtype
+    that add up to it.
+    """
     if matrix.dtype == vectors.dtype:
         return vectors @ matrix
     K, rest, parts = vectors.shape[0], vectors, []
     for _ in range(3):
         parts.append(rest.to(matrix.dtype))
         rest = rest - parts[-1].to(vectors.dtype)
-    # Rows of zeros fill up what a tensor core takes at a time.
+    # Tensor cores take a multiple of 8 rows; zeros fill the last ones.
     parts.append(torch.zeros(-3 * K % 8, vectors.shape[1], dtype=matrix.dtype, device=matrix.device))
     sums = torch.mm(torch.cat(parts), matrix, out_dtype=vectors.dtype)
     return sums[: 3 * K].view(3, K, -1).sum(0)
 
 
 def _flat_view(input: Tensor) -> Tensor:
-    """[N, D] where that is a view of [..., D]; else the input as it is."""
+    """Return the input as a view [N, D] if there is one, else unchanged."""
     try:
         return input.view(math.prod(input.shape[:-1]), input.shape[-1])
     except RuntimeError:

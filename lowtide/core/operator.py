@@ -1,4 +1,4 @@
-"""Registration of operators: what a graph sees of lowtide, on the CPU and on CUDA."""
+"""Register operators with torch.library, for the CPU and CUDA."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -10,11 +10,13 @@ from torch.library import define, impl
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register the function below as torch.ops.lowtide.<name>, and return that operator. Its derivatives, if
-    it has any, are registered apart; without them a call that needs one raises.
+    """Register the decorated function as torch.ops.lowtide.<name>, and return that operator.
 
-    Not torch.library.custom_op: its wrappers take the host 50 us a call, and its first call imports Dynamo,
-    which takes 2 to 3 s."""
+    Derivatives are registered separately. Without them a call that needs gradients raises.
+
+    torch.library.custom_op is not used: its wrappers take 50 us of host time a call, and its first
+    call imports Dynamo, which takes 2 to 3 s.
+    """
     define(f"lowtide::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def registered(function: Callable[..., Any]) -> Any:
@@ -34,7 +36,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def _need_gradients(arguments: Iterable[Any]) -> Iterable[bool]:
-    """Tensors come alone and in lists."""
+    """Yield requires_grad of each tensor; tensors are passed alone or in lists."""
     for each in arguments:
         if isinstance(each, Tensor):
             yield each.requires_grad

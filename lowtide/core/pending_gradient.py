@@ -1,9 +1,10 @@
-"""Where the factor common to all rows (1/n, the upstream gradient) meets a gradient: late, rounded once.
+"""Apply the factor that all rows share (1/n, the upstream gradient), with one rounding.
 
-A gradient kept in half precision is rounded before the upstream gradient is known, so that factor is split:
-most of it goes in as the gradient is rounded, and what is left of it for backward is a power of two, which
-rounds nothing further; an upstream gradient that is none rounds once more. The same split keeps float16 away
-from the ends of its range, wherever 1/n or a loss scale would have put it.
+A gradient kept in half precision is rounded before the upstream gradient is known. So the factor is
+split in two. Most of it is applied as the gradient is rounded. What remains for backward is a power
+of two, which rounds nothing further. (An upstream gradient that is no power of two rounds once
+more.) The split also keeps float16 away from the ends of its range, which 1/n or a loss scale could
+reach.
 """
 
 import math
@@ -12,29 +13,32 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-# A float16 gradient is kept with its largest row near 1, and formed with its largest row near 2^14.
+# Binary exponent of the largest row factor while a float16 gradient is formed; once formed, the
+# gradient is kept with its largest row near 1.
 FP16_EXPONENT = 14
-# An input's has numbers up to 4 times this power of two.
+# The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """The power of two that brings the largest term near 2^14 where float16 is among the dtypes; else
-    None."""
+    """Return the power of two that brings the largest term near 2^14, or None without float16."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
     _, exponent = torch.frexp(largest)
-    exponent = exponent.clamp(min=-100)  # what is smaller than this is 0 in float16 however it is scaled
+    exponent = exponent.clamp(min=-100)  # smaller numbers are 0 in float16 at any scale
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
 
 def split(
     factor: Tensor, dtype: torch.dtype, lifted: int | Tensor = FP16_EXPONENT
 ) -> tuple[Tensor, Tensor | None]:
-    """`factor` as (what goes in when a gradient is rounded to dtype, the power of two left for later)."""
+    """Split `factor` into what is applied when a gradient is rounded to dtype, and what remains.
+
+    The second is a power of two, to be applied in backward; it is None where nothing remains.
+    """
     if dtype != torch.float16:
         return factor, None
     mantissa, exponent = torch.frexp(factor)
@@ -43,18 +47,24 @@ def split(
 
 
 def lifted_by(weight_VD: Tensor) -> int | Tensor:
-    """Of an input's float16 gradient, for `split`: its rows are sums of the weight's, whose factors add up to
-    about 4 at most where they are formed near 2^14, so the largest number there may be says how far they are
-    from the end of the range. A small weight's, or where the terms left much room, are not rounded to
-    nothing."""
+    """Return the exponent that `split` takes for the float16 gradient of an input.
+
+    The rows of that gradient are sums of rows of the weight. The factors of these sums add up to
+    about 4 at most where they are formed near 2^14. So the largest number of the weight bounds the
+    gradient, and tells how far it is from the end of float16's range. With this exponent a gradient
+    is not rounded to 0 where the weight is small or the row terms leave much room.
+    """
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
     return torch.frexp(_largest(weight_VD)).exponent + (FP16_EXPONENT - FP16_ROOM)
 
 
 def lifted_by_rows(input: Tensor) -> int | Tensor:  # [..., D]
-    """Return the same of a weight's gradient: a number of it is a sum over all rows, with factors up to 2^14.
-    Few rows leave room in the range for what is small beside the largest factor."""
+    """Return the exponent that `split` takes for the float16 gradient of a weight.
+
+    A number of that gradient is a sum over all rows of the input, with factors up to 2^14. Few rows
+    leave room in the range for numbers that are small beside the largest factor.
+    """
     if input.numel() == 0:
         return FP16_EXPONENT
     largest = _largest(input) * (input.numel() // input.shape[-1])
@@ -62,29 +72,34 @@ def lifted_by_rows(input: Tensor) -> int | Tensor:  # [..., D]
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    # Not a norm in float32, for which the CPU would copy the tensor, nor abs.
+    """Return the largest absolute value, without a copy."""
+    # No norm in float32, for which the CPU would copy the tensor, and no abs, a copy too.
     return torch.maximum(tensor.amax(), -tensor.amin()).float()
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
-    """out = factor * tensor in factor's dtype, rounded once to out's; out may be tensor itself. A tensor that
-    is spent is read for the last time."""
+    """Write factor * tensor to out, computed in factor's dtype and rounded once to out's.
+
+    out may be the tensor itself. `spent`: the tensor is not read again and may be overwritten.
+    """
     if backend == "triton" and tensor.is_cuda:
-        # torch's kernel for mixed dtypes takes one element at a time, and three times as long
+        # torch's kernel for mixed dtypes handles one element at a time and takes three times as
+        # long.
         from lowtide.core.triton_helpers import scale_into
 
         scale_into(out, tensor, factor)
     elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
-        # As a vector of one, the factor takes part in type promotion; 0-d, it would be rounded to tensor's
-        # dtype.
+        # As a vector of one element the factor takes part in type promotion; a 0-d factor would be
+        # rounded to the tensor's dtype.
         torch.mul(tensor, factor.view(1), out=out)
     elif out.dtype == tensor.dtype and tensor.dtype in HALF:
-        # On the CPU a 0-d factor is not rounded, and nothing is converted as a whole.
+        # On the CPU a 0-d factor is not rounded, and the tensor is not converted as a whole.
         torch.mul(tensor, factor.view(()), out=out)
     elif spent and tensor.dtype == factor.dtype:
         out.copy_(tensor.mul_(factor))
     else:
-        # The CPU would convert the whole tensor at once; a row's logits are in every workspace.
+        # The CPU would convert the whole tensor at once. Convert as many rows as fit in the memory
+        # of one row of logits, which every workspace has.
         rows = max(1, max(1024, tensor.shape[0]) // max(1, math.prod(tensor.shape[1:])) // 2)
         for out_rows, tensor_rows in zip(out.split(rows), tensor.split(rows)):
             out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
@@ -93,8 +108,11 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spe
 def scaled(
     tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool
 ) -> Tensor:
-    """factor * tensor, rounded once to dtype; in tensor's own memory if that may be and is large enough."""
-    if not _fills_its_memory(tensor):  # as it may come back from hooks of saved tensors
+    """Return factor * tensor, rounded once to dtype.
+
+    The result is in the tensor's own memory if `in_place` and its dtype allow it.
+    """
+    if not _fills_its_memory(tensor):  # saved-tensor hooks may return one with gaps
         tensor, in_place = tensor.contiguous(), True
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)
@@ -106,7 +124,7 @@ def scaled(
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether its numbers lie without gaps, as kernels want them that know no strides."""
+    """Return True if the elements lie without gaps, which kernels that take no strides require."""
     if tensor.is_contiguous():
         return True
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))

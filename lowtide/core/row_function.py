@@ -1,11 +1,12 @@
-"""A function of rows, a chunk of rows at a time: differentiable to any order, in any mode, in the memory of
-one chunk.
+"""Compute a function of rows chunk by chunk, differentiable to any order.
 
-A rowwise function takes tensors that are cut along their first dimension ("rows") and tensors that every
-chunk sees whole; it returns results of its rows, one after the other, and sums over all rows. Its
-vector-Jacobian product is rowwise again (the gradient of a row is a result of that row, the gradient of a
-whole tensor a sum over rows), and so is its Jacobian-vector product. So each derivative is computed chunk by
-chunk like the function itself, and nothing of a chunk outlives its turn.
+A rowwise function takes tensors that are cut along their first dimension ("rows") and tensors that
+every chunk uses as a whole. It returns results of rows, one after the other, and sums over all
+rows. Its vector-Jacobian product is rowwise again: the gradient of a row is a result of that row,
+and the gradient of a whole tensor is a sum over rows. The same holds for its Jacobian-vector
+product. So each derivative is computed chunk by chunk like the function itself, and nothing of a
+chunk is kept when the next one begins: the memory is that of one chunk. It works under every
+torch.func transform and in forward mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,38 +19,44 @@ Tensors = tuple[Tensor, ...]
 
 
 class RowFunction:
-    """What can be differentiated so: how a chunk is computed is for `run` and the two derivatives to say."""
+    """Make a rowwise function differentiable, given `run` and its two derivatives."""
 
     cut: int
-    """How many of the arguments are cut; they come first."""
+    """Number of arguments that are cut into chunks; they come first."""
     results: int
-    """How many of the outputs are results of rows; they come first."""
+    """Number of outputs that are results of rows; they come first."""
     constants: int = 0
-    """How many of the outputs are not differentiated; they come last."""
+    """Number of outputs that are not differentiated; they come last."""
 
     def __call__(self, *tensors: Tensor) -> Tensors:
         outputs: Tensors = _Apply.apply(self, *tensors)
         return outputs
 
     def run(self, *tensors: Tensor) -> Tensors:
+        """Compute the outputs: the results of rows, then the sums, then the constants."""
         raise NotImplementedError
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "RowFunction":
-        """The gradients of the arguments at places `wanted`, given those of the outputs at places `upstream`.
+        """Return the function that computes the gradients of the arguments at places `wanted`.
 
-        Arguments: what is cut (this one's rows, then the gradients of its results), then what is whole."""
+        It takes the gradients of the outputs at places `upstream`. Its arguments are those that are
+        cut (this function's rows, then the gradients of its results), then those that are whole
+        (this function's, then the gradients of its sums).
+        """
         raise NotImplementedError
 
     def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "RowFunction":
-        """The tangents of the outputs at places `wanted`, given those of the arguments at places `moved`.
+        """Return the function that computes the tangents of the outputs at places `wanted`.
 
-        Arguments: what is cut (this one's rows, then their tangents), then what is whole, likewise."""
+        It takes the tangents of the arguments at places `moved`. Its arguments are those that are
+        cut (this function's rows, then their tangents), then those that are whole, likewise.
+        """
         raise NotImplementedError
 
     def pull_back(
         self, tensors: Tensors, upstream: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of `tensors` that are needed, differentiable."""
+        """Return the gradients of `tensors` that are needed, so that they can be differentiated."""
         given = {place: gradient for place, gradient in enumerate(upstream) if gradient is not None}
         wanted = [place for place, need in enumerate(needed) if need]
         gradients: list[Tensor | None] = [None] * len(tensors)
@@ -61,7 +68,7 @@ class RowFunction:
         return tuple(gradients)
 
     def arranged(self, own: Tensors, more: dict[int, Tensor], boundary: int) -> Tensors:
-        """`own` arguments and `more`, by place, in the order in which a derivative takes them."""
+        """Return the arguments of a derivative in its order: `own` and, by place, `more`."""
         return (
             *own[: self.cut],
             *(tensor for place, tensor in more.items() if place < boundary),
@@ -71,6 +78,8 @@ class RowFunction:
 
 
 class Rowwise(RowFunction):
+    """Evaluate a pure function of torch operations chunk by chunk, and so its derivatives."""
+
     def __init__(
         self,
         function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
@@ -78,8 +87,11 @@ class Rowwise(RowFunction):
         results: int,
         chunk: int,
     ) -> None:
-        """`function`: (rows, whole) -> (results of rows, sums over rows), pure, of differentiable torch
-        operations; `chunk`: rows at a time."""
+        """Hold the function and how its arguments are cut.
+
+        `function` maps (rows, whole) to (results of rows, sums over rows). It is pure and made of
+        differentiable torch operations. `chunk` is the number of rows at a time.
+        """
         self.function, self.cut, self.results, self.chunk = function, cut, results, chunk
 
     def run(self, *tensors: Tensor) -> Tensors:
@@ -100,7 +112,7 @@ class Rowwise(RowFunction):
                     total.add_(term)
             for result, part in zip(results, parts):
                 result[chunk] = part
-            del parts, terms  # before the next are made
+            del parts, terms  # free them before the next ones are made
         return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rowwise":
@@ -132,7 +144,7 @@ class Rowwise(RowFunction):
         return Rowwise(function, self.cut + row_tangents, results, self._half())
 
     def _half(self) -> int:
-        """Rows at a time of a derivative, which holds about twice as much of each."""
+        """Return the rows at a time of a derivative, which holds about twice as much per row."""
         return max(1, self.chunk // 2)
 
     def _outputs(self, arguments: Tensors) -> Tensors:
@@ -172,8 +184,8 @@ class _Apply(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, rowwise: RowFunction, *tensors: Tensor
     ) -> tuple[Tensors, tuple[int, ...]]:
-        """One element of the batch after the other: a chunk's memory must not grow with the batch."""
-        if info.batch_size == 0:  # there is no element to ask what comes out
+        """Compute one element of the batch after the other: memory must not grow with the batch."""
+        if info.batch_size == 0:  # no element from which to learn the outputs' shapes
             return _no_elements(rowwise, tensors, in_dims[1:])
         calls = [
             rowwise(
@@ -188,15 +200,18 @@ class _Apply(torch.autograd.Function):
 
 
 def _first(term: Tensor, *, alone: bool) -> Tensor:
-    """Return the first term of a sum in memory of its own. A half-precision sum grows in float32, since many
-    terms would lose more digits than one has."""
+    """Return the first term of a sum in memory of its own.
+
+    A half-precision sum is accumulated in float32, since adding many terms loses more digits than
+    one rounding. `alone`: there is only one term.
+    """
     half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
     own = term.clone(memory_format=torch.contiguous_format)
     return own.float() if half else own
 
 
 def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
-    """A batch of none, in the shapes that one element would have, found without data."""
+    """Return an empty batch in the shapes that one element would give, found on the meta device."""
     one = (
         tensor if dim is None else tensor.new_empty((*tensor.shape[:dim], *tensor.shape[dim + 1 :]))
         for tensor, dim in zip(tensors, dims)
@@ -209,7 +224,7 @@ def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Ten
 
 
 def as_variables(tensors: Tensors) -> Tensors:
-    """Return these tensors as ones of their own to differentiate by, in the graph that there is."""
+    """Return these tensors as new variables to differentiate by, within the existing graph."""
     with torch.enable_grad():
         return tuple(
             tensor.view_as(tensor)
@@ -220,7 +235,7 @@ def as_variables(tensors: Tensors) -> Tensors:
 
 
 def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:
-    """Return the tensors with those at `places` as variables, and these variables."""
+    """Return the tensors with those at `places` replaced by new variables, and these variables."""
     varied = as_variables(at(places, tensors))
     by_place = dict(zip(places, varied))
     return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors)), varied
@@ -229,13 +244,18 @@ def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:
 def vector_jacobian(outputs: Tensors, inputs: Tensors, upstream: Tensors, create_graph: bool) -> Tensors:
     """Return the gradients of the inputs, given those of the outputs.
 
-    By torch.autograd, since torch.func imports Dynamo where it is first used, which takes 2 s."""
+    This uses torch.autograd, because the first use of torch.func imports Dynamo, which takes 2 s.
+    """
     return _filled(_grad(outputs, inputs, upstream, create_graph), inputs)
 
 
 def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_graph: bool) -> Tensors:
-    """Return the tangents of the outputs, given those of the inputs: the pull-back of a pull-back pushes
-    forward. (Forward mode itself may be active: it does not nest.)"""
+    """Return the tangents of the outputs, given those of the inputs.
+
+    The vector-Jacobian product is linear in the upstream gradients; its own vector-Jacobian product
+    is the Jacobian-vector product. Forward mode is not used, since it does not nest and may be
+    active.
+    """
     seeds = tuple(torch.zeros_like(each).requires_grad_() for each in outputs)
     pulled = _grad(outputs, inputs, seeds, True)
     return _filled(_grad(pulled, seeds, moving, create_graph), seeds)
@@ -244,7 +264,10 @@ def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_g
 def _grad(
     outputs: Sequence[Tensor | None], inputs: Tensors, upstream: Tensors, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
-    """What was found without a graph depends on nothing that is asked for."""
+    """Return gradients, None for inputs on which no output depends.
+
+    An output without a graph depends on none of them and is left out.
+    """
     pairs = [
         (each, gradient.to(each.dtype))
         for each, gradient in zip(outputs, upstream)
@@ -262,12 +285,15 @@ def _grad(
 
 
 def _filled(found: Sequence[Tensor | None], like: Tensors) -> Tensors:
+    """Replace each None with zeros."""
     return tuple(torch.zeros_like(own) if each is None else each for each, own in zip(found, like))
 
 
 def at(places: Sequence[int], tensors: Tensors) -> Tensors:
+    """Return the tensors at these places."""
     return tuple(tensors[place] for place in places)
 
 
 def split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
+    """Return the tensors before `place`, and those from it on."""
     return tuple(tensors[:place]), tuple(tensors[place:])

@@ -1,4 +1,4 @@
-"""The soft cap of a tile, for every Triton kernel that has one."""
+"""Hold Triton functions that several operators' kernels use: the soft cap, and scaling a tensor."""
 
 import triton
 import triton.language as tl
@@ -7,8 +7,11 @@ from torch import Tensor
 
 @triton.jit
 def tanh_and_room(x):
-    """tanh(x), and 1 - |tanh(x)|, each to a few units in the last place, from e = exp(-2 |x|): the latter is
-    2 e / (1 + e). Near 0, where 1 less that loses its digits, tanh is its series."""
+    """Return tanh(x) and 1 - |tanh(x)|, each exact to a few units in the last place.
+
+    With e = exp(-2 |x|) the second is 2 e / (1 + e). Near 0 the first is a series, because 1 minus
+    the second would lose digits there.
+    """
     square = x * x
     series = x * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     power = tl.exp(-2.0 * tl.abs(x))
@@ -19,14 +22,18 @@ def tanh_and_room(x):
 
 @triton.jit
 def slope_of_tanh(room):
-    """1 - tanh^2, of 1 - |tanh|: the difference itself would lose its digits where the cap holds."""
+    """Return 1 - tanh^2 from room = 1 - |tanh|.
+
+    Computed as a difference it would lose its digits where the cap is reached.
+    """
     return room * (2.0 - room)
 
 
 @triton.jit
 def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """out = factor tensor, rounded once. Grid: programs that take the blocks in turn."""
     factor = tl.load(factor_ptr)
-    if IN_PLACE:  # loss.backward() asks for the gradients as they are: 1 is the usual factor
+    if IN_PLACE:  # loss.backward() passes 1 as the gradient of the loss, the usual factor
         count = tl.where(factor == 1.0, 0, count)
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
@@ -36,10 +43,13 @@ def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
-    """out = factor * tensor in float32, rounded once; both contiguous, and out may be tensor itself."""
+    """Write factor * tensor to out, computed in float32 and rounded once.
+
+    Both tensors are contiguous, and out may be the tensor itself.
+    """
     count, block = tensor.numel(), 4096
     if count:
-        # Few enough to be gone at once where there is nothing to do.
+        # So few programs that the launch ends at once where the factor is 1.
         grid = (min(triton.cdiv(count, block), 2048),)
         in_place = out.data_ptr() == tensor.data_ptr()
         _scale_kernel[grid](tensor, factor, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)

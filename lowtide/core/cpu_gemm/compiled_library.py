@@ -1,10 +1,11 @@
-"""Compiles a C++ file once for each user and loads the library, from a directory of this user's alone.
+"""Compile a C++ file once per user, and load the library from a private directory.
 
-A library is kept with a digest of it behind it. It is loaded through the descriptor through which its
-owner, its mode, its links and its digest have been checked; one that is not as it was written is made
-again. It is written in a directory of its own, synced, loaded, and renamed, so that any number of processes
-may build at once, be killed or find the disk full: a process finds a whole library or none. Nothing is
-locked. Linux only."""
+Only this user can change the directory. A library is stored with its digest at the end. Its owner,
+mode, link count and digest are checked through one descriptor, and it is loaded through the same
+descriptor. A library that is not as it was written is compiled again. It is written in a directory
+of its own, synced, loaded and then renamed. So any number of processes may build at once, be killed
+or find the disk full: each finds a whole library or none. There are no locks. Linux only.
+"""
 
 import ctypes
 import hashlib
@@ -22,9 +23,9 @@ from pathlib import Path
 
 from lowtide.core.cpu_gemm.private_directory import open_private_directory
 
-TIMEOUT = 120  # seconds for one command of the compiler
+TIMEOUT = 120  # seconds per compiler command
 BUILD = "build_"
-OLD = 3600  # seconds after which a build's directory has been left behind
+OLD = 3600  # seconds after which a build directory counts as abandoned
 PRIVATE_FILE = stat.S_IFREG | 0o600
 OTHER_PLACE = (
     "correct that, or set TORCHINDUCTOR_CACHE_DIR to a directory of your home that only you can change"
@@ -33,25 +34,27 @@ OTHER_COMPILER = "correct that, or set CXX to another C++ compiler, such as g++ 
 
 
 class NotLoadedError(Exception):
-    """The library cannot be loaded; the message says why, and what to do."""
+    """Report that the library cannot be loaded; the message says why, and what to do."""
 
 
 class NoCompilerError(NotLoadedError):
-    """There is no compiler."""
+    """Report that there is no compiler."""
 
 
 @dataclass(frozen=True)
 class Source:
-    name: str  # of the file, and of its library
+    """Describe a C++ file and how to compile it."""
+
+    name: str  # file name, and name of its library
     text: bytes
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     functions: tuple[str, ...]  # that the library must have
-    depends_on: str  # what else the library depends on, besides the compiler
+    depends_on: str  # other things the library depends on, besides the compiler
 
 
 def load_compiled(source: Source) -> ctypes.CDLL:
-    """Return the library of ``source``, which is compiled where there is none. Raises NotLoadedError."""
+    """Return the library of ``source``, compiled if there is none yet. Raises NotLoadedError."""
     compiler = find_compiler()
     facts = (source, compiler, run([*compiler, "--version"]))
     file = f"{source.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.so"
@@ -70,12 +73,16 @@ def load_compiled(source: Source) -> ctypes.CDLL:
 
 
 def cache_place() -> tuple[str, str]:
-    """Return the directory beside torch.compile's files where the user has given them a place, else one of
-    this user's in the system's temporary directory: what is above it, and its name."""
+    """Return the directory for libraries, as its parent and its name.
+
+    It is beside torch.compile's files if the user chose a place for them, else in the system's
+    temporary directory.
+    """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     try:
         own = tempfile.gettempdir()
-        # torch sets the variable, too, when it compiles: to a directory that it makes with any umask.
+        # torch sets the variable as well when it compiles, to a directory that it makes with any
+        # umask.
         if named and not named.startswith(os.path.join(own, "torchinductor_")):
             return os.path.abspath(named), "lowtide"
     except FileNotFoundError as problem:
@@ -84,7 +91,7 @@ def cache_place() -> tuple[str, str]:
 
 
 def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctypes.CDLL:
-    """Load a library that was kept under ``name``. Raises OSError if it is not as it was written."""
+    """Load a library that was kept under ``name``. Raise OSError if it has been changed."""
     found = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         status = os.fstat(found)
@@ -95,8 +102,9 @@ def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctyp
         size = max(0, len(content) - hashlib.sha256().digest_size)
         if _digest(name, content[:size]) != content[size:]:
             raise OSError(f"{file} is damaged")
-        # For the loader, the same path is the same library. Nobody else spells theirs like this, and as the
-        # descriptor stays open where a library was loaded, its number does not become another's.
+        # The loader takes the same path for the same library. Nobody else writes a path like this
+        # one. And the descriptor of a loaded library stays open, so its number does not become
+        # another's.
         library = ctypes.CDLL(f"/proc/self/fd/./{found}")
     except BaseException:
         os.close(found)
@@ -108,7 +116,7 @@ def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctyp
 
 
 def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctypes.CDLL:
-    """Compile, load and keep the library. Its files are named by descriptors: nobody can redirect them."""
+    """Compile, load and keep the library; descriptors name its files, against redirection."""
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise PermissionError("its file system is mounted noexec")
     _remove_old_builds(folder)
@@ -126,7 +134,7 @@ def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctype
             except OSError as problem:
                 raise NotLoadedError(f"{compiler[0]} made no library: {problem}; {OTHER_COMPILER}") from None
             os.replace(name, name, src_dir_fd=own, dst_dir_fd=folder)
-            with suppress(OSError):  # some file systems cannot; the name may be lost then, not the content
+            with suppress(OSError):  # where it fails, the name may be lost, not the content
                 os.fsync(folder)
             return library
         finally:
@@ -156,10 +164,10 @@ def _remove_old_builds(folder: int) -> None:
 
 
 def run(command: list[str], *, cwd: str | None = None) -> bytes:
-    """Run a command of the compiler and return what it says. Raises NotLoadedError if it fails or hangs."""
+    """Run a compiler command and return its output. Raises NotLoadedError if it fails or hangs."""
     environment = {**os.environ, "LC_ALL": "C"}
     if cwd is not None:
-        environment["TMPDIR"] = "."  # the compiler's own files are as private
+        environment["TMPDIR"] = "."  # the compiler's temporary files stay private as well
     try:
         with subprocess.Popen(
             command,
@@ -174,7 +182,7 @@ def run(command: list[str], *, cwd: str | None = None) -> bytes:
                 out, err = process.communicate(timeout=TIMEOUT)
             except BaseException:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
                 raise
     except subprocess.TimeoutExpired:
         raise NotLoadedError(f"{command[0]} did not end within {TIMEOUT} s; {OTHER_COMPILER}") from None
@@ -188,8 +196,10 @@ def run(command: list[str], *, cwd: str | None = None) -> bytes:
 
 
 def find_compiler() -> list[str]:
-    """Return $CXX, which may have arguments or a wrapper, or one of the names that GCC has. (Another's
-    OpenMP would not be torch's.)"""
+    """Return the compiler's command: $CXX with its arguments or wrapper, else c++ or g++.
+
+    Other compilers are not tried, since their OpenMP would not be torch's.
+    """
     named = os.environ.get("CXX", "")
     try:
         own = shlex.split(named)

@@ -1,16 +1,19 @@
-// Products of bfloat16 numbers with float32 sums, on a CPU that has units for them (gemm.py).
+// Multiply bfloat16 matrices with float32 accumulators, on a CPU that has units for them (see
+// gemm.py).
 //
-//     C  rows of tokens                 x  [C, D]  the tokens, bfloat16, each row's features side by side
-//     D  features                       w  [V, D]  the classes' weights, bfloat16
+//     C  rows of tokens                 x  [C, D]  the tokens, bfloat16, each row contiguous
+//     D  features                       w  [V, D]  the weights of the classes, bfloat16
 //     V  classes                        e  [C, V]  exponentials (or their derivatives), bfloat16
 //
-// The products are oneDNN's, by the function of torch's that its compiler's code calls (brgemm): m rows of a
-// times k rows of b, b in pairs, [k / 2][n][2], which is how the units want it. It uses AMX where that is.
-// Both operands are copied into buffers that stay in the second cache: rows a power of two apart would all
-// fall into the same few places of it, an odd k gets a zero beside it, and brgemm, which makes a kernel for
-// each new shape and stride, meets few of them.
+// The GEMMs are oneDNN's, called through torch's function brgemm, which torch's compiler uses as
+// well. It multiplies m rows of a by k rows of b. b is stored in pairs of rows, [k / 2][n][2], as
+// the units require. It uses AMX if the processor has it. Both operands are copied into buffers
+// that stay in the second-level cache, for three reasons. Rows a power of two apart would all fall
+// into a few sets of that cache. An odd k needs a zero beside it. And brgemm, which generates a
+// kernel for each new shape and stride, then meets few of them.
 //
-// No sum depends on the number of threads: an element's addends come in the same order whoever adds them.
+// No sum depends on the number of threads: each element's terms are added in the same order,
+// whichever thread adds them.
 
 #include <immintrin.h>
 #include <algorithm>
@@ -30,14 +33,14 @@ using brgemm_function = void (*)(size m, size n, size k, size a_stride, size b_s
 brgemm_function brgemm;
 void (*brgemm_release)(bool b_in_pairs);
 
-constexpr size ROWS = 32;         // of a in one product
-constexpr size DEPTH = 512;       // k of one product: long enough that reading the sums again does not count
-constexpr size CLASSES = 128;     // of a tile of logits
-constexpr size GROUP = 512;       // rows whose logits wait for their other features, where D is above DEPTH
-constexpr size SEGMENTS = 64;     // runs of classes, each added up by itself, whoever takes it
-constexpr size COLUMNS = 256;     // of a sum, at most, that one thread makes at a time
-constexpr size SHARED = 1 << 19;  // numbers of x in pairs, at most, unless 64 columns are more
-constexpr size TURNED = 64;       // classes whose exponentials are turned around at a time
+constexpr size ROWS = 32;         // rows of a in one product
+constexpr size DEPTH = 512;       // k of one product: amortises reading the sums again
+constexpr size CLASSES = 128;     // classes in a tile of logits
+constexpr size GROUP = 512;       // rows whose logits wait for more features if D > DEPTH
+constexpr size SEGMENTS = 64;     // runs of classes, each summed separately, on whichever thread
+constexpr size COLUMNS = 256;     // most columns of a result that one thread computes at a time
+constexpr size SHARED = 1 << 19;  // most elements of x in pairs, unless 64 columns are more
+constexpr size TURNED = 64;       // classes whose exponentials are transposed at a time
 
 size parts_of(size count, size each) { return (count + each - 1) / each; }
 size up(size count, size multiple) { return parts_of(count, multiple) * multiple; }
@@ -45,7 +48,7 @@ size up(size count, size multiple) { return parts_of(count, multiple) * multiple
 template <class T>
 struct Matrix {
     T* start;
-    size stride;  // from row to row; numbers of a row lie side by side
+    size stride;  // from row to row, in elements; each row is contiguous
     T* at(size row, size column) const { return start + row * stride + column; }
     Matrix from(size row, size column) const { return {at(row, column), stride}; }
 };
@@ -57,8 +60,8 @@ struct Buffer {
     T* get() const { return reinterpret_cast<T*>(lines.get()); }
 };
 
-// Every task once, by whichever thread is free. make_worker() is called in each thread, for its buffers.
-// Returns 0, or 1 where a thread could not go on: no exception leaves a parallel region.
+// Run every task once, on whichever thread is free. make_worker() is called in each thread, for its
+// buffers. Return 0, or 1 if a thread failed, because no exception may leave a parallel region.
 template <class MakeWorker>
 int each_task(int threads, size tasks, const MakeWorker& make_worker) {
     std::atomic<size> next{0};
@@ -67,7 +70,7 @@ int each_task(int threads, size tasks, const MakeWorker& make_worker) {
     try {
         auto work = make_worker();
         for (size task; !failed && (task = next++) < tasks;) work(task);
-        brgemm_release(true);  // or AMX stays set up, and the next user of the thread's registers pays
+        brgemm_release(true);  // else AMX stays configured and slows down the thread's next user
     } catch (...) {
         failed = 1;
     }
@@ -77,8 +80,9 @@ int each_task(int threads, size tasks, const MakeWorker& make_worker) {
 __mmask32 first32(size count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 __mmask16 first16(size count) { return first32(std::min<size>(count, 16)); }
 
-// 16 columns of rows i and i + 1, side by side in pairs; zeros beyond the k rows and n columns there are. A
-// load of memory that is not there takes long even where a mask leaves all of it out, so none is tried.
+// Return 16 columns of rows i and i + 1 as pairs, with zeros beyond the k rows and n columns that
+// exist. A load from unmapped memory takes long even if a mask excludes all of it, so the address
+// stays inside.
 __m512i pairs(Matrix<const bf16> from, size i, size j, size k, size n) {
     const __mmask16 upper = i < k ? first16(n - j) : 0, lower = i + 1 < k ? upper : 0;
     const __m256i even = _mm256_maskz_loadu_epi16(upper, from.at(std::min(i, k - 1), j));
@@ -86,7 +90,7 @@ __m512i pairs(Matrix<const bf16> from, size i, size j, size k, size n) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
-// 16 rows of 16 pairs become 16 columns: quarters change places in squares of 2, then 4, 8 and 16.
+// Transpose 16 rows of 16 pairs: swap quarters in squares of 2, then 4, 8 and 16.
 void transpose(__m512i r[16]) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
@@ -105,14 +109,15 @@ void transpose(__m512i r[16]) {
     }
 }
 
-// k rows of n columns in pairs of rows, [depth / 2][stride][2]; rows from k to depth are zeros.
+// Store k rows of n columns as pairs of rows, [depth / 2][stride][2]; rows from k to depth become
+// zeros.
 void pack_rows(size k, size depth, size n, Matrix<const bf16> from, bf16* to, size stride) {
     for (size i = 0; i < depth; i += 2)
         for (size j = 0; j < n; j += 16)
             _mm512_storeu_si512(to + i * stride + 2 * j, pairs(from, i, j, k, n));
 }
 
-// n rows of k features in pairs of features, [k / 2][CLASSES][2].
+// Store n rows of k features as pairs of features, [k / 2][CLASSES][2].
 void pack_features(size n, size k, Matrix<const bf16> from, bf16* to) {
     __m512i r[16];
     for (size j = 0; j < n; j += 16)
@@ -127,7 +132,7 @@ void pack_features(size n, size k, Matrix<const bf16> from, bf16* to) {
         }
 }
 
-// n columns of k rows become n rows of up(k, 32); numbers from k on are zeros.
+// Transpose k rows of n columns into n rows of up(k, 32) elements; those from k on become zeros.
 void turn(size k, size n, Matrix<const bf16> from, bf16* to) {
     __m512i r[16];
     for (size i = 0; i < k; i += 32)
@@ -139,7 +144,7 @@ void turn(size k, size n, Matrix<const bf16> from, bf16* to) {
         }
 }
 
-// c [m, n] (+)= a [m, k] b, b in pairs. strip holds ROWS x DEPTH.
+// Compute c [m, n] (+)= a [m, k] b, with b in pairs. strip holds ROWS x DEPTH elements.
 void product(size m, size n, size k, Matrix<const bf16> a, const bf16* b, size b_stride, Matrix<float> c,
              bool add, bf16* strip) {
     for (size row = 0; row < m; row++) {
@@ -149,12 +154,12 @@ void product(size m, size n, size k, Matrix<const bf16> a, const bf16* b, size b
     brgemm(m, n, up(k, 2), DEPTH, b_stride, c.stride, add, strip, b, c.start, true);
 }
 
-// Within 2 units of the last digit; 0 and inf beyond float32's range, NaN of NaN.
+// Return exp(x) within 2 units in the last place; 0 and inf beyond float32's range, NaN for NaN.
 __m512 exp(__m512 x) {
-    x = _mm512_min_ps(_mm512_set1_ps(90), x);  // the second where one is NaN
+    x = _mm512_min_ps(_mm512_set1_ps(90), x);  // returns its second operand if one is NaN
     x = _mm512_max_ps(_mm512_set1_ps(-110), x);
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    // n ln 2, in two parts: n times the first is exact.
+    // Subtract n ln 2 in two parts; n times the first part is exact.
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
     x = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.428606765330187e-6f), x);
     __m512 p = _mm512_set1_ps(1.f / 5040);
@@ -163,7 +168,8 @@ __m512 exp(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// What a row of a tile of logits becomes: n exponentials, added to sum; target is its column here, if it is.
+// Turn a row of a tile of logits into n exponentials, and add them to sum. target is its column in
+// this tile, if it is inside.
 void exponentials_of(size n, const float* u, float scale, const float* bias, float reference, size target,
                      bf16* e, float& sum, float& largest) {
     __m512 sums = _mm512_setzero_ps(), maxima = _mm512_set1_ps(-INFINITY);
@@ -188,7 +194,8 @@ void exponentials_of(size n, const float* u, float scale, const float* bias, flo
 
 }  // namespace
 
-// Where torch's functions are. Not 0 where they refuse a product, or make another than is meant: 1 2 + 3 4.
+// Set torch's functions. Return 0 only if brgemm accepts a product and computes 1 2 + 3 4
+// correctly.
 extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) try {
     brgemm = product_of;
     brgemm_release = release;
@@ -201,14 +208,15 @@ extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) tr
     return 1;
 }
 
-// e_ij = exp(scale x_i w_j + bias_j - reference_i), and 0 where j is target_i; sum_i of them before they are
-// rounded, largest_i the largest logit but the target's. bias may be null, and so may e.
+// Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and 0 where j is target_i. sum_i is
+// their sum before rounding, largest_i the largest logit other than the target's. bias may be null,
+// and so may e.
 extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x, Matrix<const bf16> w,
                                     float scale, const float* bias, const float* reference,
                                     const int64_t* target, Matrix<bf16> e, float* sum, float* largest,
                                     int threads) try {
     const size blocks = parts_of(V, CLASSES), groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
-    // As many tasks, and numbers of segments, whatever C is.
+        // Keep the number of tasks, and of partial sums, about the same for every C.
     const size segments = std::min(std::max<size>(SEGMENTS / groups, 1), blocks);
     std::vector<float> sums(segments * C, 0.f), maxima(segments * C, -INFINITY);
     const int failed = each_task(threads, segments * groups, [&] {
@@ -244,10 +252,11 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
     return 1;
 }
 
-// out [C, D] (+)= e w
+// Compute out [C, D] (+)= e w.
 extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Matrix<const bf16> w,
                                 Matrix<float> out, bool add, int threads) {
-    // As many columns for one thread as for another; rows are divided as well where columns are too few.
+    // Give each thread as many columns as another; divide the rows too if there are too few
+    // columns.
     const size columns = parts_of(D, up(parts_of(D, COLUMNS), threads));
     const size width = std::max<size>(64, up(columns, 16));
     const size groups = parts_of(D, width);
@@ -267,10 +276,10 @@ extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Ma
     });
 }
 
-// out [V, D] (+)= e^T x
+// Compute out [V, D] (+)= e^T x.
 extern "C" int lowtide_multiply_transposed(size C, size D, size V, Matrix<const bf16> e, Matrix<const bf16> x,
                                            Matrix<float> out, bool add, int threads) try {
-    // Few lengths of a product, whatever C is, as each has a kernel of its own.
+    // Round the depth so that few values occur for different C, as each has a kernel of its own.
     const size depth = up(C, 8), stride = up(C, 32), share = up(parts_of(depth, threads), 2);
     const size width = std::min(up(D, 16), std::clamp<size>(SHARED / depth / 64 * 64, 64, 2 * COLUMNS));
     const Buffer<bf16> packed(depth * width);

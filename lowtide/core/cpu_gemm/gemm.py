@@ -1,9 +1,12 @@
-"""Products of bfloat16 operands with float32 sums on a CPU that has units for them: torch has none. They are
-gemm.cpp, compiled when first asked for, a second or two once on a machine. Where the units, torch's
-part or a compiler are missing, available() is False and nothing is said. One warning is given where a
-compiler fails, or the library has no place that is safe from other users.
+"""Multiply bfloat16 operands with float32 accumulators on a CPU with bfloat16 units.
 
-C  rows, D  features, V  classes; rows may lie apart, what is within a row lies side by side."""
+The functions are in gemm.cpp. It is compiled at the first call on a machine, which takes a second
+or two. `available()` returns False without a message if the processor has no bfloat16 units, if
+torch lacks the functions that are called, or if there is no compiler. One warning is given if the
+compiler fails, or if no directory for the library is safe from other users.
+
+Shapes: C rows, D features, V classes. Each row is contiguous; rows may lie apart.
+"""
 
 import ctypes
 import functools
@@ -25,8 +28,9 @@ from lowtide.core.cpu_gemm.compiled_library import (
 )
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
-# Not -march=native: a home may be shared by several machines. No OpenMP when linked: what the code needs of
-# it is then found in the library that torch has loaded for all, and there is one pool of threads, not two.
+# Not -march=native, since several machines may share a home directory. No -fopenmp for the linker:
+# the OpenMP symbols are then found in the library that torch has loaded, and there is one thread
+# pool, not two.
 UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
 COMPILED = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS)
 LINKED = ("-shared",)  # decision 0048
@@ -36,12 +40,12 @@ RELEASE = "_ZN2at6native7cpublas14brgemm_releaseEb"
 
 
 def available() -> bool:
-    """Whether the functions below can be called."""
+    """Return True if the functions below can be called."""
     return against() is None
 
 
 def against() -> str | None:
-    """Why they cannot be, None where they can: asked each time, as oneDNN can be switched off."""
+    """Return why they cannot be called, or None; not cached, since oneDNN can be switched off."""
     if not torch.backends.mkldnn.enabled:
         return "oneDNN, whose products they are, is switched off"
     found = _library()
@@ -58,8 +62,11 @@ def exponentials(
     bias_V: Tensor | None = None,
     out_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """exp(scale x w + bias - reference) into out_CV, if given, but 0 for each row's target (-1: none).
-    Returns each row's sum of them before they are rounded, its largest logit but the target's, float32."""
+    """Compute exp(scale x w + bias - reference) into out_CV if given, with 0 at each row's target.
+
+    A target of -1 means none in these classes. Return the sum of each row's exponentials before
+    they are rounded, and each row's largest logit other than the target's, both in float32.
+    """
     (rows, features), classes = x_CD.shape, weight_VD.shape[0]
     _assert_matrix(x_CD, rows, features, torch.bfloat16)
     _assert_matrix(weight_VD, classes, features, torch.bfloat16)
@@ -85,7 +92,7 @@ def exponentials(
 
 
 def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> None:
-    """out_CD = e_CV weight_VD, or out_CD += it."""
+    """Write e_CV weight_VD to out_CD, or add it."""
     (rows, classes), features = e_CV.shape, weight_VD.shape[1]
     _assert_matrix(out_CD, rows, features, torch.float32)
     _assert_matrix(e_CV, rows, classes, torch.bfloat16)
@@ -95,7 +102,7 @@ def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> N
 
 
 def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
-    """out_VD = e_CV^T x_CD, or out_VD += it, each element read and written once."""
+    """Write e_CV^T x_CD to out_VD, or add it; each element of out_VD is read and written once."""
     (rows, classes), features = e_CV.shape, x_CD.shape[1]
     _assert_matrix(out_VD, classes, features, torch.float32)
     _assert_matrix(e_CV, rows, classes, torch.bfloat16)
@@ -139,25 +146,26 @@ def _call(name: str, *arguments: object) -> None:
             "this call was compiled or exported where a CPU's bfloat16 products can be made; "
             f"here {library}. Compile or export it here, or within torch.backends.mkldnn.flags(enabled=False)"
         )
-    # ctypes lets other Python threads run meanwhile.
+    # ctypes releases the GIL during the call.
     if getattr(library, name)(*arguments, ctypes.c_int(torch.get_num_threads())):
         raise RuntimeError(
             f"{name[len('lowtide_') :]} of bfloat16 operands failed: no memory, or oneDNN is switched off"
         )
 
 
-_locks: dict[int, threading.RLock] = {}  # one a process: a fork may have left the parent's locked
+_locks: dict[int, threading.RLock] = {}  # one per process: a fork may have left the parent's held
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """Or why there is none. No reason is a reason to stop: there are float32 products."""
+    """Return the library, or why there is none; then GEMMs run in float32 and nothing is raised."""
     with _locks.setdefault(os.getpid(), threading.RLock()):
         return _load_once()
 
 
 @functools.cache
 def _load_once() -> ctypes.CDLL | str:
+    """Return the library, or why there is none; warn if one could not be compiled or loaded."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
         return "this processor has no units for bfloat16 products"
     try:
@@ -180,6 +188,7 @@ def _load_once() -> ctypes.CDLL | str:
 
 
 def _has_units() -> bool:
+    """Return True if the processor has AVX-512 instructions for bfloat16."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if supported is not None:
         return bool(supported())

@@ -1,26 +1,30 @@
-"""Opens a directory that only this user can change, through a path that nobody else can change.
+"""Open a directory that only this user can change, through a path that nobody else can change.
 
-It keeps out other users of the machine, who may create, rename, link or fill whatever the path goes
-through. Root, the file server and this user's other processes are trusted. A POSIX access list counts,
-since its mask is in the group's bits of the mode; access lists of another kind are not seen.
+It protects against other users of the machine, who may create, rename, link or fill anything that
+the path passes through. Root, the file server and this user's other processes are trusted. A POSIX
+access list is respected, because its mask appears in the group bits of the mode. Access lists of
+other kinds are not seen.
 
-The path is walked by descriptors, one name at a time, so that what was checked is what is used.
-Linux only."""
+The path is opened one name at a time through descriptors, so that what was checked is what is used.
+Linux only.
+"""
 
 import errno
 import os
 import stat
 from contextlib import ExitStack, suppress
 
-MOST_LINKS = 40  # as many as the kernel follows
+MOST_LINKS = 40  # the kernel's own limit
 
 
 def open_private_directory(parent: str, name: str) -> int:
-    """Open ``name`` in ``parent``, an absolute path, and return its descriptor. What is missing is made.
+    """Open ``name`` in the absolute path ``parent``; make what is missing, return a descriptor.
 
-    It must be a directory of this user's, mode 0700. ``parent`` may lead through symbolic links. Each of
-    them, and each directory on the way, must belong to this user or to root; a directory that others may
-    write to must be sticky. PermissionError names what is not so."""
+    The directory must belong to this user and have mode 0700. ``parent`` may contain symbolic
+    links. Each link, and each directory on the way, must belong to this user or to root; a
+    directory that others may write to must be sticky. A PermissionError names the first that
+    violates this.
+    """
     with ExitStack() as opened:
         found = _open_or_make(_walk(parent, opened), name, opened)
         status = os.fstat(found)
@@ -34,6 +38,7 @@ def open_private_directory(parent: str, name: str) -> int:
 
 
 def _walk(path: str, opened: ExitStack) -> int:
+    """Open and check each part of an absolute path, and return the last descriptor."""
     assert path.startswith("/"), path
     names = path.split("/")[::-1]
     links = 0
@@ -56,19 +61,20 @@ def _walk(path: str, opened: ExitStack) -> int:
 
 
 def _open_or_make(above: int, name: str, opened: ExitStack) -> int:
+    """Open a name in a directory; make a private directory if it is missing."""
     try:
         return _open(name, above, opened)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another process was quicker; if it is another user's, it is refused
+        with suppress(FileExistsError):  # another process was faster; its owner is checked
             os.mkdir(name, 0o700, dir_fd=above)
         return _open(name, above, opened)
 
 
 def _open(name: str, above: int | None, opened: ExitStack) -> int:
-    """Open what has this name, a symbolic link itself and not its target, without a right to read it."""
+    """Open this name (a symbolic link, not its target) without the right to read it."""
     flags = os.O_PATH | os.O_NOFOLLOW
     try:
-        found = os.open(name, flags | os.O_DIRECTORY, dir_fd=above)  # which mounts what is mounted on demand
+        found = os.open(name, flags | os.O_DIRECTORY, dir_fd=above)  # triggers automount
     except NotADirectoryError:
         found = os.open(name, flags, dir_fd=above)
     opened.callback(os.close, found)
@@ -76,6 +82,7 @@ def _open(name: str, above: int | None, opened: ExitStack) -> int:
 
 
 def _check(found: int) -> None:
+    """Raise PermissionError if another user owns this part of the path or can change it."""
     status = os.fstat(found)
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{_path(found)} belongs to another user (uid {status.st_uid})")
