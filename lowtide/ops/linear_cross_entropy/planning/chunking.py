@@ -1,20 +1,24 @@
-"""How a workspace of so many bytes is spent on chunks of tokens and blocks of classes.
+"""Divide a workspace of a given number of bytes among chunks of tokens, blocks of classes and sums.
 
     fixed       vectors of N and V elements
-    sum         the float32 sum of a rounded weight gradient, [V, D], where there is room for it and no
-                pipeline, which is quicker in 24 bits; else what it takes beside the gradient's own memory,
-                where there is room for that: in 24 bits a byte for each weight, in 20 half of one
-                (packed_triton.py), on the CPU half of itself (in_place.py)
-    per row     the logits of a token; copies of its features and their gradient where dtypes or strides ask
-    piece       of the product that becomes the input's gradient, on the path without a pass; what is summed
-                up of each tile of logits has the same room before, a narrow second term's product after
-    copy        of a block of the weight, where its dtype or strides do not suit the products
+    sum         the accumulator of a rounded weight gradient, in one of these forms: float32 [V, D],
+                if that fits and the Gluon pipeline, which is faster with 24 bits, does not run;
+                else partly in the gradient's memory, with 24 bits and one byte per weight beyond
+                it, or with 20 bits and half a byte (packed_triton.py); on the CPU with half of its
+                own size beyond it (in_place.py)
+    per row     the logits of a token, and copies of its features and their gradient if dtypes or
+                strides require them
+    shared      one buffer of the exponentials engine: first the partial sums of tiles, then the
+                rows of a dX GEMM, then the partial products of a narrow second term
+    copy        a block of the weight, if a GEMM cannot read its dtype or strides
 
-Where one chunk has room for all tokens, these are few beside the classes, and nothing is spread over all
-classes, there is no sum: the path without a pass rounds in its product (accumulators.py).
-Whatever the others leave is spent on rows. Where either sum leaves too few of them, the weight's gradient is
-formed class block by class block instead: exact as well, for one more product (class_blocks.py has the
-sizes of the path without a pass).
+There is no sum where one chunk has room for all tokens, tokens are few beside the classes, and no
+term is spread over all classes: the exponentials engine then rounds in the epilogue of a single
+GEMM (accumulators.py).
+
+All remaining memory is spent on rows. Where every kind of sum leaves too few rows, the weight
+gradient is formed by blocks of classes instead: as exact, at the price of one more GEMM.
+class_blocks.py has the sizes of the exponentials engine for that.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -31,106 +35,125 @@ from lowtide.ops.linear_cross_entropy.planning.class_blocks import ClassBlocks
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
-# The default is no more than the dense computation would hold, but at least this: what vectors and numbers
-# take beside few logits, and on CUDA the grain of the allocator.
+# The default workspace is no more than the dense computation would hold, but at least this. It
+# covers the vectors and scalars beside few logits and, on CUDA, the allocation granularity.
 LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 17}
-# The exponentials of all tokens are all that the dense computation holds beside a gradient of the weight that
-# is larger. One product of them takes as many bytes more for each token, feature and class.
+# With a single GEMM over all tokens, the dense computation may hold nothing but their exponentials
+# beside a larger weight gradient. This GEMM takes as many bytes more per token, per feature and per
+# class.
 BESIDE_ONE_PRODUCT = 256
 
-# With fewer rows a chunk, reading the weight and its sum costs more than one recomputed product.
+# With fewer rows per chunk, reading the weight and its sum costs more than one recomputed GEMM.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
-# A sum that lies partly in the gradient's memory leaves room for more rows at a time than one of its own, and
-# is added to less often. On CUDA in Triton each time takes longer (8192 rows at a time in 24 bits still take
-# 2 to 3 % of a step less than 4096 in float32); on the pipeline, less long than cuBLAS in float32, so that it
-# comes first there. On the CPU not, but it is rounded before backward's factor is known.
+# A sum that lies partly in the gradient's memory leaves room for more rows per chunk than a float32
+# sum, so it is added to less often. In Triton each addition takes longer: only against chunks of
+# fewer rows than this it wins (8192 rows per chunk with 24 bits still make a step 2 to 3 % faster
+# than 4096 rows with float32). On the Gluon pipeline an addition takes less time than cuBLAS with
+# float32, so there it is tried first. On the CPU an addition is no faster, and the sum is rounded
+# before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}  # decision 0044
 
-# A sum in 20 bits leaves room for longer chunks than one in 24, and is rounded by 2^-12 of what a chunk adds
-# to it: in the row of a frequent class, where probabilities and targets cancel, that is more than what rounds
-# the gradient if the chunk is long. So 24 bits where these leave as many rows as this; and at most so many
-# chunks of fewer.
+# A sum with 20 bits leaves room for longer chunks than one with 24. Its rounding error is 2^-12 of
+# what a chunk adds. In the row of a frequent class, where probabilities and targets cancel, this
+# exceeds the rounding of the gradient if chunks are long. So use 24 bits where they leave this many
+# rows per chunk, and 20 bits for at most this many chunks.
 ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64  # decision 0036
 
-# Of the exponentials of a chunk; of more, a step of A took 1 % longer, of D 1 to 3.
+# Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
+# 3 %.
 MOST_BYTES = 2 << 30  # decision 0044
 
-# Targets whose rows of the gradient are formed at a time where one product has all tokens.
+# Target classes whose rows of the gradient are formed at a time with a single GEMM over all tokens.
 TARGETS = 512  # decision 0016
 
-# Features of a second term whose two products are made at once, at most, and classes of a strip: of one
-# product each strip has a part (low_rank_triton.py).
+# Most features of a second term whose two GEMMs are formed together, and classes of a strip; each
+# strip yields one partial sum of a product (low_rank_triton.py).
 NARROW, STRIP = 16, 512  # decision 0045
 
+# How a weight gradient is formed: by a single GEMM over all tokens that rounds in its epilogue; by
+# adding each chunk's GEMM to a tensor of the sum's dtype; the same with a sum partly in the
+# gradient's memory; or by blocks of classes, each rounded once.
 WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
 
-# Sizes of a chunk that are compared, between half of what fits and all.
+# Number of chunk sizes that are compared, between half of what fits and all of it.
 CANDIDATES = 32
 
-# Tensor-core tiles are 128 rows high; the CPU's row block matters less.
+# Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of one call, in bytes unless said."""
+    """Hold the memory that each part of one call takes, in bytes unless stated."""
 
     N: int  # tokens
     D: int  # features
     V: int  # classes
     device: str
     fixed: int
+    """Bytes of the vectors, whatever the sizes."""
     row: int
-    """Of a token of a chunk, as long as the chunk lasts."""
+    """Bytes per token of a chunk, held as long as the chunk lasts."""
     weight_sum: int
-    """The float32 sum of a weight gradient that is rounded in the end; 0 where none is."""
+    """Bytes of the float32 accumulator of a rounded weight gradient; 0 if none is rounded."""
     weight_copy: int
-    """Of one class, in the operands' dtype; 0 where no copy is needed."""
+    """Bytes of the copy of one class, in the operands' dtype; 0 if no copy is needed."""
     class_sum: int
-    """Of the float32 sum of one class, [D]."""
+    """Bytes of the float32 accumulator of one class, [D]."""
     block_logit: int
-    """Of one logit, and its gradient, in a tile of a class block."""
+    """Bytes of one logit and its gradient in a class block."""
     block_row: int
-    """Of one token beside its logits in such a tile."""
+    """Other bytes per token of a class block."""
     split_sum: int = 0
-    """What the sum takes beside the gradient where it uses its memory; 0 where the path has no such sum."""
+    """Bytes of a packed sum beyond the gradient's memory; 0 if the engine has no such sum."""
     split_sum_20: int = 0
-    """In 20 bits, where that is in 24; 0 where there is one way."""
+    """The same with 20 bits, where `split_sum` is with 24; 0 if there is only one form."""
     at_once: int = 0
-    """What one product for all tokens takes beside its operands, before those of dX; 0 where the path cannot
-    round in it."""
+    """Bytes of a single GEMM over all tokens beyond its operands, freed before the dX GEMM.
+
+    0 if the engine has no such GEMM.
+    """
     found: int = 0
-    """Of a token beside `row`, until dX's products are taken."""
+    """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
-    """Of a token of such a product."""
+    """Bytes per row of the float32 result of the dX GEMM."""
     product_rows: int = 0
-    """Tokens, not bytes: of such a product, at most."""
+    """Most rows of one dX GEMM (tokens, not bytes)."""
     longest: int = 0
-    """Tokens, not bytes: of a chunk, at most; 0 for any number."""
+    """Most tokens of a chunk; 0 for no limit."""
     pipelined: bool = False
-    """Whether a sum in 24 bits is formed on the pipeline by chunks of ENOUGH_ROWS; N may be a symbol, and is
-    not asked."""
+    """True if the Gluon pipeline forms a 24-bit sum from chunks of ENOUGH_ROWS.
+
+    N is not asked, because it may be a symbol.
+    """
     of_strips: int = 0
-    """Of a token, what strips of classes have of a narrow term's product; 0 without one."""
+    """Bytes per token of a narrow term's partial products, one per strip; 0 without one."""
     recomputed: int = 1
-    """Products, not bytes: what class blocks cost."""
+    """Number of GEMMs that class blocks recompute (not bytes)."""
     class_blocks: ClassBlocks | None = None
-    """On the path without a pass."""
+    """Memory of the two sweeps, in the exponentials engine."""
 
     def chunk(self, rows: int) -> int:
+        """Return the bytes of a chunk of so many rows."""
         return rows * self.row + self.in_turn(rows)
 
     def of_all_tokens(self) -> int:
-        """One product for all of them: the rows of their targets are formed before those of dX."""
+        """Return the bytes of one chunk of all tokens with a single GEMM for dW.
+
+        The gradient rows of target classes are formed before the dX GEMM, in the same memory.
+        """
         return self.N * self.row + max(self.in_turn(self.N), self.at_once)
 
     def in_turn(self, rows: int) -> int:
-        """What the one and the other take, in the same room; and strips, as many rows at a time as fit."""
+        """Return the bytes of the buffer that tile partial sums and then dX GEMMs share.
+
+        The partial products of a narrow term use it too, as many rows at a time as fit.
+        """
         return max(rows * self.found, min(rows, self.product_rows) * self.product)
 
     def most_rows(self, room: int) -> int:
-        """Of a chunk that takes no more."""
+        """Return the largest number of rows whose chunk fits in `room` bytes."""
         at_once = room // (self.row + max(self.found, self.product))
         in_pieces = (room - self.product_rows * self.product) // self.row
         most = max(at_once, min(in_pieces, room // (self.row + self.found)))
@@ -139,6 +162,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """Hold the sizes that a workspace allows; planner.py's Plan explains each field."""
+
     rows: int
     chunk_classes: int
     operand_classes: int
@@ -150,8 +175,10 @@ class Sizes:
 
 
 def allowed(workspace: int | None, device: str, weight_sum: int = 0, narrow: int = 0) -> int:
-    """Bytes: what was asked for, or the default, which leaves what narrow terms need out of account, and on
-    CUDA the float32 sum."""
+    """Return the bytes that a call may use: the workspace asked for, or else the default.
+
+    The default does not include what narrow terms need nor, on CUDA, the float32 sum.
+    """
     if workspace is not None:
         return workspace
     default = DEFAULT_WORKSPACE["cuda"] + weight_sum if device == "cuda" else DEFAULT_WORKSPACE["cpu"]
@@ -159,9 +186,12 @@ def allowed(workspace: int | None, device: str, weight_sum: int = 0, narrow: int
 
 
 def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int = 0) -> int:
-    """Bytes of this call: what was asked for, or the default, which is no more than the dense computation
-    would hold where that is known, as long as vectors leave room for rows. (Of few classes a token's vectors
-    take more than its logits, and one row at a time would take all day.)"""
+    """Return the workspace of this call in bytes: what was asked for, or else the default.
+
+    The default is limited to what the dense computation would hold, where that is known, as long as
+    the vectors leave room for rows. (With few classes a token's vectors take more than its logits.
+    Without this exception such a call would run one row at a time, far too slowly.)
+    """
     most = allowed(workspace, needs.device, needs.weight_sum, narrow)
     if workspace is not None or dense is None or dense >= most:
         return most
@@ -172,6 +202,7 @@ def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int 
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:
+    """Return the error for a workspace that cannot hold what the call needs."""
     return ArgumentError(
         f"workspace must hold {held}: {least} bytes in this call, got {workspace} bytes; "
         "pass more, or None for the default"
@@ -179,7 +210,7 @@ def too_small(workspace: int, least: int, held: str) -> ArgumentError:
 
 
 def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
-    """The first whose memory fits, and leaves room for chunks that are worth it."""
+    """Return the first way to form dW that fits and leaves room for chunks of enough rows."""
     if needs.weight_sum == 0:
         return "accumulate"
     fewest = FEWEST_ROWS[needs.device] // needs.recomputed
@@ -196,15 +227,17 @@ def weight_gradient(workspace: int, needs: Needs) -> WeightGradient:
 
 
 def _split_sum(needs: Needs, bits: int) -> int:
+    """Return the bytes of a packed sum with this many bits."""
     return (bits == 20 and needs.split_sum_20) or needs.split_sum
 
 
 def _least_copy(needs: Needs) -> int:
-    # A copy of fewer bytes than a row's logits would make many small products of one large one.
+    # A copy smaller than one row of logits would divide one large GEMM into many small ones.
     return min(needs.V * needs.weight_copy, max(needs.row, needs.weight_copy))
 
 
 def least(needs: Needs) -> int:
+    """Return the smallest workspace that the call runs in."""
     row = needs.chunk(1)
     if needs.class_blocks is not None:
         row = max(row, needs.class_blocks.of_chunk(1, needs.V))
@@ -212,7 +245,7 @@ def least(needs: Needs) -> int:
 
 
 def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> Sizes:
-    """`kind`, where it has been decided."""
+    """Return the sizes for a workspace; `kind` if the way to form dW is decided already."""
     N, V, tile = needs.N, needs.V, ROW_TILE[needs.device]
     if workspace < least(needs):
         held = f"one row of {V} logits, and vectors of {N} tokens and {V} classes"
@@ -225,8 +258,9 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
     room = free - _beside(needs, kind, bits)
     operand_classes = V
     if needs.weight_copy:
-        # An eighth of the room for the copy, the rest for rows: on the CPU quicker than a quarter (fewer
-        # walks over the weight, copies nearer to its cache), and no slower than a sixteenth (decision 0026).
+        # An eighth of the room for the copy, the rest for rows. On the CPU this is faster than a
+        # quarter: fewer walks over the weight, and copies that stay nearer to its cache. It is no
+        # slower than a sixteenth (decision 0026).
         copied = max(_least_copy(needs), min(room // 8, room - needs.chunk(1)))
         operand_classes = _classes(copied, needs.weight_copy, V)
         room -= operand_classes * needs.weight_copy
@@ -242,7 +276,8 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
         if rows < fewest:
             return spend(workspace, needs, "by_class")
 
-    # A class block wants its sum [B, D] and its logits [C, B] of about the same size.
+    # In a class block the accumulator [B, D] and the logits [C, B] should be of about the same
+    # size.
     of_a_class = needs.class_sum + needs.weight_copy
     block_classes = _classes(free // 2, of_a_class, V)
     of_a_row = block_classes * needs.block_logit + needs.block_row
@@ -251,14 +286,14 @@ def spend(workspace: int, needs: Needs, kind: WeightGradient | None = None) -> S
 
 
 def _beside(needs: Needs, kind: WeightGradient, bits: int) -> int:
-    """Bytes of the weight gradient's sum, or of what takes its place."""
+    """Return the bytes of the accumulator of the weight gradient, in whatever form."""
     if kind == "accumulate":
         return needs.weight_sum
     return _split_sum(needs, bits) if kind == "split" else 0
 
 
 def spent(needs: Needs, sizes: Sizes) -> int:
-    """Bytes held at the highest moment of a call of these sizes, without a float32 sum that it returns."""
+    """Return the peak bytes of a call of these sizes, without a float32 sum that it returns."""
     copies = sizes.operand_classes * needs.weight_copy
     kind = sizes.weight_gradient
     chunk = (needs.of_all_tokens() if kind == "at_once" else needs.chunk(sizes.rows)) + copies
@@ -275,13 +310,13 @@ def spent(needs: Needs, sizes: Sizes) -> int:
 
 
 def _classes(room: int, size: int, V: int) -> int:
-    """As many as fit; fewer than V in whole tiles, as an odd width is slow (decision 0034)."""
+    """Return the classes that fit: V, or whole tiles, as an odd width is slow (decision 0034)."""
     classes = max(1, min(V, room // max(1, size)))
     return classes if classes == V or classes < 128 else classes - classes % 128
 
 
 def _rows(most: int, N: int, tile: int) -> int:
-    """Rows per chunk, where `most` fit: few chunks of about the same size, in whole tiles."""
+    """Return the rows per chunk if `most` fit: few chunks of about equal size, in whole tiles."""
     most = max(1, most)
     if most >= N:
         return max(N, 1)
@@ -291,7 +326,7 @@ def _rows(most: int, N: int, tile: int) -> int:
 
 
 def _bytes_of_sum(needs: Needs, kind: WeightGradient, bits: int) -> int:
-    """That a chunk adds its share of the weight's gradient to; 0 where none is wanted."""
+    """Return the bytes of the sum to which each chunk adds its share of dW; 0 if none is wanted."""
     if kind == "accumulate":
         return needs.V * needs.class_sum
     return 2 * needs.V * needs.D + _split_sum(needs, bits) if kind == "split" else 0
@@ -299,8 +334,10 @@ def _bytes_of_sum(needs: Needs, kind: WeightGradient, bits: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _quickest(needs: Needs, most: int, fewest: int, bytes_of_sum: int) -> int:
-    """Rows per chunk, of those that fit in whole tiles, by the time that all chunks should take. (Of products
-    of the weight's gradient nothing depends on how tokens are cut but how often they are added up.)"""
+    """Return the rows per chunk with the least predicted time, among whole tiles that fit.
+
+    The chunk size affects the dW GEMMs only by how often they are added to the sum.
+    """
 
     def seconds(rows: int) -> float:
         whole, rest = divmod(needs.N, rows)

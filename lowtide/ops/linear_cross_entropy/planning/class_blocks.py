@@ -1,9 +1,10 @@
-"""How large chunks and blocks are on the path without a pass over the logits, where a weight's gradient is
-formed class by class: in two sweeps, of what belongs to tokens, and of what belongs to classes.
+"""Choose the sizes of chunks and blocks for the exponentials engine with "by_class".
 
-For a chunk of C tokens, the first takes blocks of B classes in turn: E [C, B], and dX_C += E W_B. For a
-block of B classes, the second takes chunks in turn: G [C, B], and dW_B += G^T X_C. Each pair is two products
-of C x B x D, and an addition to the sum; their sizes are those that should take least time (cost_model.py).
+There the weight gradient is formed class by class, in two sweeps. The first sweep forms what
+belongs to tokens: for a chunk of C tokens it takes blocks of B classes in turn, E [C, B], and dX_C
++= E W_B. The second forms what belongs to classes: for a block of B classes it takes chunks in
+turn, G [C, B], and dW_B += G^T X_C. Each pair of chunk and block costs two GEMMs of C x B x D and
+one addition to the sum. The sizes are those with the least predicted time (cost_model.py).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -13,43 +14,46 @@ from dataclasses import dataclass
 
 from lowtide.ops.linear_cross_entropy.planning import cost_model
 
-MOST_CHUNKS = 8  # that the tokens of a block are cut into where there is room for fewer
+MOST_CHUNKS = 8  # most chunks of a block's tokens that are tried, unless only more of them fit
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBlocks:
-    """What the two sweeps hold (decision 0034); in bytes unless said."""
+    """Hold the memory that the two sweeps take (decision 0034), in bytes unless stated."""
 
     N: int  # tokens
     D: int  # features
     V: int  # classes
-    step: int  # of tokens and classes: a tile's
+    step: int  # multiple of tokens and classes: the tile size
     exponential: int
+    """Bytes of one exponential."""
     found: int
-    """What a row has of half a tile, in float32."""
+    """Bytes of float32 partial sums per row and half tile."""
     statistics: int
-    """What a row has of all halves of all its tiles, where statistics are all that is wanted."""
+    """Bytes per row of the partial sums of all half tiles, if only statistics are wanted."""
     largest: int
-    """What a row's largest logits of all halves take, where exponentials were."""
+    """Bytes per row of all half tiles' largest logits; they reuse the exponentials' memory."""
     row: int
-    """Of a token beside those in the first sweep."""
+    """Other bytes per token in the first sweep."""
     gradient_row: int
-    """In the second."""
+    """Other bytes per token in the second sweep."""
     class_sum: int
-    """Of a class in the second."""
+    """Bytes per class in the second sweep."""
 
     def of_chunk(self, rows: int, classes: int) -> int:
+        """Return the bytes of the first sweep with these sizes."""
         found = (classes // self.step + 2) * self.found
         exponentials = max((classes + 8) * self.exponential, self.largest)
         return rows * (self.row + max(found + exponentials, self.statistics))
 
     def of_block(self, rows: int, classes: int) -> int:
+        """Return the bytes of the second sweep with these sizes."""
         return rows * (self.gradient_row + (classes + 8) * self.exponential) + classes * self.class_sum
 
 
 @functools.lru_cache(maxsize=64)
 def chunk(needs: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
-    """Tokens and classes at a time in the first sweep; `rows` tokens and all classes fit."""
+    """Return tokens and classes at a time in the first sweep; `rows` tokens and all classes fit."""
     found = [(rows, needs.V)]
     for C in range(needs.step, min(needs.N, 4096) + needs.step, needs.step):
         C = min(C, needs.N)
@@ -64,7 +68,7 @@ def chunk(needs: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=64)
 def block(needs: ClassBlocks, room: int) -> tuple[int, int]:
-    """Tokens and classes at a time in the second sweep."""
+    """Return tokens and classes at a time in the second sweep."""
     found: list[tuple[int, int]] = []
     chunks = 1
     while chunks <= MOST_CHUNKS or not found:
@@ -80,13 +84,13 @@ def block(needs: ClassBlocks, room: int) -> tuple[int, int]:
 
 
 def _even(size: int, most: int, step: int) -> int:
-    """In as few parts, of about the same size and of whole steps."""
+    """Return the size of the fewest parts of at most `most`: about equal, whole steps."""
     parts = -(-size // most)
     return min(size, -(-size // parts // step) * step)
 
 
 def _seconds(needs: ClassBlocks, C: int, B: int, *, first: bool) -> float:
-    """Of a sweep."""
+    """Return the predicted seconds of a sweep."""
     pairs, D = -(-needs.N // C) * -(-needs.V // B), needs.D
     product = cost_model.product_of_rows(C, D, B) if first else cost_model.product(B, D, C)
     addition = cost_model.addition(4 * D * (C if first else B))

@@ -1,4 +1,4 @@
-"""Decide once: all that follows from shapes, dtypes and the device, and never from the values of tensors.
+"""Make the plan of a call from shapes, dtypes and the device, never from the values of tensors.
 
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
@@ -37,46 +37,55 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import (
     route_of,
 )
 
-# One product for all tokens forms the rows of their targets again: for so many classes a token it pays.
+# A single GEMM over all tokens forms the rows of the target classes again. This pays from so many
+# classes per token on.
 CLASSES_PER_TOKEN = 16  # decision 0016
 
-# Where a product that becomes dX would take more than a fortieth of the workspace, it has half as many rows,
-# which are hardly slower: more rows to a chunk are worth more.
+# A GEMM that forms dX has half as many rows where its result would take more than 1/40 of the
+# workspace. Half as many rows are hardly slower, and more rows per chunk gain more.
 PRODUCT_PART = 40  # decision 0032
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Hold every decision about one call; forward and backward follow it."""
+
     options: Options
     job: Job
     workspace: int
-    """Bytes that the call may hold beside inputs, outputs and gradients."""
+    """Bytes that the call may hold beyond inputs, outputs and gradients."""
     compute_dtype: torch.dtype
-    """Operands of the products: that of the options, but float32 for half precision on the CPU, where the
-    engine is not that of cpu_engine.py."""
+    """Dtype of the GEMM operands.
+
+    This is the options' dtype. For half precision on the CPU it is float32, except in
+    exponentials/cpu_engine.py.
+    """
     copies_rows: tuple[bool, ...]
-    """Of each term, whether a chunk of the input must be copied, for its dtype or its strides."""
+    """One flag per term: True if a chunk of the input is copied, for its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
-    """Of each term, whether there is room for a chunk's rows, scaled for dW's product, where those of dX will
-    be (linear_term.py)."""
+    """One flag per term: True if a chunk's rows, scaled for dW, fit in the memory of its dX.
+
+    See exponentials/linear_term.py.
+    """
     rows: int
     """Tokens per chunk."""
     chunk_classes: int
-    """Classes of a chunk at a time; V, but on the path without a pass ("by_class")."""
+    """Classes of a chunk at a time; V, except in the exponentials engine with "by_class"."""
     operand_classes: int
-    """Classes whose weight rows are copied at a time; V where no copy is needed."""
+    """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
-    """Tokens of a chunk whose products become dX at a time, on the path without a pass; all, where classes
-    come in blocks ("by_class")."""
+    """Most rows of one dX GEMM in the exponentials engine; with "by_class" the whole chunk."""
     narrow_rows: int
-    """Tokens of a chunk whose two products with a second term are made at once, at a time (low_rank.py);
-    0 where they are made one by one."""
+    """Rows of a chunk at a time for which one kernel forms both GEMMs of a second, narrow term.
+
+    See exponentials/low_rank.py. 0: two separate GEMMs.
+    """
     weight_gradient: WeightGradient
-    """Of the first term; the others' are accumulated."""
+    """How the first term's weight gradient is formed; those of other terms are accumulated."""
     sum_bits: int
-    """Of a sum that lies in part in the gradient's memory ("split"), on CUDA."""
+    """Bits of a sum that lies partly in the gradient's memory ("split"), on CUDA."""
     block_rows: int
-    """Tokens per tile of a class block ("by_class")."""
+    """Tokens per chunk of a class block ("by_class")."""
     block_classes: int
     """Classes per block ("by_class")."""
 
@@ -106,11 +115,12 @@ class Plan:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of logits, statistics and accumulators: float32, or float64 for float64."""
+        """Dtype of logits, row statistics and accumulators: float64 for float64, else float32."""
         return self.options.sum_dtype
 
 
 def make_plan(head: Head, options: Options, job: Job) -> Plan:
+    """Return the plan of a call whose engine is chosen."""
     route = route_of(head, options)
     workspace, needs = _needs(head, options, job, route)
     sizes = spend(workspace, needs)
@@ -134,7 +144,11 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
 
 
 def told(head: Head, options: Options, job: Job) -> Options:
-    """Return the options with what the caller decides for forward and backward, and a graph keeps."""
+    """Return the options plus the facts that a compiled graph is specialised on.
+
+    Forward and backward share them: the engine, `few_tokens`, and the memory of the dense
+    computation.
+    """
     layout = head.first_position if head.by_position else head
     engine = choose_engine(layout, options, job).engine
     dense = dense_workspace(head, options, job.wanted.all)
@@ -142,19 +156,24 @@ def told(head: Head, options: Options, job: Job) -> Options:
 
 
 def few_tokens(head: Head) -> bool:
-    """Whether one product for all tokens may be a weight's gradient."""
+    """Return True if a single GEMM over all tokens may form a weight gradient."""
     return tokens_decide(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
 
 
 def keeps_sum(head: Head, options: Options, job: Job) -> bool:
-    """Whether the first weight's gradient is kept as a sum until backward: all that the shapes and dtypes of
-    the outputs depend on, and as little as possible of N, which may be symbolic."""
+    """Return True if the first weight gradient is kept as a float32 sum until backward.
+
+    The shapes and dtypes of the operator's outputs depend on nothing else of the plan. This uses N
+    as little as possible, because N may be symbolic.
+    """
     return weight_gradient(*_needs(head, options, job, route_of(head, options))) == "accumulate"
 
 
 def held(head: Head, options: Options, job: Job) -> int:
-    """Bytes that a call takes beside what it is given and returns: of the workspace, and under autocast on
-    CUDA for its copies of the weights."""
+    """Return the bytes that a call takes beyond its arguments and results.
+
+    These are part of the workspace and, under autocast on CUDA, the copies of the weights.
+    """
     route = route_of(head, options)
     workspace, needs = _needs(head, options, job, route)
     cast = [each for each in head.weights if each.is_cuda and each.dtype != route.compute_dtype]
@@ -163,6 +182,7 @@ def held(head: Head, options: Options, job: Job) -> int:
 
 
 def _scales_in_gradient(head: Head, job: Job, route: Route) -> tuple[bool, ...]:
+    """Return one flag per term: a scaled row fits in the memory of the row's gradient."""
     return tuple(
         grad and input.dtype.itemsize >= route.compute_dtype.itemsize
         for input, grad in zip(head.inputs, job.wanted.inputs)
@@ -170,7 +190,10 @@ def _scales_in_gradient(head: Head, job: Job, route: Route) -> tuple[bool, ...]:
 
 
 def _of_strips(head: Head, options: Options, job: Job, route: Route) -> int:
-    """Bytes of a token; 0 without a narrow term, or where not both of its gradients are wanted."""
+    """Return the bytes per token of a narrow term's partial products, one per strip of classes.
+
+    0 without a narrow term, or where not both of its gradients are wanted.
+    """
     if not route.exponentials or [*zip(job.wanted.inputs, job.wanted.weights)][1:] != [(True, True)]:
         return 0
     R = head.inputs[1].shape[-1]
@@ -178,6 +201,7 @@ def _of_strips(head: Head, options: Options, job: Job, route: Route) -> int:
 
 
 def _narrow_rows(needs: Needs, sizes: Sizes) -> int:
+    """Return the rows at a time for which both GEMMs of a narrow term are formed together."""
     if not needs.of_strips or sizes.weight_gradient == "by_class":
         return 0
     most, tile = needs.in_turn(sizes.rows) // needs.of_strips, ROW_TILE[needs.device]
@@ -187,26 +211,27 @@ def _narrow_rows(needs: Needs, sizes: Sizes) -> int:
 
 
 def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, Needs]:
-    """The workspace, and what takes how much of it."""
+    """Return the workspace in bytes, and the bytes that each part of the call takes."""
     wanted, sum_dtype, device = job.wanted, options.sum_dtype, head.device.type
     N, V, D = head.tokens, head.classes, head.inputs[0].shape[-1]
     features = [input.shape[-1] for input in head.inputs]
     sum_size, operand_size = sum_dtype.itemsize, route.compute_dtype.itemsize
-    # On CUDA another dtype means autocast, and one copy of the whole weight: not the workspace's.
+    # On CUDA another dtype means autocast: one copy of the whole weight, which no workspace
+    # includes.
     weight = head.weights[0]
     copies_weight = (weight.dtype != route.compute_dtype and device == "cpu") or not multiplies(weight)
 
-    # Only a kernel rounds in place; here it does so before a logit is stored.
+    # Only the Triton kernel rounds in place: it does so before it stores a number.
     rounds_apart = route.backend == "torch" and route.compute_dtype != sum_dtype
     logit = sum_size + (operand_size if rounds_apart else 0)
     if route.cpu_exponentials:
         logit = operand_size
     found = product = 0
     keeps_exponentials = route.exponentials and wanted.some
-    if route.exponentials:  # a bfloat16 number, and float32 sums for every 128 classes
+    if route.exponentials:  # bfloat16 exponentials, and float32 partial sums for every 128 classes
         logits = (V + 8) * operand_size if keeps_exponentials else 0
         found = V // 32 * _sums(options, job)
-    elif route.distances:  # likewise, and four sums for every 128 (the interpreter's tiles are smaller)
+    elif route.distances:  # the same with four sums (the interpreter's tiles are smaller)
         logits = V // 8 + 2048 + ((V + 8) * operand_size if wanted.some else 0)
     elif route.cpu_exponentials:
         logits = V * logit if wanted.some else 0
@@ -214,13 +239,13 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         logits = V * (logit if wanted.some else sum_size)
         if route.backend == "torch":
             logits += V * sum_size * _copies(options, job)
-    row = logits + 24 * sum_size  # and statistics
+    row = logits + 24 * sum_size  # and row statistics
     gathered = 0
     for k, D_k in enumerate(features):
         if route.copies_rows[k]:
             of_row, at_once = copied_bytes(head.inputs[k], route.compute_dtype)
             row, gathered = row + of_row, max(gathered, at_once)
-        if route.cpu_exponentials:  # targets' rows of the weight, and what they are multiplied with
+        if route.cpu_exponentials:  # rows of the weight for the targets, and their products
             row += (2 * sum_size + operand_size) * D_k
         if not route.exponentials:
             row += wanted.inputs[k] * sum_size * D_k
@@ -229,12 +254,13 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         if wanted.weights[k] and not _scales_in_gradient(head, job, route)[k]:
             row += D_k * operand_size
     of_strips = _of_strips(head, options, job, route)
-    if of_strips:  # and, as long as the chunk lasts, what becomes its rows of dX
+    if of_strips:  # and the chunk's rows of dX, kept as long as the chunk lasts
         row += features[1] * sum_size
-    # The bias, its gradient, and a chunk's share of that.
+    # The bias, its gradient, a chunk's share of that gradient, and temporaries of their size.
     of_bias = 11 if route.exponentials else 6 if route.cpu_exponentials else 3
     vectors = (of_bias * int(head.bias is not None) + int(job.class_weights)) * V * sum_size
-    # A CUDA allocation is a multiple of 512 bytes, and some eighty vectors and numbers are small.
+    # A CUDA allocation is a multiple of 512 bytes, and about eighty vectors and numbers are
+    # smaller.
     fixed = (
         ((160 if route.exponentials else 64) + 16 * sum_size) * N
         + vectors
@@ -247,23 +273,24 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
         size = V * features[k] * sum_size if grad and weight.dtype != sum_dtype else 0
         if k == 0:
             weight_sum = size
-        else:  # small, and summed in any case
+        else:  # small, and always accumulated
             copied = weight.dtype != route.compute_dtype or not multiplies(weight)
             narrow += size + (V * features[k] * operand_size if copied else 0)
     fixed += narrow
-    # What a sum in the gradient's memory takes beside it: a byte for each weight, or half of one, where there
-    # are tensor maps (packed_triton.py), else, on the CPU, half of itself (in_place.py).
+    # A packed sum takes this much beyond the gradient's memory: on CUDA with tensor maps one byte
+    # per weight or half a byte (packed_triton.py), on the CPU half of its own size (in_place.py).
     split_sum = split_sum_20 = at_once = 0
     if (route.exponentials or route.distances) and head.weights[0].dtype == torch.bfloat16:
         split_sum, split_sum_20 = min(weight_sum, V * D), min(weight_sum, V * D // 2)
-        # Not with label smoothing, which adds to every row.
+        # Label smoothing adds to every row of the gradient, so a single GEMM would not be its only
+        # writer.
         if route.exponentials and options.few_tokens and not options.label_smoothing:
             at_once = TARGETS * (N * operand_size + D * sum_size)
     elif device == "cpu" and head.weights[0].dtype.itemsize * 2 == sum_size:
         split_sum = min(weight_sum, (V - V // 2) * D * sum_size)
     by_class = None
     if route.exponentials and weight_sum:
-        fixed += 4 * V  # where the rows of its targets are
+        fixed += 4 * V  # the place of each class in the sorted targets
         copies = sum(D_k * operand_size * copied for D_k, copied in zip(features, route.copies_rows))
         by_class = ClassBlocks(
             N=N,
@@ -277,10 +304,10 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
             row=24 * sum_size
             + copies
             + sum(D_k * sum_size * wanted for D_k, wanted in zip(features, wanted.inputs)),
-            gradient_row=copies + 40 * wanted.bias,  # ones, to add up with
+            gradient_row=copies + 40 * wanted.bias,  # the bias gradient is a GEMM with ones
             class_sum=D * sum_size + 64 * wanted.bias,
         )
-    maps_sum = split_sum_20 > 0 and D % 16 == 0  # as a tensor map of its lower bits wants
+    maps_sum = split_sum_20 > 0 and D % 16 == 0  # the tensor map of the lower bits requires it
     pipelined = maps_sum and hopper.pipelines_on(head.device) and hopper.worth(V, D, ENOUGH_ROWS)
     needs = Needs(
         N=N,
@@ -312,11 +339,11 @@ def _needs(head: Head, options: Options, job: Job, route: Route) -> tuple[int, N
 
 
 def _copies(options: Options, job: Job) -> int:
-    """Tensors as large as the logits that the pass in torch makes beside them."""
+    """Return how many tensors as large as the logits the torch softmax holds beside them."""
     several = (bool(options.softcap), job.log_probs, job.probabilities, job.wanted.scale)
     return 2 * sum(several)
 
 
 def _sums(options: Options, job: Job) -> int:
-    """What the exponential path adds up for each tile of logits."""
+    """Return how many partial sums the exponentials engine keeps per row and half tile."""
     return 1 + 3 * int(job.log_probs) + int(job.wanted.scale)

@@ -1,4 +1,4 @@
-"""Which engine runs a call: chosen once, by the paths that its operands fit; and what follows from it.
+"""Choose the engine of a call by what each requires of operands, options and device.
 
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
@@ -21,20 +21,25 @@ from lowtide.core.strides import (
 )
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
-# engine.py's pass in torch and in Triton, engine.py, engine.py and cpu_engine.py. Each
-# saves statistics of its own: the third and the last leave the target out of a row's sum.
+# In this order: engines/engine.py with softmax_torch.py; the same with softmax_triton.py;
+# exponentials/engine.py; soft_targets/engine.py; exponentials/cpu_engine.py. Each saves row
+# statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
+# row's sum.
 ENGINES = ("torch", "triton", "exponentials", "distances", "cpu_exponentials")
-TILED = ("exponentials", "distances")  # which read operands through tensor maps
-# Operands of gemm_triton.py's tiles: float16 has not the range for exp(z), float32 not the speed.
+TILED = ("exponentials", "distances")  # engines that read operands through tensor maps
+# Operand dtypes of exponentials/gemm_triton.py: float16 lacks the range for exp(z), float32 the
+# speed.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)  # decision 0002
-# Of a second term there: what a tile has room for beside its own operands.
+# Most features of a second term in a tiled engine: a tile has room for so many beside its own
+# operands.
 SECOND_FEATURES = 64  # decision 0015
-# Of a CPU's bfloat16 products: with fewer, the host has more to do than its units.
+# Fewest weights for the CPU's bfloat16 GEMMs; with fewer, the host takes longer than the matrix
+# units.
 FEWEST_WEIGHTS = 1 << 20
 
 
 class Wanted(NamedTuple):
-    """Which gradients are; in the order of Head's tensors."""
+    """Say which gradients are wanted, in the order of Head's tensors."""
 
     inputs: tuple[bool, ...]
     weights: tuple[bool, ...]
@@ -51,14 +56,15 @@ class Wanted(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a call makes of a head."""
+    """Say what a call computes from a head: which gradients, which outputs, from which target."""
 
     wanted: Wanted
     log_probs: bool
-    """Log-probabilities and entropies, or their gradients; else a loss."""
+    """True for log-probabilities and entropies, or their gradients; False for a loss."""
     soft_dtype: torch.dtype | None
-    """Of class probabilities, if the target holds these."""
+    """Dtype of the class probabilities, if the target holds them; else None."""
     class_weights: bool
+    """True if the call has class weights."""
 
     @property
     def probabilities(self) -> bool:
@@ -66,7 +72,7 @@ class Job(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The engine of a call, and why it is no other."""
+    """Hold the engine of a call, and the reasons against the other engines."""
 
     engine: str
     against_exponentials: str | None
@@ -74,7 +80,10 @@ class Choice(NamedTuple):
 
 
 def choose_engine(head: Head, options: Options, job: Job) -> Choice:
-    """Choose by layouts, dtypes and the device: once a call, since each engine saves its own statistics."""
+    """Choose by layouts, dtypes and the device.
+
+    This happens once per call, because each engine saves row statistics of its own.
+    """
     backend = choose_backend(options.backend, head.device, options.compute_dtype)
     against_cpu_exponentials = _reason_against_cpu_exponentials(head, options, job, backend)
     against_tiles = _reason_against_tiles(head, options, backend)
@@ -89,8 +98,7 @@ def choose_engine(head: Head, options: Options, job: Job) -> Choice:
 
 
 class Route(NamedTuple):
-    """What follows from the engine of a call and the layout of its operands; planner.py's Plan says what each
-    means."""
+    """Hold what follows from engine and layout; planner.py's Plan explains the fields."""
 
     engine: str
     compute_dtype: torch.dtype
@@ -114,23 +122,24 @@ class Route(NamedTuple):
 
 
 def route_of(head: Head, options: Options) -> Route:
+    """Return what follows from the engine of the options and the layout of the operands."""
     cuda = head.device.type == "cuda"
-    # torch has no half-precision product with a float32 result on the CPU.
+    # On the CPU torch has no half-precision GEMM with a float32 result.
     own = options.engine == "cpu_exponentials"
     compute_dtype = options.compute_dtype if cuda or own else options.sum_dtype
-    # Rows that are ignored are left out on the CPU (decision 0008), so that a chunk copies those that count.
+    # On the CPU ignored rows are left out (decision 0008): a chunk copies the rows that are kept.
     selects = not cuda and backend_of(options.engine) == "torch"
     copied = tuple(selects or copies_rows(each, compute_dtype) for each in head.inputs)
     return Route(options.engine, compute_dtype, copied)
 
 
 def backend_of(engine: str) -> str:
-    """ "triton" where the engine's kernels are Triton's, else "torch"."""
+    """Return "triton" if the engine's kernels are Triton's, else "torch"."""
     return "torch" if engine in ("torch", "cpu_exponentials") else "triton"
 
 
 def check_engine(options: Options, device: torch.device) -> None:
-    """Refuse a call whose engine was chosen elsewhere, for a graph that is kept, and cannot run here."""
+    """Refuse a call whose engine was chosen elsewhere, for a saved graph, and cannot run here."""
     engine, reason = options.engine, None
     if engine not in ENGINES:
         raise ArgumentError(f"engine must be one of {ENGINES}, got {engine!r}; choose one with plan.told")
@@ -148,9 +157,12 @@ def check_engine(options: Options, device: torch.device) -> None:
 
 
 def readable(head: Head, options: Options) -> Head:
-    """Copy each operand that the engine cannot read as it lies. None is where the engine was chosen for these
-    tensors. A compiled graph may be given some that begin elsewhere than the example's, and saved tensors may
-    come back from hooks in another layout."""
+    """Copy each operand that the engine cannot read in its layout.
+
+    There is none if the engine was chosen for these tensors. But a compiled graph may get tensors
+    that begin at other addresses than the example's, and hooks may return saved tensors in another
+    layout.
+    """
     if options.engine in TILED:
         route = route_of(head, options)
         inputs = tuple(
@@ -172,6 +184,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _reason_against_tiles(head: Head, options: Options, backend: str) -> str | None:
+    """Return why the tiled engines cannot run the call, or None."""
     if backend != "triton":
         return f"its kernels are Triton's, and this call runs in plain torch, on {head.device.type} tensors"
     if not _has_tensor_maps(head.device):
@@ -192,22 +205,28 @@ def _reason_against_tiles(head: Head, options: Options, backend: str) -> str | N
 
 
 def _fits_distances(head: Head, options: Options, job: Job) -> bool:
-    """Probabilities of more digits than the operands may be nearer to p than a distance says. A slope, and a
-    sum of gradients times logits, want more of them, too. Rows of other lengths are loaded one by one."""
+    """Return True if 16-bit distances are exact enough for the call and fast to load.
+
+    Class probabilities with more digits than the operands may be nearer to p than a distance can
+    tell. The slope of a soft cap, and a sum of gradients times logits, need more digits as well.
+    Rows whose length is no multiple of 16 would be loaded element by element.
+    """
     as_coarse = job.soft_dtype in EXPONENTIAL_DTYPES  # decision 0018
     return as_coarse and not options.softcap and not job.wanted.scale and head.classes % 16 == 0
 
 
 def _reason_against_exponentials(options: Options, job: Job) -> str | None:
+    """Return why the exponentials engine cannot run the call, or None."""
     if job.probabilities:
         return "it takes class indices"
     if options.label_smoothing and options.softcap:
-        # A spread over all classes is a term of rank 1 only as long as nothing bends the logits.
+        # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
         return "it takes label smoothing without a soft cap"
     return None
 
 
 def _reason_against_cpu_exponentials(head: Head, options: Options, job: Job, backend: str) -> str | None:
+    """Return why exponentials/cpu_engine.py cannot run the call, or None."""
     weight, *others = head.weights
     if head.device.type != "cpu" or backend != "torch":
         return "it is for CPU tensors, without Triton"
@@ -225,6 +244,7 @@ def _reason_against_cpu_exponentials(head: Head, options: Options, job: Job, bac
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return "triton" or "torch": the backend that was asked for, or the one that "auto" means."""
     reason = _triton_refuses(device, dtype)
     if backend == "auto":
         return "triton" if device.type == "cuda" and reason is None else "torch"
@@ -234,6 +254,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why Triton's kernels cannot run on the device in this dtype, or None."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
@@ -246,17 +267,21 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _has_tensor_maps(device: torch.device) -> bool:
-    """Hopper: later cards have them too, but the tiles were measured, and fit its shared memory, there.
-    (Without a card a CUDA tensor is a fake one.)"""
+    """Return True on a Hopper GPU that is present.
+
+    Later GPUs have tensor maps too, but the tiles were measured on Hopper and fit its shared
+    memory. A CUDA tensor without a GPU is a fake one.
+    """
     nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _cpu_products_refuse() -> str | None:
+    """Return why the CPU's bfloat16 GEMMs cannot run, or None."""
     return gemm.against()
 
 
-# What depends on machine and process alone is a constant of a compiled graph, and not traced.
-# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
+# What depends on machine and process alone is a constant in a compiled graph and is not traced.
+# torch.compiler.assume_constant_result sets the same attribute, but imports all of torch.compile.
 for _constant in (_triton_refuses, _has_tensor_maps, _cpu_products_refuse):
     _constant.__dict__["_dynamo_marked_constant"] = True
