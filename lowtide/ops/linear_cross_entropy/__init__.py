@@ -1,3 +1,18 @@
+"""Compute a linear head and its cross-entropy, or log-probabilities, in bounded memory.
+
+The logits are computed chunk by chunk and reduced at once, in forward and backward.
+
+Folders and modules, in import order (each imports only from those above it):
+
+definition/  what a call computes, its arguments, the dense reference
+planning/    what follows from shapes and dtypes: the engine, chunk sizes, memory
+engines/     the loss and its gradients, chunk by chunk
+operator/    the operators of torch.ops.lowtide, and their derivatives
+dispatch     run a checked call as an operator, as a row function or densely
+positions    a K-dimensional loss, which has one head per position
+api          the public functions and LinearCrossEntropyLoss
+"""
+
 from lowtide.ops.linear_cross_entropy.api import (
     LinearCrossEntropyLoss,
     LogProbs,

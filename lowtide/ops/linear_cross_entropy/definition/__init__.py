@@ -1,0 +1,8 @@
+"""Define what a call computes and which arguments it accepts, whichever engine runs it.
+
+Modules, in import order (a module imports only from those above it):
+
+head        a head's tensors and the options of the loss
+validation  check the arguments of a call
+reference   the dense definition in torch, with all logits at once
+"""

@@ -1,12 +1,18 @@
-"""The chunk engine: the loss and its gradients from products of chunks, in bounded memory.
+"""Compute the loss and its gradients by chunks of rows, in bounded memory: the base engine.
 
-For a chunk of C tokens, U = sum_k X_k W_k^T in float32; one pass turns U in place into G, the gradient of U
-but for the logit scale, rounded once to the operands' dtype; then dX_k = G W_k and dW_k += G^T X_k, the sum
-kept in float32 by the product itself. The factor that all rows share (1/n of a mean, the logit scale) stays
-out of G: folded in, it would round every target column with the same error.
+For a chunk of C tokens, U = sum_k X_k W_k^T is computed in float32. The softmax turns U in place
+into G, the gradient of U apart from the logit scale, rounded once to the operands' dtype. Two GEMMs
+per term follow, which accumulate in float32 themselves:
 
-Shapes: N tokens, of which M count; D_k features of term k, V classes; C tokens of a chunk, B classes of a
-block.
+    dX_k = G W_k,   dW_k += G^T X_k
+
+The factor that all rows share (1/n of a mean, the logit scale) is not applied to G, because it
+would round every target column with the same error.
+
+softmax_torch.py has the formulas of the softmax.
+
+Shapes: N tokens, of which M are kept (not ignored); D_k features of term k, V classes; C tokens of
+a chunk, B classes of a block.
 """
 
 import dataclasses
@@ -26,8 +32,10 @@ from lowtide.ops.linear_cross_entropy.planning.planner import Plan
 
 
 class Stream(LossRows):
-    """One call's operands, to be walked in chunks. Holds views and vectors of N and V elements, nothing
-    larger."""
+    """Hold one call's operands and walk over them in chunks.
+
+    It holds views, and vectors of N and V elements, but nothing larger.
+    """
 
     def __init__(self, plan: Plan, head: Head, target: Tensor, class_weight_V: Tensor | None) -> None:
         super().__init__(plan, head, target, class_weight_V)
@@ -36,15 +44,19 @@ class Stream(LossRows):
             for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
         ]
 
-    # The walk over the tokens, and the one over the classes.
+    # The walk over chunks of tokens, and the walk over blocks of classes.
 
     def take_statistics(self) -> Statistics:
+        """Compute the row statistics without gradients."""
         statistics = self.empty_statistics()
         self._sweep(self.terms(), statistics, no_gradients(self.head), take_statistics=True)
         return statistics
 
     def take_statistics_and_gradients(self, factor: Tensor) -> tuple[Statistics, Gradients]:
-        """In one sweep; the gradients of factor * sum(loss_N), ready for any upstream factor."""
+        """Compute both in one sweep; the gradients are those of factor * sum(loss_N).
+
+        They are stored so that any upstream factor can still be applied.
+        """
         statistics = self.empty_statistics()
         gradients = self.gradients(self.terms(), statistics, factor, final=False, take_statistics=True)
         return statistics, gradients
@@ -58,7 +70,10 @@ class Stream(LossRows):
         final: bool,
         take_statistics: bool,
     ) -> Gradients:
-        """Of what the terms say, times factor."""
+        """Compute the gradients that the terms describe, times factor.
+
+        `final`: no upstream factor follows. `take_statistics`: compute the row statistics as well.
+        """
         tensors = (*self.head.inputs, *self.head.weights)
         dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
         lift = pending_gradient.lift(terms.largest, dtypes)
@@ -80,6 +95,7 @@ class Stream(LossRows):
     def _sweep(
         self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
     ) -> None:
+        """Walk over the chunks of tokens: statistics, input gradients, and dW unless "by_class"."""
         plan, operands = self.plan, self.operands
         by_class = plan.weight_gradient == "by_class"
         in_this_sweep = (*gradients.inputs, *gradients.weights[by_class:], gradients.bias, gradients.scale)
@@ -111,15 +127,19 @@ class Stream(LossRows):
                     product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if gradients.bias is not None:
                 gradients.bias.tensor.add_(g_CV.sum(0, dtype=plan.sum_dtype))
-            del chunks, g_CV, x_CD  # copies, some of them: gone before the next are made
+            # Copies may be among them; free them before the next ones are made.
+            del chunks, g_CV, x_CD
         if shared is not None and self.M:
             shared.round_in_place()
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
-        """dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once; G anew."""
+        """Compute dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once.
+
+        G is recomputed from the operands and the row statistics.
+        """
         plan, dw = self.plan, gradients.weights[0]
         assert dw is not None
-        statistics = dataclasses.replace(statistics, moment_N=None)  # taken already
+        statistics = dataclasses.replace(statistics, moment_N=None)  # already computed
         dw_sum_BD = self._buffer(plan.block_classes, self.operands[0].D)
         logits = self._buffer(plan.block_rows, plan.block_classes).view(-1)
         for classes in blocks(self.V, plan.block_classes):
@@ -135,12 +155,12 @@ class Stream(LossRows):
                 g_CB = self._softmax_gradient_(z_CB, terms[rows], statistics[rows], columns, False, True)
                 product(dw_sum_BD[:B], g_CB.t(), chunks[0], add=start > 0)
                 del chunks, x_CD, g_CB
-            del weights, weight_BD  # before the next ones are made
+            del weights, weight_BD  # free them before the next ones are made
             pending_gradient.scale_into(
                 dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend, spent=True
             )
 
-    # Pieces.
+    # Steps of the walks.
 
     def _gradient_of_chunk_(
         self,
@@ -151,7 +171,8 @@ class Stream(LossRows):
         statistics: Statistics,
         take_statistics: bool,
         gradient: bool,
-    ) -> Any:  # Tensor [C, V], in the memory of z_CV; or None without a gradient
+    ) -> Any:  # Tensor [C, V], in the memory of z_CV; None without a gradient
+        """Compute the chunk's logits, then their row statistics, their gradient, or both."""
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
             for classes, weight_BD in operand.weights(self.plan.operand_classes):
                 product(z_CV[:, classes], x_CD, weight_BD.t(), add=k > 0)
@@ -159,12 +180,13 @@ class Stream(LossRows):
         return self._softmax_gradient_(z_CV, terms, statistics, columns, take_statistics, gradient)
 
     def _writes_directly(self, dx: Kept) -> bool:
-        """Whether a product may leave the chunk's gradient where it is kept."""
+        """Return True if a GEMM may write the chunk's rows straight into the input gradient."""
         return dx.rounding is None and self.counted is None
 
     def _input_gradient(
         self, operand: Operand, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice
     ) -> None:
+        """Compute the chunk's rows of an input gradient from G."""
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
         for classes, weight_BD in operand.weights(self.plan.operand_classes):
             product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
@@ -172,7 +194,7 @@ class Stream(LossRows):
             self._keep_rows(dx, dx_CD, rows)
 
     def _keep_rows(self, dx: Kept, dx_CD: Tensor, rows: slice) -> None:
-        """A chunk's rows of an input's gradient, spent, where they are kept."""
+        """Store a chunk's rows of an input gradient; dx_CD may be overwritten."""
         if self.counted is not None:
             rounded_CD = dx_CD if dx.rounding is None else dx_CD.mul_(dx.rounding)
             dx.tensor[self.counted[rows]] = rounded_CD.to(dx.tensor.dtype)
@@ -187,7 +209,8 @@ class Stream(LossRows):
         columns: Columns,
         take_statistics: bool,
         gradient: bool,
-    ) -> Any:  # Tensor [C, B], or None without a gradient
+    ) -> Any:  # Tensor [C, B]; None without a gradient
+        """Run the softmax of the plan's backend on a tile of logits, in place."""
         if self.plan.backend == "triton":
             from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_
         else:
@@ -202,6 +225,7 @@ class Stream(LossRows):
         )
 
     def _columns(self, rows: slice, classes: slice = slice(0, None)) -> Columns:
+        """Return what the softmax needs to know about a tile's columns."""
         smoothing = self.plan.options.label_smoothing
         return Columns(
             first_class=classes.start,
@@ -214,10 +238,13 @@ class Stream(LossRows):
         )
 
     def _split_sum(self, dw: Kept) -> Any:
+        """Return the accumulator that lies partly in the gradient's memory."""
         return SharedSum(dw.tensor, dw.rounding)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
+        """Return memory for a chunk of logits."""
         return self._buffer(rows, self.V)
 
     def _buffer(self, rows: int, columns: int) -> Tensor:
+        """Return an uninitialised matrix in the accumulators' dtype."""
         return torch.empty(rows, columns, dtype=self.plan.sum_dtype, device=self.device)

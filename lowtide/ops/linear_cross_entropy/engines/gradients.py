@@ -1,5 +1,6 @@
-"""Gradients on their way: where they are put together, and what is still to be done to them
-(pending_gradient.py).
+"""Allocate the memory of the gradients, and record the factors still to be applied to them.
+
+lowtide/core/pending_gradient.py explains these factors.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -16,18 +17,20 @@ from lowtide.ops.linear_cross_entropy.planning.planner import Plan
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A gradient on its way: the sum of the products itself, or that sum rounded; see pending_gradient.py."""
+    """Hold a gradient under way: an accumulator, or a rounded accumulator, and its factors."""
 
     tensor: Tensor
-    """In the gradient's dtype, or a wider one."""
+    """The memory, in the gradient's dtype or a wider one."""
     rounding: Tensor | None
-    """The factor that goes in as tensor is formed, or as a float32 sum is rounded into it; None for none."""
+    """The factor applied as `tensor` is computed or as its sum is rounded; None for 1."""
     pending: Tensor | None
-    """The factor still to be applied; None where there is none."""
+    """The factor still to be applied; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
+    """Hold the gradients of a head's tensors; None for one that is not wanted."""
+
     inputs: tuple[Kept | None, ...]  # each [N, D_k]
     weights: tuple[Kept | None, ...]  # each [V, D_k]
     bias: Kept | None = None  # [V]
@@ -35,11 +38,12 @@ class Gradients:
 
     @property
     def all(self) -> tuple[Kept | None, ...]:
-        """In the order of Head's tensors."""
+        """Return them in the order of Head's tensors."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
 
 def no_gradients(head: Head) -> Gradients:
+    """Return gradients of which none is wanted."""
     nothing = (None,) * len(head.inputs)
     return Gradients(nothing, nothing)
 
@@ -47,11 +51,13 @@ def no_gradients(head: Head) -> Gradients:
 def allocate(
     plan: Plan, head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
 ) -> Gradients:
-    """Memory for the gradients that are wanted, of factor times what will be put there. `final`: nothing
-    waits for an upstream gradient. `empty`: nothing will be put there; `some_rows`: not in every row of the
-    inputs'."""
+    """Allocate memory for the wanted gradients; they will be factor times what is computed into it.
+
+    `final`: no upstream gradient follows. `empty`: nothing will be written. `some_rows`: not every
+    row of an input gradient will be written.
+    """
     wanted = plan.wanted
-    unscaled = factor  # for the gradient of the scale itself
+    unscaled = factor  # the gradient of the scale itself does not include the scale
     if head.scale is not None:
         factor = factor * head.scale.to(plan.sum_dtype)
 
@@ -65,7 +71,10 @@ def allocate(
         factor: Tensor = factor,
         lifted: int | Tensor = pending_gradient.FP16_EXPONENT,
     ) -> Kept:
-        """`by_row`: formed with factors of its rows, which this one can join: no pass is left for it."""
+        """Allocate one gradient and divide its factor into what is applied now and what remains.
+
+        `by_row`: its rows are multiplied by factors anyway; fold the shared factor in there.
+        """
         whole = like.dtype == plan.sum_dtype
         summed = summed or whole
         tensor = torch.empty(shape, dtype=plan.sum_dtype if summed else like.dtype, device=like.device)

@@ -1,10 +1,12 @@
-"""The pass over a tile of logits as one Triton kernel; softmax_torch.py has the mathematics, and the same
-in torch.
+"""Compute the softmax of a tile of logits, its statistics and its gradient, as one Triton kernel.
 
-A program takes a row. It reads the float32 logits once for their maximum and sum of exponentials, and once
-more to write the gradient and take what sums there are besides, from the last class to the first: what it
-read last is still in the L2 cache. A half-precision gradient is written into the second half of its own row
-of float32 logits, so that no write, going backwards, reaches a logit that is still to be read.
+softmax_torch.py has the formulas, and the same function in torch.
+
+Each program handles one row. It reads the float32 logits once for their maximum and the sum of
+exponentials. It reads them a second time to write the gradient and to compute any other sums. The
+second read goes from the last class to the first, because what was read last is still in the L2
+cache. A half-precision gradient is written into the second half of its own row of float32 logits.
+Written backwards, it never reaches a logit that is still to be read.
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
 """
@@ -17,17 +19,20 @@ from torch import Tensor
 from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 
-# Logits to the tile; with most options half as many, which is what the registers hold.
+# Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
 WARPS = 16  # decision 0001
 
-# Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is seen.
+# Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is read.
 LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
 def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
-    """z, the product u it came from, and the slope dz/du / scale; z is -inf beyond column B."""
+    """Return z, the raw logit u it is computed from, and the slope dz/du / scale.
+
+    z is -inf beyond column B.
+    """
     raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
     if bias_ptr is not None:
         raw_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
@@ -42,7 +47,10 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """max z and sum exp(z - max), online: each lane keeps its own, and takes one exponential a logit."""
+    """Return max z and sum exp(z - max), computed online.
+
+    Each lane keeps its own maximum and sum, and computes one exponential per logit.
+    """
     max_b = tl.full([BLOCK], LOWEST, tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
     for start in range(0, B, BLOCK):
@@ -56,7 +64,7 @@ def max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
-    """The class probabilities, smoothed, times the class weights."""
+    """Return the class probabilities, smoothed, times the class weights."""
     soft_b = tl.load(soft_ptr + columns.to(tl.int64) * stride, mask=columns < B, other=0.0).to(tl.float32)
     soft_b = soft_b * keep + floor
     if class_weight_ptr is not None:
@@ -103,8 +111,11 @@ def _softmax_gradient_kernel(
     SECOND_READ: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """softmax_torch.py names every vector. One that is not asked for, or has no part in this call, is
-    None."""
+    """Compute the row statistics, the gradient, or both. Grid: one program per row.
+
+    softmax_torch.py explains every vector. One that is not wanted, or has no part in this call, is
+    None.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr = logits_CB_ptr + row * logits_stride
     grad_ptr = grad_CB_ptr + row * grad_stride
@@ -112,7 +123,7 @@ def _softmax_gradient_kernel(
     if soft_CB_ptr is not None:
         soft_ptr = soft_CB_ptr + row * soft_row_stride
     ignored = tl.load(ignored_C_ptr + row)
-    classes = tl.where(ignored, 0, B)  # an ignored row's logits are not read, NaN or not
+    classes = tl.where(ignored, 0, B)  # an ignored row's logits are not read, since they may be NaN
     target = (tl.load(target_C_ptr + row) - first_class).to(tl.int32)
     scale = 1.0
     if scale_ptr is not None:
@@ -159,7 +170,7 @@ def _softmax_gradient_kernel(
             exp_b = tl.exp(shift_b)
             grad_b = exp_b * slant
             if TAKE_STATISTICS and argmax_C_ptr is not None:
-                # NaN is the largest, as in torch.
+                # NaN counts as the largest, as in torch.
                 best = tl.minimum(best, tl.min(tl.where((shift_b == 0.0) | (z_b != z_b), columns, B), 0))
             if tilt_C_ptr is not None or mean_C_ptr is not None:
                 finite_b = tl.where(shift_b == -float("inf"), 0.0, shift_b)
@@ -184,7 +195,8 @@ def _softmax_gradient_kernel(
                 grad_b = tl.where(columns == target, grad_b - hit, grad_b) * slope_b
                 if moment_C_ptr is not None:
                     moment += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
-                tl.debug_barrier()  # every thread has its logits before any writes over them
+                # All threads must have read their logits before any overwrites them.
+                tl.debug_barrier()
                 tl.store(grad_ptr + columns, grad_b.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
         if TAKE_STATISTICS:
             if spread_C_ptr is not None:
@@ -206,15 +218,16 @@ def softmax_gradient_(
     columns: Columns,
     *,
     take_statistics: bool,
-    gradient_dtype: torch.dtype | None,  # None: statistics alone
+    gradient_dtype: torch.dtype | None,  # None: statistics only
 ) -> Tensor | None:  # [C, B]
+    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
     grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
     softmax_gradient_into(grad_CB, logits_CB, terms, statistics, columns, take_statistics=take_statistics)
     return grad_CB
 
 
 def softmax_gradient_into(
-    grad_CB: Tensor | None,  # None: statistics alone
+    grad_CB: Tensor | None,  # None: statistics only
     logits_CB: Tensor,
     terms: Terms,
     statistics: Statistics,
@@ -222,6 +235,7 @@ def softmax_gradient_into(
     *,
     take_statistics: bool,
 ) -> None:
+    """Write the gradient to grad_CB, which may be `gradient_view` of the logits."""
     C, B = logits_CB.shape
     gradient = grad_CB is not None
     grad_CB = logits_CB if grad_CB is None else grad_CB
@@ -271,7 +285,7 @@ def softmax_gradient_into(
 
 
 def gradient_view(logits_CB: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the gradient goes: over the logits, or into the second half of each row if it is half as wide."""
+    """Return the gradient's memory: the logits' own, or the second half of each row of them."""
     if dtype == logits_CB.dtype:
         return logits_CB
     halves = logits_CB.view(dtype)

@@ -1,0 +1,19 @@
+"""Compute the loss and its gradients for class indices without storing logits, only exponentials.
+
+engine.py has the formulas, and runs on a Hopper GPU; cpu_engine.py is the same on a CPU with
+bfloat16 units.
+
+Modules, in import order (a module imports only from those above it):
+
+row_statistics    row statistics of both engines: the target's logit, the log-sum-exp, the entropy
+cpu_engine        the engine on a CPU
+row_coefficients  the Triton kernel of the row coefficients
+gemm_triton       the GEMM whose epilogue stores exponentials and partial sums, in Triton
+gemm_gluon        the same GEMM pipelined in Gluon
+gemm              choose and launch one of the two
+recompute         sum the partial sums; recompute the row tiles that are marked
+linear_term       the gradients of one linear term of the head, chunk by chunk
+low_rank_triton   the kernel that forms both GEMMs of a term of few features
+low_rank          the gradients of such a term
+engine            the engine on a Hopper GPU
+"""

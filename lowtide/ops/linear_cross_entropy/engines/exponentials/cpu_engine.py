@@ -1,7 +1,8 @@
-"""The engine of engine.py, which has the mathematics, on a CPU with units for bfloat16: its products
-are those of gemm.py. It takes one linear term, class indices, and what neither bends nor tilts the
-logits (requirements.py). A chunk with a row whose reference is too far below its largest logit is computed
-again.
+"""Run the engine of exponentials/engine.py, which has the formulas, on a CPU with bfloat16 units.
+
+The GEMMs are those of lowtide/core/cpu_gemm. The engine supports one linear term and class indices,
+but no soft cap, no label smoothing and no entropy (planning/requirements.py has the list). If the
+reference of a row is too far below its largest logit, its chunk is computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -23,6 +24,8 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import Sh
 
 
 class CpuExponentialStream(ExponentialRows):
+    """Walk over one call's chunks with exponentials in place of logits, on the CPU."""
+
     def _sweep(
         self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
     ) -> None:
@@ -37,7 +40,8 @@ class CpuExponentialStream(ExponentialRows):
         shared, sums = None, []
         if dw is not None and plan.weight_gradient == "split":
             shared = SharedSum(dw.tensor, dw.rounding)
-            sums = [part for part in shared.parts if part[1].shape[0]]  # of one class, one is empty
+            # With one class, one part is empty.
+            sums = [part for part in shared.parts if part[1].shape[0]]
         elif dw is not None and not by_class:
             sums = [(slice(0, self.V), dw.tensor)]
         for rows in blocks(self.M, plan.rows):
@@ -61,7 +65,7 @@ class CpuExponentialStream(ExponentialRows):
                 dx_CD.mul_(c_C[:, None]).add_(w_CD.mul_(h_C[:, None]))
                 if buffer_CD is not None:
                     self._keep_rows(dx, dx_CD, rows)
-            del w_CD  # before another of its size is made
+            del w_CD  # free it before another of its size is made
             if sums:
                 self._add_rows(sums, e_CV, x_CD, rows, row)
             if db is not None:
@@ -70,6 +74,7 @@ class CpuExponentialStream(ExponentialRows):
             shared.round_in_place()
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
+        """Compute dW class by class; the row coefficients are known from the other sweep."""
         plan, operand, (dw,) = self.plan, self.operands[0], gradients.weights
         assert dw is not None
         sum_BD = self._buffer(plan.block_classes, operand.D)
@@ -83,13 +88,14 @@ class CpuExponentialStream(ExponentialRows):
                 self._add_rows([(slice(0, B), sum_BD[:B])], e_CB, x_CD, rows, row, classes.start)
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend, spent=True)
 
-    # Pieces.
+    # Steps of the walks.
 
     def _take_statistics(
         self, x_CD: Tensor, e_CV: Tensor | None, row: Terms, stat: Statistics, logit_C: Tensor
     ) -> None:
+        """Compute E and S of a chunk, again with a new reference if the first is too low."""
         sum_C, max_C = self._exponentials(x_CD, e_CV, row.target_N, logit_C)
-        far_C = ~(sum_C <= LARGEST_SUM)  # or NaN
+        far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
         stat.max_N.copy_(torch.where(far_C, max_C, logit_C))
         if far_C.any():
             sum_C, _ = self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
@@ -103,7 +109,7 @@ class CpuExponentialStream(ExponentialRows):
         reference_C: Tensor,
         classes: slice = slice(0, None),
     ) -> tuple[Tensor, Tensor]:
-        """E of a block of classes; S, and each row's largest logit but the target's."""
+        """Write E of a block of classes; return S and each row's largest other logit."""
         weight_BD = self.operands[0].weight_VD[classes]
         bias_B = None if self.bias_V is None else self.bias_V[classes]
         if bias_B is not None and self.scale is not None:
@@ -129,11 +135,11 @@ class CpuExponentialStream(ExponentialRows):
         row: Terms,
         first_class: int = 0,
     ) -> None:
-        """E^T (c X), and the rows h X by target, to the sums of such classes of a block."""
+        """Add E^T (c X), and the rows h X at their targets, to the sums of a block of classes."""
         scaled_CD = (x_CD * self.scale_N[rows, None]).to(x_CD.dtype)
         for classes, sum_BD in sums:
             gemm.multiply_transposed(sum_BD, e_CB[:, classes], scaled_CD, add=rows.start > 0)
-        del scaled_CD  # before others are made
+        del scaled_CD  # free it before others are made
         targets_CD = x_CD * self.hit_N[rows, None]
         for classes, sum_BD in sums:
             column_C = row.target_N - (first_class + classes.start)
@@ -141,7 +147,10 @@ class CpuExponentialStream(ExponentialRows):
             sum_BD.index_add_(0, column_C[here], targets_CD[here])
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, rows: slice, row: Terms) -> None:
-        """Exact to float32: c is cut into three numbers of E's dtype that add up to it."""
+        """Add the chunk's bias gradient, exact to float32.
+
+        c is cut into three numbers of E's dtype that add up to it.
+        """
         rest_C, parts = self.scale_N[rows], []
         for _ in range(3):
             parts.append(rest_C.to(e_CV.dtype))
@@ -155,7 +164,7 @@ class CpuExponentialStream(ExponentialRows):
 
 
 def coefficients(row: Terms, stat: Statistics, logit_C: Tensor, *, take_gap: bool) -> tuple[Tensor, Tensor]:
-    """c and h of G = c E + h [v = t]; `take_gap`: and the gap lse - z_t, of the statistics."""
+    """Return c and h of G = c E + h [v = t]; with `take_gap`, compute lse - z_t as well."""
     distance_C = stat.max_N - logit_C
     exp_C = distance_C.neg().exp()
     total_C = exp_C + stat.sum_N
@@ -164,6 +173,6 @@ def coefficients(row: Terms, stat: Statistics, logit_C: Tensor, *, take_gap: boo
     pull_C = row.pull_N
     if row.lse_pull_N is not None:
         pull_C = pull_C + row.lse_pull_N * logsumexp(stat, logit_C)
-    # c e - hit, without the difference of two numbers near 1
+    # c e - hit, written so that no two numbers near 1 are subtracted
     rest_C = (pull_C - row.hit_N) * exp_C - row.hit_N * stat.sum_N
     return pull_C / total_C, rest_C / total_C

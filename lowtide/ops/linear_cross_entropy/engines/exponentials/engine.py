@@ -1,29 +1,34 @@
-"""The chunk engine without a pass over the logits, for bfloat16 on Hopper.
+"""Run the exponentials engine: loss and gradients without stored logits, bfloat16 on Hopper.
 
-The logits never reach memory. As a tile of U = X W^T is summed up, bias, scale and soft cap are applied, and
-it leaves as E = exp(z - r) in bfloat16, with r_i near the row's largest logit, and with 0 in the target's
-column; the row's sum S of E is taken in float32 before the rounding. That is all the gradient needs, since in
-each row
+The logits never reach memory. The GEMM U = X W^T applies bias, scale and soft cap in its epilogue
+and stores E = exp(z - r) in bfloat16. r_i is a reference near the row's largest logit. In the
+target's column E is 0. The row's sum S of E is taken in float32 before the rounding. The gradient
+needs nothing else, since in each row
 
-    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)        (the
-    rest: softmax_torch.py)
+    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)
 
-so that dX = c (E W) + h W_t - spread (w W), and dW = E^T (c X) + the rows h X added up by target - w (spread
-X): c scales rows of products, not logits, and the target's column, where p - 1 would lose its digits in
-bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): no difference of
-large numbers even for a token with p = 1 - 1e-9. What a soft cap's slope or an entropy's gradient multiplies
-p_v with is multiplied into E as it is stored, after it has been summed.
+(softmax_torch.py defines pull, hit, spread and w), and therefore
 
-bfloat16 has float32's range, so any r within 40 of the largest logit serves, and z_t nearly always does. Rows
-where it does not are found by their S; their tiles are computed again with r = max z, on the device, without
-asking the host.
+    dX = c (E W) + h W_t - spread (w W)
+    dW = E^T (c X) + (the rows h X, added at their targets) - w (spread X)
 
-Where dW is formed class by class, there are two sweeps, both in chunks of tokens and blocks of classes: the
-first makes what belongs to tokens, the second, which knows c, what belongs to classes. There dX is added up
-over the blocks, and marked row tiles of it are formed again, too.
+So c scales the rows of products, not logits. The target's column, where p - 1 would lose its digits
+in bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): there is
+no difference of large numbers, even for a token with p = 1 - 1e-9. With a soft cap or an entropy's
+gradient, each p_v has a further factor. E is multiplied by it as it is stored, after S has been
+summed.
 
-Idea of scaled exponentials: quack-kernels (github.com/Dao-AILab/quack); there with offsets per tile, in the
-products.
+bfloat16 has the range of float32, so any r within 40 of the largest logit works. z_t nearly always
+does. A row where it does not shows it in S; then its tiles are computed again with r = max z. This
+is decided on the device, without asking the host.
+
+If dW is formed class by class ("by_class"), there are two sweeps, both by chunks of tokens and
+blocks of classes. The first computes what belongs to tokens; the second, which knows c, what
+belongs to classes. In the first, dX is summed over the blocks, and its marked row tiles are
+computed again, too.
+
+The idea of scaled exponentials comes from quack-kernels (github.com/Dao-AILab/quack), which has
+offsets per tile, applied in the GEMMs.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block, P blocks.
 """
@@ -52,11 +57,14 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators impor
 
 
 class ExponentialStream(ExponentialRows):
+    """Walk over one call's chunks with exponentials in place of logits, on a Hopper GPU."""
+
     def _sweep(
         self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
     ) -> None:
         plan, smoothing = self.plan, terms.spread_N is not None
-        by_class = plan.weight_gradient == "by_class"  # what belongs to classes is not made in this sweep
+        # With class blocks this sweep leaves out what belongs to classes.
+        by_class = plan.weight_gradient == "by_class"
         dws = [None if by_class else dw for dw in gradients.weights]
         db = None if by_class else gradients.bias
         wanted = any(each is not None for each in (*gradients.inputs, *dws, db, gradients.scale))
@@ -71,7 +79,7 @@ class ExponentialStream(ExponentialRows):
         width = plan.chunk_classes if wanted else self.V
         buffer = None
         if wanted:
-            # Where classes come in blocks, there is room for what `_run` keeps of all.
+            # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
             least = 2 * halves_of_tiles(self.V) if width < self.V else 0
             buffer = self._exponentials_buffer(plan.rows, max(width, least))
         sorted_targets = None
@@ -100,7 +108,8 @@ class ExponentialStream(ExponentialRows):
             scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
             coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_statistics)
             if not wanted and not by_class:
-                del chunks, tiles  # copies, they may be: gone before the next are made
+                # Copies may be among them; free them before the next ones are made.
+                del chunks, tiles
                 continue
             if moment_C is not None:
                 moment_C = moment_C * scale_C + hit_C * raw_C
@@ -114,13 +123,15 @@ class ExponentialStream(ExponentialRows):
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], tiles[0].exp_CB)[0])
                 self._add_bias_targets(db.tensor, targets)
-            del chunks, x_CD, tiles  # and sums
+            del chunks, x_CD, tiles  # free them and the partial sums
         if db is not None:
             self._subtract_bias_spread(db.tensor, terms)
 
     def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
-        """All statistics are known: c E leaves the kernel as one number, and X is multiplied with it as it
-        is."""
+        """Compute dW class by class, when all row statistics are known.
+
+        The kernel stores c E rounded once, so X is multiplied by it without scaling.
+        """
         plan, operand, first_dw, db = self.plan, self.operands[0], gradients.weights[0], gradients.bias
         assert first_dw is not None
         targets = self._sorted_targets(self.M)
@@ -142,7 +153,7 @@ class ExponentialStream(ExponentialRows):
             for chunk in chunks:
                 g_CB = self._add_products(sums, buffer, classes, *chunk)
                 if db is not None:
-                    # torch.sum would take memory of its own, and of no size that is known.
+                    # torch.sum would allocate memory of unknown size.
                     db.tensor[classes] += sum_of_products(one_1C[:, : g_CB.shape[0]], g_CB)[0]
             row_kernels.round_block(
                 first_dw.tensor,
@@ -173,6 +184,7 @@ class ExponentialStream(ExponentialRows):
         stat: Statistics,
         scale_C: Tensor,
     ) -> Tensor:
+        """Add the GEMMs of a chunk to the sums of a block of classes; return c E."""
         chunks = [each.rows(rows) for each in self.operands]
         tiles = self._tiles(chunks, row, stat, buffer=buffer, classes=classes, factor_C=scale_C)
         tiles.run()
@@ -181,7 +193,7 @@ class ExponentialStream(ExponentialRows):
                 product(sum_BD, tiles.exp_CB.t(), x_CD, add=rows.start > 0)
         return tiles.exp_CB
 
-    # Statistics.
+    # Row statistics.
 
     def _tiles(
         self,
@@ -193,6 +205,7 @@ class ExponentialStream(ExponentialRows):
         classes: slice,
         factor_C: Tensor | None = None,
     ) -> Exponentials:
+        """Return the tiles of a chunk and a block of classes, ready to run."""
         C, B = row.target_N.shape[0], classes.stop - classes.start
         return Exponentials(
             *((x_CD, operand.weight(classes)) for x_CD, operand in zip(chunks, self.operands)),
@@ -218,9 +231,12 @@ class ExponentialStream(ExponentialRows):
         buffer: Tensor | None,
         take_statistics: bool,
     ) -> Tensor | None:
-        """E; S of each row, and what log-probabilities are made of, where they are asked for; and,
-        where classes come in blocks, the products that become dX. r becomes the largest logit where the
-        target's was too far below it. Returns the part of the moment that the other classes have."""
+        """Compute E, and with `take_statistics` the row statistics that are wanted.
+
+        With blocks of classes this computes the products that become dX too. r is replaced by the
+        largest logit in rows where the target's is too far below it. Return the moment of all
+        classes but the target's, or None if it is not wanted.
+        """
         if take_statistics and self.plan.job.log_probs:
             (whole,) = tiles
             self._run_log_probs(whole, row, stat, logit_C)
@@ -231,15 +247,15 @@ class ExponentialStream(ExponentialRows):
         self._run_blocks(tiles, sum_C, moment_C, guarded=not take_statistics)
         if sum_C is None:
             return moment_C
-        far_C = ~(sum_C <= LARGEST_SUM)  # or NaN
-        repair = tiles_of(far_C)  # nothing is computed in what follows where no row is marked
+        far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
+        repair = tiles_of(far_C)  # if no row is marked, the kernels below return at once
         max_C = torch.empty_like(sum_C)
-        # Nothing else leaves here: all blocks of classes at once, where their exponentials were.
+        # These runs store no E. So take all classes at once; the maxima may use E's memory.
         whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
         maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
         whole.run(maxima=maxima, repair=repair)
         reduce(maxima, max_C, largest=True, repair=repair)
-        del maxima  # before others are made
+        del maxima  # free them before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
         self._run_blocks(tiles, sum_C, moment_C, repair=repair)
         return moment_C
@@ -253,7 +269,8 @@ class ExponentialStream(ExponentialRows):
         repair: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
-        # Each block adds to what the one before has left, the first of which is the largest.
+        """Run each block of classes in turn, and reduce the partial sums."""
+        # Each block adds to the partial sums of the one before. The first block is the largest.
         sums, moments = (None if found_C is None else tiles[0].partials() for found_C in (sum_C, moment_C))
         for each in tiles:
             each.run(sums=sums, moments=moments, repair=repair, guarded=guarded)
@@ -264,8 +281,11 @@ class ExponentialStream(ExponentialRows):
                 reduce(partials, found_C, repair=repair)
 
     def _run_log_probs(self, tiles: Exponentials, row: Terms, stat: Statistics, logit_C: Tensor) -> None:
-        """r is the largest logit: an entropy is made of differences from it. Each half of a tile has its sums
-        relative to its own."""
+        """Compute what log-probabilities and entropies need, with r as the largest logit.
+
+        An entropy is a sum of differences from r. Each half tile has its sums relative to its own
+        largest logit; they are combined here.
+        """
         sums, means, maxima = tiles.partials(), tiles.partials(), tiles.partials()
         places = tiles.partials(torch.int32)
         tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
@@ -274,9 +294,11 @@ class ExponentialStream(ExponentialRows):
         tiles.run(maxima=maxima, places=places, repair=repair)
         stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
         del places
-        # The target's logit comes from a sum of its own: where it is the largest, gap = log(1 + S) holds.
+        # The target's logit comes from another kernel's sum. If it is the largest, r must be
+        # exactly that number, so that gap = log(1 + S) holds.
         stat.max_N.copy_(torch.where(stat.argmax_N == row.target_N, logit_C, max_C))
-        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)  # finite where a half has no class that counts
+        # Finite where a half has only the target or nothing.
+        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)
         means.addcmul_(sums, shift)
         shift.exp_()
         torch.sum(sums.mul_(shift), 0, out=stat.sum_N)
@@ -287,18 +309,23 @@ class ExponentialStream(ExponentialRows):
         torch.div(mean_C - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
 
     def _sorted_targets(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Of each chunk of so many rows, the targets in order, ignored rows last under a class of their own,
-        and the rows they belong to."""
+        """Sort the targets of each chunk of so many rows.
+
+        Return the sorted targets, with ignored rows last under a class of their own, and their
+        rows.
+        """
         class_N = self.target_N.masked_fill(self.ignored_N, self.V)
         chunk_N = torch.arange(self.M, device=self.device).div_(max(rows, 1), rounding_mode="floor")
         place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)
         return place_N.remainder_(self.V + 1), order_N
 
     def _add_bias_targets(self, sum_V: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+        """Add h of each row to the bias gradient of its target."""
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
         FloatSum(sum_V[:, None]).add_target_rows(one_N1, self.hit_N, *targets)
 
     def _subtract_bias_spread(self, sum_V: Tensor, terms: Terms) -> None:
+        """Subtract the smoothing term from the bias gradient."""
         if terms.spread_N is not None:
             spread = terms.spread_N.sum()
             sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)
@@ -306,5 +333,5 @@ class ExponentialStream(ExponentialRows):
     # Buffers.
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
-        # Rows of whole 16 bytes, as a tensor map wants them.
+        # A tensor map requires rows that are a multiple of 16 bytes.
         return torch.empty(rows, -(-columns // 8) * 8, dtype=self.plan.compute_dtype, device=self.device)

@@ -1,6 +1,7 @@
-"""Tiles of the logits of a chunk that leave as exponentials: which kernel makes them, and how it is launched.
+"""Choose and launch the kernel that computes a chunk's logits and stores them as exponentials.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all."""
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all.
+"""
 
 import math
 from functools import cached_property
@@ -18,11 +19,12 @@ Term = tuple[Tensor, Tensor]
 
 
 def halves_of_tiles(classes: int) -> int:
+    """Return the number of half tiles in a row of so many classes."""
     return 2 * triton.cdiv(classes, kernels.BLOCK_B)
 
 
 class Exponentials:
-    """Of one chunk and one block of classes: run once or more."""
+    """Hold the operands of one chunk and one block of classes, and run the kernel once or more."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class Exponentials:
         }
 
     def partials(self, dtype: torch.dtype = torch.float32, *, memory: Tensor | None = None) -> Tensor:
-        """[halves of tiles, C]: what the kernel finds in each."""
+        """Return memory for one partial result per half tile and row: [half tiles, C]."""
         size = halves_of_tiles(self.B), self.C
         if memory is None:
             return torch.empty(*size, dtype=dtype, device=self.device)
@@ -75,10 +77,13 @@ class Exponentials:
         repair: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
-        """Fills the partials that are given, of the row tiles that `repair` marks (of all without it), and
-        stores E where there is a place for it. Sums and moments of a block of classes are added to what those
-        before it have left. Not `guarded`, an ignored row whose logits are not finite has a NaN for its sum,
-        to be repaired, and a row with an infinite logit some other place for its maximum."""
+        """Fill the given partial results, and store E if it has memory.
+
+        `repair`: only the row tiles that are marked. Sums and moments are added to those of the
+        blocks of classes before this one. Without `guarded`, an ignored row whose logits are not
+        finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit gets a
+        wrong place for its maximum.
+        """
         programs = multiprocessors(self.device)
         arguments: dict[str, Any] = {
             **self.of_call,
@@ -93,7 +98,7 @@ class Exponentials:
             "PROGRAMS": programs,
             "GROUP": kernels.GROUP,
         }
-        # With a soft cap a step took a tenth longer on the pipeline (decision 0039).
+        # With a soft cap a step took a tenth longer on the Gluon pipeline (decision 0039).
         large = backend.worth(self.C, self.B, self.D) and self.softcap == 0
         if repair is None and large and backend.pipelines_on(self.device):
             from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_gluon
@@ -111,7 +116,9 @@ class Exponentials:
             **self._tiles,
             **arguments,
             SOFTCAP=self.softcap,
-            # The branch that spares most halves a comparison (dearer than an exponential) takes registers.
+            # A branch would spare most half tiles the comparison with the target, which takes
+            # longer than an exponential. But it takes registers, which a kernel with these options
+            # lacks.
             MASKED=self.softcap > 0 and moments is not None,  # decision 0012
             repair_ptr=repair,
             REPAIR=repair is not None,
@@ -127,6 +134,7 @@ class Exponentials:
         return self._tiles_of(describe, kernels.BLOCK_C)
 
     def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
+        """Return descriptors of the operands and of E, as keyword arguments of a kernel."""
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
         heights, depth = (rows, kernels.BLOCK_B), kernels.BLOCK_D
         tiles = {

@@ -1,8 +1,11 @@
-"""The kernel of gemm_triton.py on a Hopper card: what a tile leaves is the same function, the product
-is that of gluon.py. It took 0.97 to 0.99 of the other's time on an H200.
+"""Compute exponentials on a Hopper GPU: the kernel of gemm_triton.py as a Gluon pipeline.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
-= one tile, h a half of its classes."""
+The epilogue is the same function as in gemm_triton.py; the GEMM is that of engines/gemm/gluon.py.
+The kernel took 0.97 to 0.99 of the other's time on an H200.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all;
+lower case = one tile, h a half of its classes.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +30,7 @@ def _load(
     operands, a_s, b_s, full, empty, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Load the operands of all tiles: the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
     step = 0
@@ -44,6 +48,7 @@ def _multiply_and_leave(
     WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Multiply all tiles and run their epilogues: one of the two consumer warpgroups."""
     exp_CB, exp_s = out
     reference_C_ptr, target_C_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr = of_rows
     bias_B_ptr, scale_ptr = of_classes
@@ -86,7 +91,7 @@ def exponentials_kernel(
     STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `exponential_kernels.exponentials_kernel` says."""
+    """Compute what exponentials/gemm_triton.py's `exponentials_kernel` does."""
     a_s, b_s, full, empty = ring(x_CD, weight_BD, STAGES, False)
     exp_s = None
     if STORE:

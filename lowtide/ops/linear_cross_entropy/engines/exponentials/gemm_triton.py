@@ -1,8 +1,11 @@
-"""The Triton kernel of the path without a pass over the logits: a product whose tiles leave as exponentials
-(engine.py has the mathematics). gemm.py launches it, or another with the same ending.
+"""Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all; lower case
-= one tile, h a half of its classes."""
+exponentials/engine.py has the formulas. gemm.py launches this kernel, or another one with the same
+epilogue.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all;
+lower case = one tile, h a half of its classes.
+"""
 
 import triton
 import triton.language as tl
@@ -12,8 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lowtide.core.triton_helpers import tanh_and_room
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, tile_at
 
-# A tile of the logits. It leaves in halves, one after the other: half the registers, and room in the shared
-# memory of an H100 for its operands three deep, those of a second term, and what gemm_triton.py loads.
+# A tile of the logits. Its epilogue runs on one half after the other. That takes half the
+# registers, and leaves room in an H100's shared memory for three stages of operands, for those of a
+# second term, and for what the epilogue loads.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
 STAGES, WARPS = 3, 8  # decision 0012
 GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
@@ -21,7 +25,8 @@ GROUP = 8  # row tiles that share a column of weight tiles while that is in the 
 HUGE = tl.constexpr(1e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Of a power of two that float32 takes for 0; finite, so that a class that is excluded (z = -inf) adds 0.
+# An exponent of 2 that gives 0 in float32. It is finite, so that an excluded class (z = -inf) adds
+# 0.
 LOWEST = tl.constexpr(-200.0)
 
 
@@ -30,6 +35,7 @@ def product_of_tile(
     x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Return a tile of U, the sum of the products of one or two terms."""
     u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
     for start in range(0, D, BLOCK_D):
         x_cd = x_CD.load([tile_c * BLOCK_C, start])
@@ -43,7 +49,7 @@ def product_of_tile(
 
 @triton.jit
 def _others(exp_ch, columns, target_c, B):
-    """0 at the target, and beyond the last class."""
+    """Return the exponentials with 0 at the target and beyond the last class."""
     return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
 
 
@@ -54,8 +60,11 @@ def leave(
     STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
     REPAIR: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """What half a tile leaves, from its product: its sums are stored, its exponentials returned. part: the
-    number of the half, among those of all tiles of a row."""
+    """Run the epilogue of half a tile: store the row sums, return exp(z - reference).
+
+    `part` is the number of the half among all halves of a row. exponentials_kernel explains the
+    options.
+    """
     H: tl.constexpr = u_ch.shape[1]
     exp_ch = u_ch
     if GUARDED:
@@ -75,8 +84,9 @@ def leave(
         max_c = tl.max(z_ch, 1)
         tl.store(max_ptr + place, max_c, mask=rows < C)
         if argmax_ptr is not None:
-            # The first column that holds the maximum. Comparing takes half the multiprocessor's
-            # lanes, arithmetic all: 0 x HUGE - column beats all that is below the maximum.
+            # Find the first column that holds the maximum. A comparison runs on half of the
+            # multiprocessor's lanes, arithmetic on all of them, so arithmetic does it: 0 x HUGE -
+            # column is larger than anything below the maximum.
             if REPAIR:
                 place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
                 argmax_c = tl.min(place_ch, 1)
@@ -85,7 +95,7 @@ def leave(
                 argmax_c = -tl.max(score_ch, 1).to(tl.int32)
             tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
         if mean_ptr is not None:
-            # Its own: far from the largest logit differences would lose their digits.
+            # Refer to the half's own maximum: far from it, differences would lose their digits.
             reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
     if STORE or sum_ptr is not None:
         shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
@@ -112,7 +122,7 @@ def leave(
             tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
             exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
         if SOFTCAP > 0:
-            # slope_of_tanh would have more digits below 1e-4, but spills registers; E is bfloat16 anyway.
+            # slope_of_tanh is more exact below 1e-4 but spills registers, and E is bfloat16 anyway.
             exp_ch *= 1.0 - capped_ch * capped_ch
         if moment_ptr is not None:
             product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
@@ -161,14 +171,20 @@ def exponentials_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """E = exp(z - reference), 0 at the target, in bfloat16, times what the gradient has of it in each class
-    and, with a factor, in each row; in float32, of each row and half a tile, whichever of these have a
-    pointer: the sum of E, of E (z - reference), of the stored value times u, and the largest z with its
-    class. With means, which come with maxima, the reference is the largest z of the half. With `repair`,
-    only row tiles that are marked: its first number says whether any is, the others are of each tile. An
-    ignored row's reference is infinite, so that it adds 0; if its logits are not finite, only where GUARDED.
-    Targets are left out of every half where MASKED, else out of those that have any.
-    Grid: one program a multiprocessor, tiles in turn."""
+    """Store E = exp(z - reference) in bfloat16 with 0 at the target, and partial sums in float32.
+
+    E is multiplied, as it is stored, by the class's factor in the gradient and, with factor_C_ptr,
+    by the row's. For each row and half tile, these are computed if they have a pointer: the sum of
+    E, the sum of E (z - reference), the sum of the stored value times u, and the largest z with its
+    class. With means, which require maxima, the reference is the largest z of the half.
+
+    REPAIR: only the row tiles that are marked. The first number of repair_ptr tells if any is; the
+    others belong to the row tiles. GUARDED: an ignored row, whose reference is infinite, adds 0
+    even if its logits are not finite. MASKED: the target is excluded in every half tile, not only
+    in those that hold one.
+
+    Grid: one program per multiprocessor, which takes tiles in turn.
+    """
     tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
     scale = None
     if scale_ptr is not None:
@@ -202,5 +218,6 @@ def exponentials_kernel(
 
 
 def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return tensor descriptors of a term's input and weight."""
     x_CD, weight_BD = term
     return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)

@@ -1,9 +1,11 @@
-"""One linear term of the head, on the path without a pass over the logits: what its two gradients are made
-of, chunk by chunk (engine.py has the mathematics).
+"""Form both gradients of one linear term of the head, chunk by chunk, in the exponentials engine.
 
-What a chunk adds to dW is a product with its rows of X, scaled, and the rows of its targets; what becomes its
-rows of dX, a product that is added to. The former comes first, and its scaled rows lie where the latter will
-be; in the last chunk dW is finished before, as it needs them once more.
+exponentials/engine.py has the formulas.
+
+A chunk adds to dW a GEMM with its scaled rows of X, and the rows of its targets. Its rows of dX
+come from another GEMM, plus what `input_gradient` adds. The dW GEMM comes first, because its scaled
+rows lie in the memory where those of dX will be. In the last chunk dW is finished before dX, since
+it reads the scaled rows once more.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -29,6 +31,8 @@ from lowtide.ops.linear_cross_entropy.planning.planner import Plan
 
 
 class LinearTerm:
+    """Form the gradients of one linear term."""
+
     def __init__(
         self,
         operand: Operand,
@@ -40,14 +44,18 @@ class LinearTerm:
         place: int,
         smoothing: bool,
     ) -> None:
-        """dx, dw: where its gradients are kept, None for one that is not made here. place: of the term, among
-        the head's."""
+        """Allocate the accumulator and what smoothing needs.
+
+        dx and dw hold the gradients; None for one that is not formed here. `place` is the term's
+        place in the head.
+        """
         self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
         self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
-        # Of all blocks of classes so far, where there are blocks; or of all classes, from low_rank.py.
+        # The sum over the blocks of classes so far, if there are several; or all of it from
+        # low_rank.py.
         self.product_CD: Tensor | None = None
-        self.scaled_CD: Tensor | None = None  # where dX's rows have no room
+        self.scaled_CD: Tensor | None = None  # only if they do not fit where dX's rows will be
         if dw is not None and not plan.scales_in_gradient[place]:
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
         self.sum: Any = None
@@ -58,10 +66,12 @@ class LinearTerm:
             elif kind == "at_once":
                 self.sum = RoundedProduct(dw.tensor, dw.rounding)
             else:
-                own = operand.weight_dtype == dw.tensor.dtype  # the gradient itself, not a sum to be rounded
+                # The gradient itself, not a sum to be rounded.
+                own = operand.weight_dtype == dw.tensor.dtype
                 within = own and fits_within(dw.tensor, plan.rows)
                 self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.rounding)
-        # With label smoothing, sum_v w_v W_v and sum_i spread_i x_i: all that it adds to the two products.
+        # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
+        # adds to dX and dW.
         self.total_weight_D: Tensor | None = None
         self.spread_x_D: Tensor | None = None
         if smoothing:
@@ -70,16 +80,19 @@ class LinearTerm:
             self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]
             self.spread_x_D = torch.zeros_like(self.total_weight_D)
 
-    def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:  # [C]: its part of them
+    # [C]: this term's part of the target logits.
+    def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:
         return row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C)
 
-    def sum_of_logits(self, x_CD: Tensor) -> Tensor:  # [C]: its part of sum_v w_v u_v
+    def sum_of_logits(self, x_CD: Tensor) -> Tensor:  # [C]: this term's part of sum_v w_v u_v
         assert self.total_weight_D is not None
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
     def add_block(self, e_CB: Tensor, classes: slice, repair: Tensor | None) -> None:
-        """Where classes come in blocks: to the products that become the chunk's rows of dX; with `repair`,
-        anew for marked row tiles."""
+        """Add a block of classes to the chunk's rows of dX, if classes come in blocks.
+
+        `repair`: compute marked row tiles again.
+        """
         if self.dx is None or self.plan.weight_gradient != "by_class":
             return
         if self.product_CD is None:
@@ -100,9 +113,12 @@ class LinearTerm:
         hit_N: Tensor,
         targets: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """All that the chunk adds to dW; the last one finishes it. Its target rows go in with its product: in
-        the row of a frequent class of a trained model the two nearly cancel, and a sum of either alone would
-        round by more than what is left."""
+        """Add the chunk to dW; the last chunk finishes it.
+
+        The target rows are added right after the chunk's GEMM. In the row of a frequent class of a
+        trained model the two nearly cancel. A sum of either alone would round by more than what
+        remains.
+        """
         if self.spread_x_D is not None:
             self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
         if self.sum is None or targets is None:
@@ -126,7 +142,7 @@ class LinearTerm:
         return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
 
     def finish_products(self, sum: FloatSum, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
-        """The rest of dW, where the products of all chunks are in the sum."""
+        """Finish dW after all products are added: add target rows, subtract smoothing."""
         sum.add_target_rows(self.operand.input, hit_N, *targets)
         self._subtract_spread(sum)
 
@@ -135,7 +151,7 @@ class LinearTerm:
             sum.subtract_spread(self.class_weight_V, self.spread_x_D)
 
     def finish_rows(self, e_CV: Tensor, row: Terms, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
-        """The chunk's rows of dX, some at a time, of the products and all else; over what dW needed."""
+        """Compute the chunk's rows of dX, some at a time, over the memory that dW has used."""
         if self.dx is None:
             return
         C, dx_CD, sum_CD = rows.stop - rows.start, self.dx.tensor[rows], self.product_CD
@@ -159,7 +175,7 @@ class LinearTerm:
                 self.one if self.dx.rounding is None else self.dx.rounding,
                 dx_CD[piece],
             )
-            del product_CD  # before another is made
+            del product_CD  # free it before another is made
 
     def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, self.operand.D, dtype=dtype, device=self.one.device)

@@ -1,5 +1,7 @@
-"""A linear term of few features, a LoRA's, on the path without a pass over the logits: its products with a
-chunk's exponentials, that of dX and that of dW, are made at once (low_rank_triton.py).
+"""Form the gradients of a linear term of few features, such as a LoRA's, without logits.
+
+Its two GEMMs with a chunk's exponentials, for dX and for dW, are formed by one kernel
+(low_rank_triton.py).
 
 Shapes: C tokens of a chunk, V classes, R features of the term.
 """
@@ -12,11 +14,13 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import Li
 
 
 class NarrowTerm(LinearTerm):
-    """Both gradients are wanted, and dW is a float32 sum."""
+    """Form both gradients of a narrow term; dW is a float32 sum."""
 
     def _add_product(self, e_CV: Tensor, scaled_CR: Tensor, *, first: bool, last: bool) -> None:
-        """What becomes dX's rows is kept: the scaled rows may lie where they will be, and the targets' rows
-        are still to come to dW."""
+        """Form both products; keep the one for dX until dW is finished.
+
+        The scaled rows may lie in dX's memory, and dW still needs the target rows.
+        """
         self.product_CD = self._empty(e_CV.shape[0], self.plan.sum_dtype)
         for rows in blocks(e_CV.shape[0], self.plan.narrow_rows):
             low_rank_triton.products(

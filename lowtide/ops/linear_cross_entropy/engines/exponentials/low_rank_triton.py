@@ -1,5 +1,6 @@
-"""A Triton kernel of the path without a pass over the logits: of a term of few features, both products with
-the exponentials. Either takes as long as these are read, so they are read once for the two.
+"""Form both GEMMs of a narrow term with the exponentials, in one Triton kernel.
+
+Each of them takes as long as reading the exponentials, so these are read once for both.
 
 Shapes: C tokens of a chunk, or of a part of it, V classes, R features, at most NARROW; S strips of classes;
 lower case = one tile, v of the first half of a strip, o of the other.
@@ -14,14 +15,15 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import redu
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 from lowtide.ops.linear_cross_entropy.planning.chunking import NARROW, STRIP
 
-# Rows of a tile of the exponentials. Two tiles are a strip's width, as a tensor map's box has 256 numbers a
-# side.
+# Rows of a tile of exponentials. A strip is two tiles wide, because the box of a tensor map has at
+# most 256 elements a side.
 BLOCK_C = 64
 STAGES, WARPS = 3, 4
 
 
 @triton.jit
 def _load_features(ptr, rows, stride, count, R: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Load rows of features as a tile, with zeros beyond the last row and feature."""
     columns = tl.arange(0, BLOCK_R)
     mask = (rows[:, None] < count) & (columns[None, :] < R)
     return tl.load(ptr + rows[:, None].to(tl.int64) * stride + columns[None, :], mask=mask, other=0.0)
@@ -29,6 +31,7 @@ def _load_features(ptr, rows, stride, count, R: tl.constexpr, BLOCK_R: tl.conste
 
 @triton.jit
 def _store_features(ptr, value, rows, count, R: tl.constexpr, ADD: tl.constexpr):
+    """Store rows of features, or add them to what is there."""
     columns = tl.arange(0, value.shape[1])
     mask = (rows[:, None] < count) & (columns[None, :] < R)
     place = rows[:, None].to(tl.int64) * R + columns[None, :]
@@ -54,8 +57,10 @@ def _narrow_products_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """sum (+)= exp^T x, and of each strip of classes its part of exp weight. Grid: one program a strip, which
-    goes through all rows."""
+    """sum (+)= exp^T x, and for each strip of classes its part of exp weight.
+
+    Grid: one program per strip, which goes through all rows.
+    """
     strip = tl.program_id(0)
     first = strip * 2 * BLOCK_V
     classes = first + tl.arange(0, BLOCK_V)
@@ -68,8 +73,8 @@ def _narrow_products_kernel(
         rows = start + tl.arange(0, BLOCK_C)
         x_cr = _load_features(x_CR_ptr, rows, X_STRIDE, C, R, BLOCK_R)
         exp_cv, exp_co = exp_CV.load([start, first]), exp_CV.load([start, first + BLOCK_V])
-        # The other product comes last, as it is waited for: a sum under way at the end of a step would make
-        # ptxas wait after each of its instructions.
+        # The other product comes last, because the kernel waits for it. With an unfinished
+        # accumulator at the end of a step, ptxas would wait after each of its instructions.
         sum_vr, sum_or = tl.dot(exp_cv.T, x_cr, sum_vr), tl.dot(exp_co.T, x_cr, sum_or)
         part_cr = tl.dot(exp_co, weight_or, tl.dot(exp_cv, weight_vr))
         _store_features(part_CR_ptr, part_cr, rows, C, R, ADD=False)
@@ -80,7 +85,7 @@ def _narrow_products_kernel(
 def products(
     product_CR: Tensor, sum_VR: Tensor, exp_CV: Tensor, x_CR: Tensor, weight_VR: Tensor, *, add: bool
 ) -> None:
-    """product = exp weight, and sum (+)= exp^T x, both in float32; the same bits every time."""
+    """Compute product = exp weight and sum (+)= exp^T x in float32, deterministically."""
     (C, V), R, block = exp_CV.shape, x_CR.shape[1], STRIP // 2
     strips = triton.cdiv(V, STRIP)
     partial_SCR = torch.empty(strips, C, R, dtype=product_CR.dtype, device=product_CR.device)

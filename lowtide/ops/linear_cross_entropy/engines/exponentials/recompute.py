@@ -1,5 +1,6 @@
-"""Row tiles that are marked (engine.py says which), and Triton kernels: what tiles found, added up,
-and a product, of all rows or anew for these.
+"""Reduce the partial sums of half tiles, and recompute the row tiles that are marked, in Triton.
+
+exponentials/engine.py says which are marked.
 
 Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one tile.
 """
@@ -14,13 +15,13 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8
-# At a time, of what each half of a tile has of a row.
+# Rows and partial sums that a program reduces at a time.
 REDUCED_ROWS, REDUCED_PARTS = 32, 128
 
 
 @triton.jit
 def _mark_kernel(rows_C_ptr, repair_ptr, C, BLOCK_C: tl.constexpr):
-    """Grid: one program a row tile. The marks begin as 0."""
+    """Mark the row tiles that have a marked row. Grid: one program per tile; marks start at 0."""
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     marked = tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0)
     tl.store(repair_ptr + 1 + tl.program_id(0), marked)
@@ -33,7 +34,10 @@ def _reduce_kernel(
     partials_TC_ptr, out_C_ptr, repair_ptr, T, C,
     LARGEST: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (C / BLOCK_C,). With marks, where none is set, which is nearly always, it returns at once."""
+    """Reduce the partial results of half tiles to one per row. Grid: (C / BLOCK_C,).
+
+    With marks, a program returns at once if its row tile has none, as nearly always.
+    """
     first = tl.program_id(0) * BLOCK_C
     marked = 1
     if repair_ptr is not None:
@@ -66,7 +70,7 @@ def _repaired_product_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """sum (+)= exp weight in row tiles that are marked. Grid: (C / BLOCK_C, D / BLOCK_D)."""
+    """sum (+)= exp weight in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D)."""
     tile_c, tile_d = tl.program_id(0), tl.program_id(1)
     if tl.load(repair_ptr + 1 + tile_c) != 0:
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
@@ -84,7 +88,7 @@ def _repaired_product_kernel(
 
 
 def tiles_of(rows_C: Tensor) -> Tensor:
-    """Marks: whether any row tile has any of these rows; and of each whether it has."""
+    """Return marks: whether any row tile has one of these rows, then the same for each tile."""
     height = gemm_triton.BLOCK_C
     C, tiles = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
     repair = torch.zeros(1 + tiles, dtype=torch.int32, device=rows_C.device)
@@ -95,7 +99,7 @@ def tiles_of(rows_C: Tensor) -> Tensor:
 def reduce(
     partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, repair: Tensor | None = None
 ) -> None:
-    """out = the sum over what each half of a tile has, or the largest; with `repair`, in marked tiles."""
+    """Write the sum or maximum over half tiles to out; with `repair`, in marked row tiles only."""
     (T, C), height = partials_TC.shape, gemm_triton.BLOCK_C
     rows = min(REDUCED_ROWS, height)
     _reduce_kernel[(triton.cdiv(C, rows),)](
@@ -105,7 +109,7 @@ def reduce(
 
 
 def repaired_product(sum_CD: Tensor, exp_CB: Tensor, weight_BD: Tensor, repair: Tensor, *, add: bool) -> None:
-    """The marks are those of gemm_triton.py's row tiles."""
+    """Compute the product again in row tiles that are marked; the tiles are gemm_triton.py's."""
     (C, B), D, height = exp_CB.shape, weight_BD.shape[1], gemm_triton.BLOCK_C
     _repaired_product_kernel[(triton.cdiv(C, height), triton.cdiv(D, BLOCK_D))](
         describe(exp_CB, height, BLOCK_B),

@@ -1,6 +1,7 @@
-"""The Triton kernel of what each row has, on the path without a pass over the logits, once its sums are
-known: the logarithm of 1 / p_t, and what its gradient is made of beside E (engine.py has the
-mathematics). Of a chunk it is one launch, where plain torch takes two dozen.
+"""Compute each row's coefficients from its sums, in one Triton kernel, for the exponentials engine.
+
+These are log(1 / p_t) and the coefficients c and h of the gradient (exponentials/engine.py has the
+formulas). One launch handles a chunk; plain torch would take two dozen.
 
 Shapes: C tokens of a chunk.
 """
@@ -16,8 +17,8 @@ BLOCK = 128
 
 @triton.jit
 def _log1p(x):
-    # What adding 1 rounds away comes back: the quotient is near 1, whatever it is. Not of what is large or
-    # infinite, where there is nothing to bring back.
+    # The quotient restores what adding 1 rounds away; it is near 1, whatever was rounded. Large and
+    # infinite x lose nothing and must not be divided.
     sum = 1.0 + x
     return tl.where(sum == 1.0, x, tl.where(x < 1.0, tl.log(sum) * (x / (sum - 1.0)), tl.log(sum)))
 
@@ -27,7 +28,7 @@ def _coefficients_kernel(
     logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, pull_C_ptr, hit_C_ptr, lse_pull_C_ptr, tilt_C_ptr,
     slope_C_ptr, gap_C_ptr, scale_out_C_ptr, hit_out_C_ptr, C, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """c and h of G = c E + h [v = t]; and the gap lse - z_t, where it has a place. Grid: (C / BLOCK,)."""
+    """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK,)."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < C
     logit = tl.load(logit_C_ptr + rows, mask=inside, other=0.0)
@@ -45,11 +46,11 @@ def _coefficients_kernel(
     if lse_pull_C_ptr is not None:
         lse = tl.where(ignored, 0.0, logit + log_total)
         pull += tl.load(lse_pull_C_ptr + rows, mask=inside, other=0.0) * lse
-    # c e - hit, without the difference of two numbers near 1
+    # c e - hit, written so that no two numbers near 1 are subtracted
     rest = (pull - hit) * exp - hit * sum
     if tilt_C_ptr is None:
         scale = pull / total
-    else:  # pull and tilt are in E
+    else:  # E already includes pull and tilt
         scale = 1.0 / total
         above = tl.where(ignored | (exp == 0.0), 0.0, -distance)
         rest += tl.load(tilt_C_ptr + rows, mask=inside, other=0.0) * above * exp
@@ -70,7 +71,7 @@ def coefficients(
     *,
     take_gap: bool,
 ) -> None:
-    """Fills scale_C and hit_C with c and h; `take_gap`, the statistics' gap too."""
+    """Write c to scale_C and h to hit_C; with `take_gap`, the statistics' gap too."""
     C = logit_C.shape[0]
     _coefficients_kernel[(triton.cdiv(C, BLOCK),)](
         logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.pull_N, row.hit_N, row.lse_pull_N, row.tilt_N,

@@ -1,5 +1,7 @@
-"""On the paths without a pass over the logits, what each row has: the target's logit and the log-sum-exp
-(engine.py has the mathematics; row_coefficients.py, what the gradient is made of beside E).
+"""Compute the row statistics of both exponentials engines: the log-sum-exp and the entropy.
+
+exponentials/engine.py has the formulas; row_coefficients.py computes the coefficients of the
+gradient.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -13,15 +15,19 @@ from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics
 
-if TYPE_CHECKING:  # it imports Triton
+if TYPE_CHECKING:  # the module imports Triton
     from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 
-# A larger sum means a logit some 40 above the reference; e^40 and e^-40 are far inside bfloat16's range.
+# A larger sum means a logit about 40 above the reference. e^40 and e^-40 are well inside bfloat16's
+# range.
 LARGEST_SUM = 1e17
 
 
 class ExponentialRows(Stream):
-    """Statistics here are max_N = r, sum_N = S, gap_N = lse - z_t and mean_N = sum_v p_v (z_v - r)."""
+    """Compute the values of each row from statistics that exclude the target from the sum.
+
+    The statistics are max_N = r, sum_N = S, gap_N = lse - z_t and mean_N = sum_v p_v (z_v - r).
+    """
 
     linear: "list[LinearTerm]"
     target_logit_N: Tensor
@@ -29,7 +35,7 @@ class ExponentialRows(Stream):
     hit_N: Tensor  # h
 
     def bend_(self, raw_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """z and its slope, where raw_C becomes u: the product with the bias."""
+        """Return z and its slope; raw_C becomes u in place, because the bias is added to it."""
         if self.bias_V is not None:
             raw_C += self.bias_V[target_C]
         logit_C = raw_C if self.scale is None else raw_C * self.scale
@@ -55,6 +61,7 @@ class ExponentialRows(Stream):
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the tensors, in the memory of the first."""
     total, *others = tensors
     for each in others:
         total += each
@@ -62,4 +69,5 @@ def total(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def logsumexp(stat: Statistics, logit_C: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row, from its statistics and the target's logit."""
     return stat.max_N + ((logit_C - stat.max_N).exp() + stat.sum_N).log()

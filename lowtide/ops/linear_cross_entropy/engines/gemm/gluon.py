@@ -1,14 +1,17 @@
-"""Matrix products on a Hopper card, in Gluon: one warp that loads tiles and two groups of four that multiply,
-64 rows of a tile each, and do with them what a kernel does. The groups do not wait for each other, so what
-one leaves hides behind what the other multiplies; kernels in Triton itself, whose warps go together, do not
-hide it (decision 0039).
+"""Multiply matrices on a Hopper GPU, in Gluon, with an epilogue that overlaps the next product.
 
-Tiles go around in a ring of stages. A stage holds BLOCK_A rows of one operand, in two halves, and BLOCK_B of
-the other, for BLOCK_K of the numbers that are summed up; or whatever else a kernel loads into that room.
-`step` counts stages that went by, on either side.
+One TMA producer warp loads tiles. Two consumer warpgroups multiply 64 rows of a tile each, and each
+runs its own epilogue. The warpgroups do not wait for each other, so the epilogue of one overlaps
+the products of the other. In kernels of Triton itself all warps run together, so nothing overlaps
+(decision 0039).
 
-backend.py says where this runs. Triton's interpreter does not know Gluon: what a kernel does with its
-tiles is a function for both languages.
+Tiles pass through a ring of stages in shared memory. A stage holds BLOCK_A rows of one operand, in
+two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may load
+something else into that memory. `step` counts the stages passed so far, in the producer and in each
+consumer.
+
+lowtide/core/backend.py says where this runs. Triton's interpreter does not support Gluon, so each
+epilogue is written as a function that works in both languages.
 """
 
 import functools
@@ -29,10 +32,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_A, BLOCK_B, BLOCK_K = 128, 256, 64
 STAGES = 4
-WARPS = 4  # of a group that multiplies; the other group and the loader are beside them
-REGISTERS = (232, 40)  # of a thread of the second group, and of the loader
+WARPS = 4  # of a consumer warpgroup; the other consumer and the producer come on top
+REGISTERS = (232, 40)  # per thread: of the second consumer warpgroup, and of the producer
 
-# Two names that are others since Triton 3.7.
+# Two functions were renamed in Triton 3.7.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -48,12 +51,13 @@ DTYPES = {
 }
 
 
-@functools.cache  # Triton takes 10 microseconds to think of it
+@functools.cache  # Triton takes 10 microseconds to compute it
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a tensor descriptor that loads and stores boxes of rows x columns."""
     shape, strides = list(tensor.shape), list(tensor.stride())
     layout = _layout(rows, columns, tensor.dtype)
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
@@ -61,22 +65,24 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 @tl.core.builtin
 def view(buffer, dtype, shape, layout, _semantic=None):
-    """A stage's memory as that of something else."""
+    """Return a stage's memory, reinterpreted with another dtype, shape and layout."""
     reinterpret = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 @tl.core.builtin
 def given(*arguments, _semantic=None):
-    """Arguments of a kernel as a tuple for its warps, which may not hold None as such."""
+    """Pack kernel arguments into a tuple for a warp group; None becomes a constant, as it must."""
     return tl.tuple([tl.constexpr(None) if each is None else each for each in arguments])
 
 
 @gluon.jit
 def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
-    """The stages' memory for tiles of these descriptors, and their barriers: full, and empty again. TURNED:
-    what is summed up goes along the rows of both operands."""
-    # Of other boxes other bytes would come than are waited for.
+    """Allocate the ring's memory for tiles of two descriptors, and its barriers "full" and "empty".
+
+    TURNED: the inner dimension runs along the rows of both operands, so tiles are transposed.
+    """
+    # With boxes of other sizes, other numbers of bytes would arrive than the barriers wait for.
     K: gl.constexpr = 0 if TURNED else 1
     gl.static_assert(a.block_shape[K] == DEPTH and a.block_shape[1 - K] == HALF)
     gl.static_assert(b.block_shape[K] == DEPTH and b.block_shape[1 - K] == WIDTH)
@@ -94,7 +100,7 @@ def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
 
 @gluon.jit
 def take(empty, step, STAGES: gl.constexpr):
-    """For the loader: waits until nobody reads the next stage any more."""
+    """Wait, in the producer, until no consumer reads the next stage, and return its number."""
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
     return stage
@@ -104,7 +110,7 @@ def take(empty, step, STAGES: gl.constexpr):
 def load_tiles(
     a, b, row_a, row_b, k, a_s, b_s, full, empty, step, STAGES: gl.constexpr, TURNED: gl.constexpr
 ):  # fmt: skip
-    """One stage of operands."""
+    """Load the operands of one stage."""
     stage = take(empty, step, STAGES)
     mbarrier.expect(full.index(stage), (2 * HALF + WIDTH) * DEPTH * 2)
     for half in gl.static_range(2):
@@ -123,7 +129,7 @@ def load_tiles(
 def load_product(
     x, weight, other_x, other_weight, row, first, D, a_s, b_s, full, empty, step, STAGES: gl.constexpr
 ):  # fmt: skip
-    """All operands of a tile, features along their columns; the other term's in one stage."""
+    """Load all operands of a tile, features along their columns; a second term takes one stage."""
     for k in range(0, D, DEPTH):
         step = load_tiles(x, weight, row, first, k, a_s, b_s, full, empty, step, STAGES, False)
     if other_x is not None:
@@ -133,7 +139,7 @@ def load_product(
 
 @gluon.jit
 def leave_tile(tile, tile_s, out, place, PENDING: gl.constexpr):
-    """To where it belongs, through shared memory that at most PENDING later stores may still read."""
+    """Store a tile through shared memory that at most PENDING later stores may still read."""
     tma.store_wait(PENDING)
     tl.debug_barrier()
     tile_s.store(tile)
@@ -144,7 +150,7 @@ def leave_tile(tile, tile_s, out, place, PENDING: gl.constexpr):
 
 @gluon.jit
 def await_stage(full, step, STAGES: gl.constexpr):
-    """For a group: waits until the next stage is there."""
+    """Wait, in a consumer, until the next stage is loaded, and return its number."""
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     return stage
@@ -152,7 +158,7 @@ def await_stage(full, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def give_back(empty, step, condition, STAGES: gl.constexpr):
-    """The stage before `step`, when all warps of the group are done with it."""
+    """Release the stage before `step`, when all warps of the consumer have finished with it."""
     tl.debug_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=condition)
 
@@ -162,8 +168,10 @@ def multiply(
     a_s, b_s, full, empty, step, steps,
     WHICH: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr,
 ):  # fmt: skip
-    """The sum of so many stages' products, [HALF, WIDTH] in float32, of the rows of one group. One runs while
-    the next is started, and its stage is given back a step later."""
+    """Return the sum of so many stages' products for one consumer's rows, [HALF, WIDTH] in float32.
+
+    The next product starts while one still runs, so a stage is released one step later.
+    """
     sum_ab = gl.zeros(
         (HALF, WIDTH), gl.float32,
         gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]),

@@ -1,4 +1,4 @@
-"""What the GEMM kernels in Triton and in Gluon share: the order of tiles, their halves, descriptors.
+"""Hold what the GEMM kernels in Triton and in Gluon share: order of tiles, halves, descriptors.
 
 Shapes: C rows and B columns of a tile.
 """
@@ -14,7 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
-    """Of the rows and of the classes, which tile: GROUP tiles of rows go through all classes together."""
+    """Return the row tile and the class tile of a number.
+
+    GROUP row tiles go through all class tiles together, so that they share them in the L2 cache.
+    """
     group_tiles = GROUP * tiles_b
     first_c = tile // group_tiles * GROUP
     height = min(tiles_c - first_c, GROUP)
@@ -23,7 +26,7 @@ def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(tile_cb):
-    """Of the classes: the first and the second."""
+    """Return the two halves of a tile: its first classes, and the others."""
     C: tl.constexpr = tile_cb.shape[0]
     B: tl.constexpr = tile_cb.shape[1]
     return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
@@ -31,8 +34,10 @@ def halves(tile_cb):
 
 @functools.cache  # torch takes 5 microseconds
 def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 2 on the CPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Return a tensor descriptor that loads and stores boxes of rows x columns."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])

@@ -1,16 +1,18 @@
-"""The chunk engine for class probabilities on a card with tensor maps: a pass over half the bytes.
+"""Run the engine for class probabilities on a Hopper GPU; its softmax reads half the bytes.
 
-In each row G = c p - y, with p = exp(z - lse), is to be formed in float32 before it is rounded: z has to be
-kept until lse is known. What is kept is not z in 32 bits but d = m - z in 16, where m is the largest logit
-of the row in one part of its classes (half a tile of the product): steps of 1/1024, from 0 to 64. Half a
-step moves p by 5e-4 of itself, whatever z is, where rounding G to bfloat16 moves it by up to 4e-3; and p is
-0 where it is below e^-64 of a neighbour's. For bfloat16 y alone: one of more digits may be nearer to p than
-that. What becomes the loss is summed in float32 where z is still exact, in the product: of each part m, sum
-exp(-d), sum y and sum y d, from which, with M the largest m,
+In each row G = c p - y, with p = exp(z - lse), must be formed in float32 before it is rounded. So z
+must be kept until lse is known. Instead of z in 32 bits, d = m - z is kept in 16 bits, where m is
+the largest logit of the row in one part of its classes (half a tile of the GEMM). d has steps of
+1/1024 and goes from 0 to 64. Half a step changes p by 5e-4 of itself, whatever z is, while rounding
+G to bfloat16 changes it by up to 4e-3. p becomes 0 where it is below e^-64 of p at m. This is for
+bfloat16 y only, because a y with more digits may be nearer to p than that.
+
+The loss is summed in float32 in the GEMM's epilogue, where z is still exact. Each part yields m,
+sum exp(-d), sum y and sum y d. From these, with M the largest m,
 
     lse = M + log sum_parts exp(m - M) sum exp(-d),   loss = sum_parts (sum y d + (lse - m) sum y)
 
-G takes the place of d, which is as wide.
+G is written over d, which has the same width.
 
 Shapes: V classes; C tokens of a chunk.
 """
@@ -30,6 +32,8 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators impor
 
 
 class ProbabilityStream(Stream):
+    """Walk over one call's chunks with distances in place of logits."""
+
     def _gradient_of_chunk_(
         self,
         z_CV: Tensor,
@@ -51,14 +55,16 @@ class ProbabilityStream(Stream):
         return SplitSum(dw.tensor, dw.rounding, bits=self.plan.sum_bits)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
-        stride = -(-self.V // 8) * 8  # a tensor map wants rows of whole 16 bytes
+        stride = -(-self.V // 8) * 8  # a tensor map requires rows that are a multiple of 16 bytes
         size = (rows if gradient else 0), stride
         return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
-    there is a place for them."""
+    """Return the partial results of each part of a row, [C, T, 4].
+
+    The distances are written to out_CV, if it is given.
+    """
     if not fits_pipeline(columns.soft_CB, out_CV):
         return gemm_triton.distances(terms, columns, out_CV)
     from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_gluon
@@ -67,6 +73,6 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
 
 
 def fits_pipeline(soft_CV: Any, out_CV: Tensor | None) -> bool:
-    """Whether there are tensor maps of class probabilities, and of 16-bit distances."""
+    """Return True if tensor maps can read the class probabilities and write 16-bit distances."""
     half = soft_CV.dtype == torch.bfloat16 and (out_CV is None or out_CV.dtype.itemsize == 2)
     return half and backend.pipelines_on(soft_CV.device) and backend.mapped(soft_CV)

@@ -1,8 +1,10 @@
-"""The product of class probabilities on a Hopper card, as a pipeline (gluon.py) in Gluon: what
-gemm_triton.py's kernel makes, whose arithmetic it shares.
+"""Compute distances on a Hopper GPU: the kernel of soft_targets/gemm_triton.py as a Gluon pipeline.
 
-After the operands of a tile its class probabilities take the next two stages of the ring, half the classes
-each: they come while the tile is still multiplied. Distances leave while the next are made.
+It shares its arithmetic with that kernel; engines/gemm/gluon.py has the pipeline.
+
+After the operands of a tile, its class probabilities take the next two stages of the ring, half the
+classes each. They are loaded while the tile is still multiplied. Distances are stored while the
+next are computed.
 
 Shapes: see gemm_triton.py.
 """
@@ -31,7 +33,8 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
 )
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
 
-ROWS, CLASSES = pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2  # of one group, in half a tile
+# Rows of a consumer warpgroup, and classes of half a tile.
+ROWS, CLASSES = pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2
 PART = tl.constexpr(CLASSES)
 
 
@@ -40,6 +43,7 @@ def _load(
     operands, soft_CB, a_s, b_s, full, empty, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Load the operands and class probabilities of all tiles: the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
     step = 0
@@ -64,7 +68,7 @@ def _distances_of_half(
     z_ch, bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, C, B, keep, floor,
     SMOOTHED: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """In 16 bits. The sums leave."""
+    """Store the partial sums of half a tile, and return its distances in 16 bits."""
     mask = inside(columns, B, CUT)
     max_c, distance_ch = distances_below(z_ch, bias_B_ptr, scale, columns, mask)
     leave_sums(
@@ -80,7 +84,7 @@ def _multiply(
     WHICH: gl.constexpr, SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """WHICH of the two groups."""
+    """Multiply all tiles and run their epilogues: consumer warpgroup WHICH of two."""
     distance_CB, distance_s = out
     bias_B_ptr, scale_ptr, class_weight_B_ptr = of_classes
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
@@ -104,7 +108,7 @@ def _multiply(
             soft_ch = soft_s.index(WHICH).load(LAYOUT)
             step += 1
             pipeline.give_back(empty, step, True, STAGES)
-            # A branch, where masks would be a choice for each number.
+            # A branch, because masks would cost a selection for each element.
             if first + PART > B:
                 bits_ch = _distances_of_half(
                     halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows,
@@ -116,7 +120,8 @@ def _multiply(
                     columns, C, B, keep, floor, SMOOTHED, False,
                 )  # fmt: skip
             if distance_CB is not None:
-                # Here: what is in the place was on its way for long.
+                # Stored here, because the stores that still read this memory are likely to have
+                # finished.
                 pipeline.leave_tile(
                     bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first], 0
                 )  # fmt: skip
@@ -131,7 +136,10 @@ def _distance_pipeline_kernel(
     SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """See gemm_triton.py. Grid: one program a multiprocessor, tiles in turn."""
+    """Compute what `_distances_kernel` of soft_targets/gemm_triton.py does.
+
+    Grid: one program per multiprocessor, which takes tiles in turn.
+    """
     a_s, b_s, full, empty = pipeline.ring(x_CD, weight_BD, STAGES, False)
     steps = gl.cdiv(D, DEPTH)
     if x_CR is not None:
@@ -158,8 +166,10 @@ def _distance_pipeline_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
-    there is a place for them."""
+    """Return the partial results of each part of a row, [C, T, 4].
+
+    The distances are written to out_CV, if it is given.
+    """
     operands: Any = [_described(term) for term in terms]
     (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]
     soft: Any = columns.soft_CB
@@ -177,6 +187,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
 
 
 def _described(term: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
+    """Return tensor descriptors of a term's input and weight."""
     x_CD, weight_VD = term
     return (
         pipeline.describe(x_CD, ROWS, pipeline.BLOCK_K),

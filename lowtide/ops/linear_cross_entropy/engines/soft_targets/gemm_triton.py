@@ -1,11 +1,13 @@
-"""The product of class probabilities (engine.py has the mathematics), whose tiles leave as distances
-below the largest logit of a row: a Triton kernel and its launcher. gemm_gluon.py has one in Gluon,
-with the same arithmetic, for Hopper cards and probabilities whose rows lie as a tensor map wants them.
-softmax_triton.py makes the gradient.
+"""Compute distances in Triton: a GEMM whose epilogue stores how far logits are below a row maximum.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row, the halves
-of the product's tiles, with 4 numbers each: the largest z, and the sums of y, exp(-d) and y d; lower case =
-one tile, h a half of its classes. PTX: with instructions by hand, which Triton's interpreter does not know.
+soft_targets/engine.py has the formulas. gemm_gluon.py has a pipeline with the same arithmetic, for
+Hopper GPUs and class probabilities that a tensor map can read. softmax_triton.py computes the
+gradient from the distances.
+
+Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row,
+which are the halves of the GEMM's tiles, with 4 numbers each: the largest z, and the sums of y,
+exp(-d) and y d; lower case = one tile, h a half of its classes. PTX: use inline assembly, which
+Triton's interpreter does not support.
 """
 
 from collections.abc import Sequence
@@ -21,29 +23,29 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LO
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
 
-# Of a distance, to 1; the last of 2^16 numbers is infinity.
+# Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
-# Adding it leaves a whole number in the lowest bits.
+# Adding it to a float32 rounds to a whole number, which is then in the lowest bits.
 WHOLE = tl.constexpr(8388608.0)
-# A distance whose exponential is 0, and which times 0 is 0.
+# A distance whose exponential is 0, and which gives 0 when multiplied by 0.
 NOTHING = tl.constexpr(200.0)
 
 
 @triton.jit
 def inside(columns, B, CUT: tl.constexpr):
-    """Which columns there are. All of them, if that is known, is a constant: masks of it cost nothing."""
+    """Return which columns exist; a constant without CUT, so that masks of it cost nothing."""
     return columns < B if CUT else columns == columns
 
 
 @triton.jit
 def load_soft(ptrs, stride, columns, mask):
-    """The class probabilities of rows that begin at ptrs."""
+    """Return the class probabilities of rows that begin at ptrs."""
     return tl.load(ptrs + columns.to(tl.int64) * stride, mask=mask, other=0.0)
 
 
 @triton.jit
 def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.constexpr):
-    """Class probabilities, times the class weights."""
+    """Return the class probabilities, smoothed, times the class weights."""
     soft = soft.to(tl.float32)
     if SMOOTHED:
         soft = tl.where(mask, soft * keep + floor, 0.0)
@@ -54,8 +56,11 @@ def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.co
 
 @triton.jit
 def _read(ptrs, z_ch, PTX: tl.constexpr):
-    """Numbers that lie anywhere. In the layout of z_ch, which is named for no other reason: Triton would turn
-    whole float32 tiles around, in as much shared memory as a stage takes."""
+    """Load elements at any addresses, in the layout of z_ch.
+
+    z_ch is an argument only for its layout. Without it Triton would convert whole float32 tiles
+    between layouts, in as much shared memory as a stage takes.
+    """
     if PTX:
         bits_ch = tl.inline_asm_elementwise(
             "ld.global.b16 $0, [$1];", "=h,l,f", [ptrs.to(tl.int64), z_ch], tl.int16, is_pure=False, pack=1
@@ -67,8 +72,12 @@ def _read(ptrs, z_ch, PTX: tl.constexpr):
 
 @triton.jit
 def in_16_bits(distance_ch, PTX: tl.constexpr):
-    """Cut off on the pipe of products, which has twice the lanes of that of minima. A NaN becomes some
-    number: it is in its row's sums, and so in the whole row."""
+    """Return the distances in 16 bits, with those beyond the largest as infinity.
+
+    They are clamped by a saturating multiplication, whose pipe has twice the lanes of that of
+    minima. A NaN becomes some number. That is harmless, because its row's sums are NaN, and so is
+    the whole row.
+    """
     if PTX:
         share_ch = tl.inline_asm_elementwise(
             "mul.sat.f32 $0, $1, $2;", "=f,f,f", [distance_ch, STEPS / FURTHEST],
@@ -82,8 +91,11 @@ def in_16_bits(distance_ch, PTX: tl.constexpr):
 
 @triton.jit
 def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
-    """All four at once. A store of Triton's goes through shared memory; here the four lanes that know a row
-    write the same 16 bytes."""
+    """Store all four numbers at once.
+
+    Triton's own store goes through shared memory. Here the four lanes that hold a row write the
+    same 16 bytes.
+    """
     if PTX:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5};"
@@ -98,7 +110,7 @@ def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
 
 @triton.jit
 def distances_below(z_ch, bias_B_ptr, scale, columns, mask):
-    """The largest logit of each row of half a tile, and how far the others are below it."""
+    """Return each row's largest logit in half a tile, and all logits' distances from it."""
     if bias_B_ptr is not None:
         z_ch += tl.load(bias_B_ptr + columns, mask=mask, other=0.0)
     if scale is not None:
@@ -114,9 +126,10 @@ def leave_sums(
     max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
     SMOOTHED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """Compute and store the four numbers of each row of half a tile."""
     soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
     mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
-    sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)  # last: y's registers are free by then
+    sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)  # last, when the registers of y are free
     _store_found(found_ptrs, max_c, sum_c, mass_c, cross_c, rows < C, PTX)
 
 
@@ -126,10 +139,10 @@ def _leave(
     C, B, soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """What half a tile leaves."""
+    """Run the epilogue of half a tile: store the distances and the partial sums."""
     columns = (first + tl.arange(0, z_ch.shape[1]))[None, :]
     mask = inside(columns, B, CUT)
-    # Beyond the last row or class those of others.
+    # Beyond the last row or class, read those of others.
     ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * soft_row_stride)[:, None]
     there = tl.minimum(columns, B - 1) if CUT else columns
     soft_ch = tl.where(mask, _read(ptrs + there.to(tl.int64) * soft_stride, z_ch, PTX), 0.0)
@@ -153,12 +166,16 @@ def _distances_kernel(
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and half a tile, in float32: the largest z; with d = largest - z the sum of exp(-d);
-    the sums of y and of y d. And d itself, in 16 bits if its place is no wider. Grid: one program a
-    multiprocessor, tiles in turn.
+    """Store the partial results and the distances of each row and half tile.
 
-    As one loop of all steps of all tiles: Triton 3.6, making one of two (flatten=True), fails at an `if` that
-    is no choice between numbers."""
+    The partial results are float32: the largest z; with d = largest - z the sum of exp(-d); the
+    sums of y and of y d. STORE: the distances d too, in 16 bits if their memory is no wider.
+
+    Grid: one program per multiprocessor, which takes tiles in turn.
+
+    One loop goes over all steps of all tiles. Triton 3.6 could make it from two loops
+    (flatten=True), but fails at an `if` that is more than a selection between numbers.
+    """
     tiles_c, tiles_b, steps = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B), tl.cdiv(D, BLOCK_D)
     scale = None
     if scale_ptr is not None:
@@ -181,9 +198,10 @@ def _distances_kernel(
                 u_cb = tl.dot(x_cr, weight_br.T, u_cb)
             rows = first_row + tl.arange(0, BLOCK_C)
             found_ptrs = found_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
-            halves_ch = halves(u_cb)  # here, so that the product is waited for once
-            # The whole epilogue twice: a branch, where masks would be a choice for each number. And nothing
-            # comes together behind it, which would let y's layout be the first.
+            halves_ch = halves(u_cb)  # here, so that the kernel waits for the product once
+            # The whole epilogue is there twice, in a branch, because masks would cost a selection
+            # for each element. Nothing is merged after the branch; else the layout of y would come
+            # first.
             if first + BLOCK_B > B:
                 for half in tl.static_range(2):
                     _leave(
@@ -202,8 +220,10 @@ def _distances_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """What the gradient's kernels want to know of each part of a row, [C, T, 4]; and the distances, where
-    there is a place for them."""
+    """Return the partial results of each part of a row, [C, T, 4].
+
+    The distances are written to out_CV, if it is given.
+    """
     (x_CD, weight_VD), *others = (tiles.described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
@@ -224,5 +244,5 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:
-    """The memory of a gradient, as what it holds before: whole numbers, where that is half precision."""
+    """Return a gradient's memory for the distances, as integers if it is half precision."""
     return grad_CV.view(torch.int16) if grad_CV.dtype.itemsize == 2 else grad_CV

@@ -1,5 +1,4 @@
-"""Triton kernels of the pass over the distances of gemm_triton.py: first each row's statistics, then the
-gradient in the place of the distances; their launcher.
+"""Compute row statistics from gemm_triton.py's partial results, then the gradient in place.
 
 Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes of each
 in one block.
@@ -24,10 +23,10 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
 )
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 
-# Classes of one program, and its warps: so few to a thread that all its loads are under way at once, in 32
-# registers, with which a multiprocessor is full.
+# Classes per program, and its warps. So few classes per thread allow all its loads to be in flight
+# at once, with 32 registers, at which a multiprocessor has full occupancy.
 BLOCK, WARPS = 2048, 8  # decision 0042
-# A whole number below 2^23, with these bits beside its own, is WHOLE more as a float32.
+# ORed with a whole number below 2^23, these bits give the float32 of that number plus WHOLE.
 WHOLE_BITS = tl.constexpr(0x4B000000)
 
 
@@ -36,8 +35,11 @@ def _rows_kernel(
     found_CT4_ptr, soft_C_ptr, lse_pull_C_ptr, max_C_ptr, sum_C_ptr, mass_C_ptr, cross_C_ptr, T,
     GRADIENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Puts the parts of a row together. What the gradient multiplies the exponentials of each by takes the
-    place of the row's first T numbers: side by side they are a quarter of the memory to read. Grid: (C,)."""
+    """Combine the parts of each row. Grid: (C,).
+
+    The factor that the gradient applies to the exponentials of each part overwrites the row's first
+    T numbers. There the factors are contiguous, so a quarter of the memory is read.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     row_ptr = found_CT4_ptr + row * T * 4
@@ -63,7 +65,7 @@ def _rows_kernel(
         pull = tl.load(soft_C_ptr + row) * mass
         if lse_pull_C_ptr is not None:
             pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
-        tl.debug_barrier()  # all warps have read the row, of 4 T numbers: more than PARTS
+        tl.debug_barrier()  # all warps have read the row of 4 T numbers, which are more than PARTS
         tl.store(row_ptr + part, share_t * (pull / row_sum))
 
 
@@ -72,14 +74,14 @@ def _put_gradient(
     distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCK classes of a row, which begins at these pointers."""
+    """Write the gradient of BLOCK classes of the row that begins at these pointers."""
     columns = start + tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = inside(columns, B, CUT)
     distance_th = tl.load(distance_ptr + columns, mask=mask, other=0)
     soft_th = load_soft(soft_ptr, soft_stride, columns, mask)
     if distance_ptr.dtype.element_ty == tl.int16:
         bits_th = distance_th.to(tl.int32) & FURTHEST
-        # A conversion would take the unit of the exponentials.
+        # A conversion would use the unit that computes exponentials.
         steps_th = (bits_th | WHOLE_BITS).to(tl.float32, bitcast=True) - WHOLE
         exp_th = tl.where(bits_th < FURTHEST, tl.exp2(steps_th * (-LOG2_E / STEPS)), 0.0)
     else:
@@ -95,8 +97,10 @@ def _gradient_kernel(
     soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's gradient in the place of its distances. Grid: (C cdiv(B, BLOCK),), the blocks of a row one
-    after the other; what a row's statistics are made of is read once and not by each."""
+    """Write a row's gradient over its distances. Grid: (C cdiv(B, BLOCK),), a row's blocks in turn.
+
+    The row's partial results were combined once before, not by each program.
+    """
     blocks = tl.cdiv(B, BLOCK)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     part = start // WIDTH + tl.arange(0, BLOCK // WIDTH)
@@ -118,14 +122,14 @@ def _gradient_kernel(
 
 def gradient(
     found_CT4: Tensor,
-    grad_CV: Tensor | None,  # None: statistics alone
+    grad_CV: Tensor | None,  # None: statistics only
     terms: Terms,
     statistics: Statistics,
     columns: Columns,
     *,
     take_statistics: bool,
 ) -> None:
-    """Uses up what was found."""
+    """Write the row statistics and the gradient; this overwrites the partial results."""
     C, T, _ = found_CT4.shape
     stat: Any = [None] * 4
     if take_statistics:

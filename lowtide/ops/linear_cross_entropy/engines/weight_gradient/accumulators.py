@@ -1,6 +1,11 @@
-"""The sum over chunks that becomes the weight's gradient, on the path without a pass: in float32; in 24 or 20
-bits, on the pipeline, where four bytes a weight leave too few rows for a chunk, or where it is a float32
-gradient on its way; or none, where one chunk has all tokens (decisions 0013, 0016, 0041).
+"""Accumulate the weight gradient over chunks, in the exponentials and soft-targets engines.
+
+The sum has one of these forms (decisions 0013, 0016, 0041): float32; packed into 24 or 20 bits, if
+four bytes per weight would leave too few rows per chunk; packed into 24 bits inside a float32
+gradient, on the Gluon pipeline; or no sum, if one chunk has all tokens.
+
+Each class has the same methods. add_product adds a chunk's GEMM; add_target_rows adds the rows of
+the target classes; subtract_spread subtracts the smoothing term; round_in_place makes the gradient.
 
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
 """
@@ -15,14 +20,14 @@ from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning.chunking import TARGETS
 
-TILE_FEATURES = 256  # of packed_gluon.py
+TILE_FEATURES = 256  # features of a tile in packed_gluon.py
 
 
 class FloatSum:
-    """In a float32 tensor of its own, or in the gradient's where that is float32."""
+    """Accumulate in a float32 tensor of its own, or in the gradient itself if that is float32."""
 
     def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
-        """factor: of all that is added; it is to go into the rows of the products' second operand, too."""
+        """Hold the sum and a factor for all that is added; callers apply it to x_CD as well."""
         self.sum_VD, self.factor = sum_VD, factor
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
@@ -40,12 +45,15 @@ class FloatSum:
             self.sum_VD.addr_(class_weight_V, spread_x_D, alpha=-1)
 
     def round_in_place(self) -> None:
-        """Later, by the factor that backward brings."""
+        """Do nothing, because backward's factor rounds the sum later."""
 
 
 class SumWithin(FloatSum):
-    """Of a float32 gradient, on the pipeline: where there are several chunks, in 24 bits until the last
-    product, which is less to read and write, and then in float32."""
+    """Accumulate inside a float32 gradient, on the Gluon pipeline.
+
+    With several chunks the sum is packed into 24 bits until the last GEMM, to save memory traffic.
+    The last GEMM turns it into float32.
+    """
 
     def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
         super().__init__(sum_VD, factor)
@@ -59,7 +67,7 @@ class SumWithin(FloatSum):
         if self.in_float32:
             super().add_product(exp_CV, x_CD, first=first, last=last)
         elif last:
-            self.operands = (exp_CV, x_CD)  # when all else is added
+            self.operands = (exp_CV, x_CD)  # deferred until everything else is added
         else:
             add_in_pipeline(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
 
@@ -85,7 +93,10 @@ class SumWithin(FloatSum):
 
 
 class SplitSum:
-    """In the memory of the bfloat16 gradient, and a byte beside or half of one (packed_triton.py)."""
+    """Accumulate in the bfloat16 gradient's memory and one or half a byte per weight beyond it.
+
+    packed_triton.py has the format.
+    """
 
     factor = None
 
@@ -98,7 +109,8 @@ class SplitSum:
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
         if last and not first:
-            self.operands = (exp_CV, x_CD)  # when all else is added, this product rounds
+            # Deferred: once everything else is added, this GEMM's epilogue rounds.
+            self.operands = (exp_CV, x_CD)
         else:
             self._add(exp_CV, x_CD, add=not first)
 
@@ -106,7 +118,8 @@ class SplitSum:
         row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, hit_N, class_N, order_N)
 
     def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
-        self.spread = (class_weight_V, spread_x_D)  # on the way out: the sum is not read for it
+        # Subtracted in the rounding epilogue, to save a pass over the sum.
+        self.spread = (class_weight_V, spread_x_D)
 
     def round_in_place(self) -> None:
         rounding, operands = (self.rounding, *self.spread), self.operands
@@ -117,14 +130,18 @@ class SplitSum:
             self._add(*operands, add=True, rounding=rounding)
 
     def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
+        """Add a GEMM on the Gluon pipeline if it fits, else in Triton."""
         sums = (self.pair_VP, self.low_VP)
         add = add_in_pipeline if pipelined(*sums, exp_CV, x_CD) else packed_triton.add_product
         add(*sums, exp_CV, x_CD, **options)
 
 
 class RoundedProduct:
-    """One product has all tokens, and leaves as the rounded gradient. The rows of classes that are a target,
-    to which more is added in float32, are formed again by themselves: at most one a token."""
+    """Form the gradient by a single GEMM over all tokens that rounds in its epilogue.
+
+    To the rows of target classes more has to be added in float32. These rows, at most one per
+    token, are computed again by a separate GEMM.
+    """
 
     def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
         self.gradient_VD, self.factor = gradient_VD, rounding
@@ -142,7 +159,8 @@ class RoundedProduct:
         targets = min(TARGETS, class_N.shape[0])
         sum_TD = torch.empty(targets, x_ND.shape[1], dtype=hit_N.dtype, device=hit_N.device)
         for start in range(0, class_N.shape[0], TARGETS):
-            class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)  # of ignored rows
+            # Ignored rows have class V.
+            class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)
             T = class_T.shape[0]
             product(sum_TD[:T], exp_NV.index_select(1, class_T).t(), x_ND)
             row_kernels.add_target_rows(
@@ -160,15 +178,17 @@ class RoundedProduct:
         raise AssertionError("with label smoothing there is a sum")
 
     def round_in_place(self) -> None:
-        """It is rounded."""
+        """Do nothing, because the GEMM has rounded already."""
 
 
-# Sums on the pipeline.
+# Sums on the Gluon pipeline.
 
 
 def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> bool:
-    """Whether it is to add to such a sum: a product that is worth it, with tensor maps of all that it reads
-    and writes."""
+    """Return True if the Gluon pipeline adds to such a sum.
+
+    The GEMM must be large enough, and tensor maps must fit everything that it reads and writes.
+    """
     half = exp_CV.dtype == x_CD.dtype == torch.bfloat16
     large = backend.worth(exp_CV.numel(), x_CD.shape[1])
     return (
@@ -177,18 +197,19 @@ def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> 
 
 
 def fits_within(gradient_VD: Tensor, rows: int) -> bool:
-    """Whether a sum in 24 bits is to lie there until it becomes the gradient; with chunks of so many rows."""
+    """Return True if a 24-bit sum is kept inside this gradient, given the rows per chunk."""
     whole = gradient_VD.shape[1] % TILE_FEATURES == 0 and gradient_VD.is_contiguous()
     large = backend.worth(gradient_VD.numel(), rows)
     return whole and large and gradient_VD.dtype == torch.float32 and backend.pipelines_on(gradient_VD.device)
 
 
 def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory of a float32 gradient as pairs and lower bits; whole tiles of it (packed_gluon.py)."""
+    """Return a float32 gradient's memory as pairs and lower bits, in packed_gluon.py's layout."""
     return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
 
 
 def add_in_pipeline(*sums_and_operands: Any, **options: Any) -> None:
+    """Add a GEMM to a packed sum on the Gluon pipeline."""
     from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_gluon
 
     packed_gluon.add_product(*sums_and_operands, **options)

@@ -1,16 +1,18 @@
-"""The product that adds to the weight gradient's sum, on a Hopper card (gluon.py): sum (+)= exp^T x, in 24
-bits or 20 (packed_triton.py).
+"""Add a GEMM to a packed weight-gradient sum on a Hopper GPU, pipelined in Gluon: sum (+)= exp^T x.
 
-Where a chunk has few rows, what was summed before takes as long to read and write as the tile's product takes
-to form. It goes around with the operands: after a tile's last one the next two stages bring the sum, half of
-it each, it is added up there, and leaves from there (decision 0040).
+engines/gemm/gluon.py has the pipeline, packed_triton.py the formats of 24 and 20 bits.
 
-A sum in 24 bits that becomes a float32 gradient lies in that gradient's memory, so that each tile lies where
-its own part of the gradient will be: of 256 features, which take 1024 bytes of a row, the pairs are in the
-first 512 and the lower bits in the next 256: three quarters of what float32 would be to read and write.
+With few rows per chunk, reading and writing the previous sum takes as long as computing the product
+of a tile. Therefore the sum passes through the ring like the operands. After the last operands of a
+tile, each of the next two stages brings half of the tile's sum; the product is added to it there
+and stored from there (decision 0040).
 
-Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = what a group has of one
-tile, h half its columns.
+A 24-bit sum that becomes a float32 gradient lies inside that gradient's memory, each tile where its
+own part of the gradient will be. 256 features take 1024 bytes of a row: their pairs are in the
+first 512 bytes, the lower bits in the next 256. That is three quarters of float32's memory traffic.
+
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one warpgroup's
+share of a tile, h half its columns.
 """
 
 import triton.language as tl
@@ -45,25 +47,25 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
     to_pairs,
 )
 
-COLUMNS = tl.constexpr(64)  # of a part: 32 bits for each of a tile's classes fill the room for x in a stage
+COLUMNS = tl.constexpr(64)  # columns of a part; with 32 bits each they fill a stage's memory for x
 
 
 @gluon.jit
 def _sum_of(b_s, stage, WHICH: gl.constexpr, out):
-    """In a stage's memory, what a group has of half a tile of pairs, or of a quarter of the gradient."""
+    """Return a warpgroup's half tile of pairs, or quarter tile of the gradient, in a stage."""
     return view(b_s.index(stage), out.dtype, [2, HALF, COLUMNS], out.layout).index(WHICH)
 
 
 @gluon.jit
 def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
-    """The lower bits: as many bytes as operands take there, or half as many."""
+    """Return its lower bits, which take as many bytes as the operand there, or half as many."""
     NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
     return view(a_s.index(2 * stage + WHICH), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
 
 
 @gluon.jit
 def _columns(tile_d, half: gl.constexpr, WITHIN: gl.constexpr):
-    """Where half a tile begins, among the pairs, and among the lower bits."""
+    """Return where half a tile begins among the pairs, and among the lower bits."""
     if WITHIN:
         return tile_d * WIDTH + half * COLUMNS, tile_d * 2 * WIDTH + WIDTH + half * COLUMNS
     else:
@@ -76,6 +78,7 @@ def _load_all(
     ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Load the operands and the previous sums of all tiles: the producer warp."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     BYTES: gl.constexpr = 4 + low_VP.dtype.primitive_bitwidth // 8
     step = 0
@@ -97,7 +100,8 @@ def _load_all(
                     load(pair_VP, place, full.index(stage), _sum_of(b_s, stage, which, pair_VP))
                     load(low_VP, low_place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
-                mbarrier.arrive(full.index(stage), count=1)  # there is room for what leaves
+                # Nothing to load, but the memory is free for the result.
+                mbarrier.arrive(full.index(stage), count=1)
             step += 1
 
 
@@ -107,7 +111,7 @@ def _add_halves(
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, WITHIN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """To what was summed before, one after the other."""
+    """Add the product to the previous sum, half a tile after the other."""
     halves_vh = halves(sum_vd)
     for half in gl.static_range(2):
         column, low_column = _columns(tile_d, half, WITHIN)
@@ -133,8 +137,8 @@ def _add_halves(
             pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
         pair_s.store(pair_vh)
         fence_async_shared()
-        tma.store_wait(0)  # of the half before
-        give_back(empty, step, half > 0, STAGES)  # and all of this one is in its place
+        tma.store_wait(0)  # of the previous half
+        give_back(empty, step, half > 0, STAGES)  # by now all of this half is in its place too
         store(pair_VP, [first_class, column], pair_s)
         if factor_ptr is None:
             store(low_VP, [first_class, low_column], low_s)
@@ -146,7 +150,7 @@ def _add_halves(
 
 @gluon.jit
 def _with_before(half_vh, a_s, b_s, stage, pair_VP, low_VP, WHICH: gl.constexpr):
-    """The product of half a tile, and what was summed before."""
+    """Return the product of half a tile plus the previous sum."""
     even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
     even_before_vh, odd_before_vh = from_pairs(
         _sum_of(b_s, stage, WHICH, pair_VP).load(even_vh.type.layout),
@@ -160,7 +164,7 @@ def _finish(
     sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A tile of the gradient, over the sum that it is made of: when all of that has come."""
+    """Write a tile of the gradient over the sum it is computed from, once all of that is loaded."""
     halves_vh = halves(sum_vd)
     first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
     sums_vh = (
@@ -194,7 +198,7 @@ def _add_all(
     ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What one of the two groups does."""
+    """Multiply and add all tiles: one of the two consumer warpgroups."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     step = 0
     for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
@@ -219,8 +223,11 @@ def _add_product_pipelined_kernel(
     ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """sum (+)= exp^T x. With a factor, the last time, it is rounded; with a place for it, the last time, it
-    becomes the float32 gradient WITHIN which it lies. Grid: one program a multiprocessor, tiles in turn."""
+    """sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
+
+    For the last chunk, a factor means that the sum is rounded to the gradient. An output means that
+    the sum becomes the float32 gradient WITHIN which it lies.
+    """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     gl.warp_specialize(
         [
@@ -252,8 +259,11 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     out_VD: Tensor | None = None,
 ) -> None:
-    """`rounding`, the last time: as in packed_triton.py. out_VD: where the sum lies within a float32
-    gradient, that, the last time."""
+    """Add exp_CV^T x_CD to the sum, or write it there.
+
+    `rounding` for the last chunk is as in packed_triton.py. `out_VD` for the last chunk is the
+    float32 gradient inside which the sum lies.
+    """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
     _add_product_pipelined_kernel[(programs,)](

@@ -1,9 +1,11 @@
-"""Triton kernels of a float32 sum in 24 bits, or 20: the upper 16 lie where the bfloat16 gradient will be,
-the next 8 or 4 beside. Each addition rounds it by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8);
-the gradient is rounded once, at the end (decisions 0013 and 0036).
+"""Hold a float32 sum in 24 or 20 bits, and add GEMMs to it in Triton.
 
-Two features that lie side by side are one number of 32 bits in the former's memory, and one of 16 or 8 in the
-latter, whose type says which it is.
+The upper 16 bits lie where the bfloat16 gradient will be, the next 8 or 4 in a separate tensor.
+Each addition rounds the sum by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8). The
+gradient is rounded once, at the end (decisions 0013 and 0036).
+
+Two neighbouring features form one 32-bit number in the first tensor. In the second they form a
+number of 16 or 8 bits, whose dtype tells which.
 
 Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the pairs of
 half its features.
@@ -17,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halve
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
 WARPS = 8
-GROUP = 8  # tiles of classes that share the features of a chunk while those are in the L2 cache
+GROUP = 8  # tiles of classes that share a chunk's features while these are in the L2 cache
 
 
 UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
@@ -25,7 +27,7 @@ UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
 
 @triton.jit
 def from_pairs(pair, low):
-    """The sums of even features, and of odd ones."""
+    """Return the sums of even features and of odd features."""
     bits = low.to(tl.int32)
     if low.dtype == tl.uint16:
         even, odd = (pair << 16) | ((bits & 0xFF) << 8), (pair & UPPER) | (bits & 0xFF00)
@@ -36,8 +38,11 @@ def from_pairs(pair, low):
 
 @triton.jit
 def places(pair, WITHIN: tl.constexpr):
-    """Of a pair by its number, and of its lower bits. WITHIN a float32 gradient (packed_gluon.py) 128 pairs
-    have the room of 256 numbers of 32 bits, or 512 of 16."""
+    """Return the places of a pair and of its lower bits, given the pair's number.
+
+    WITHIN a float32 gradient (see packed_gluon.py), 128 pairs have the memory of 256 numbers of 32
+    bits, or of 512 numbers of 16 bits.
+    """
     if WITHIN:
         return pair // 128 * 256 + pair % 128, pair // 128 * 512 + 256 + pair % 128
     else:
@@ -46,18 +51,20 @@ def places(pair, WITHIN: tl.constexpr):
 
 @triton.jit
 def load_pairs(pair_ptr, low_ptr, mask):
+    """Return the sums of even and of odd features, loaded from memory."""
     return from_pairs(tl.load(pair_ptr, mask=mask, other=0), tl.load(low_ptr, mask=mask, other=0))
 
 
 @triton.jit
 def _nearest(value, HALF: tl.constexpr):
+    """Return the bits plus HALF, so that cutting off the lower bits rounds to nearest."""
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(value == value, bits + HALF, bits)  # a NaN of all ones would become 0
+    return tl.where(value == value, bits + HALF, bits)  # rounding up a NaN of all ones would give 0
 
 
 @triton.jit
 def to_pairs(even, odd, low_type: tl.constexpr):
-    """A pair, and its lower bits in this type."""
+    """Return the pair and its lower bits, in this type."""
     if low_type == tl.uint16:
         even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
         low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
@@ -69,6 +76,7 @@ def to_pairs(even, odd, low_type: tl.constexpr):
 
 @triton.jit
 def store_pairs(pair_ptr, low_ptr, even, odd, mask):
+    """Store the sums of even and of odd features."""
     pair, low = to_pairs(even, odd, low_ptr.dtype.element_ty)
     tl.store(pair_ptr, pair, mask=mask)
     tl.store(low_ptr, low, mask=mask)
@@ -76,6 +84,7 @@ def store_pairs(pair_ptr, low_ptr, even, odd, mask):
 
 @triton.jit
 def rounded_pairs(even, odd, factor):
+    """Return pairs of bfloat16: factor times the sums of even and of odd features."""
     even = (even * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
     odd = (odd * factor).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
     return (even & 0xFFFF) | (odd << 16)
@@ -83,14 +92,14 @@ def rounded_pairs(even, odd, factor):
 
 @triton.jit
 def _spread(spread_D_ptr, pair, mask):
-    """What is subtracted from even features, and from odd ones."""
+    """Return what is subtracted from even features, and from odd ones."""
     even = tl.load(spread_D_ptr + 2 * pair, mask=mask, other=0.0)
     return even, tl.load(spread_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
 
 
 @triton.jit
 def less_spread(even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V):
-    """The sums, less the spread times what these classes weigh."""
+    """Return the sums minus the smoothing term: the spread times these classes' weights."""
     even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
     if class_weight_V_ptr is None:
         return even_vh - even_h[None, :], odd_vh - odd_h[None, :]
@@ -118,8 +127,10 @@ def _add_product_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """sum (+)= exp^T x; with a factor, the last time, it is rounded. Grid: one program a multiprocessor, each
-    tile in turn."""
+    """sum (+)= exp^T x; with a factor, for the last chunk, the sum is rounded to the gradient.
+
+    Grid: one program per multiprocessor, which takes tiles in turn.
+    """
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
     for tile in tl.range(tl.program_id(0), tiles_v * tiles_d, PROGRAMS, flatten=True):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
@@ -129,7 +140,7 @@ def _add_product_kernel(
             x_cd = x_CD.load([start, tile_d * BLOCK_D])
             sum_vd = tl.dot(exp_cv.T, x_cd, sum_vd)
         classes = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        # One half after the other: what is added is in registers too.
+        # One half after the other, because the previous sum takes registers too.
         halves_vh = halves(sum_vd)
         for half in tl.static_range(2):
             even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (BLOCK_V, BLOCK_D // 4, 2)))
@@ -154,7 +165,7 @@ def _add_product_kernel(
 def _round_kernel(
     pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, spread_D_ptr, D, BLOCK: tl.constexpr
 ):
-    """The gradient = bfloat16 of factor (sum - class_weight spread). Grid: one program a class."""
+    """gradient = bfloat16(factor (sum - class_weight spread)). Grid: one program per class."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr)
     for start in range(0, D // 2, BLOCK):
@@ -179,7 +190,11 @@ def add_product(
     add: bool,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
-    """`rounding`, the last time: the factor; class weights and features of what is subtracted before."""
+    """Add exp_CV^T x_CD to the sum, or write it there.
+
+    `rounding` is given for the last chunk: the factor, then the class weights and features of the
+    smoothing term, which is subtracted first.
+    """
     V, (C, D) = pair_VP.shape[0], x_CD.shape
     programs = multiprocessors(x_CD.device)
     _add_product_kernel[(programs,)](
@@ -197,7 +212,8 @@ def add_product(
         BLOCK_V=BLOCK_V,
         BLOCK_D=BLOCK_D,
         BLOCK_C=BLOCK_C,
-        num_stages=4 if D % 16 == 0 else 3,  # without vectors to store, the tile takes a stage's memory
+        # Without vectorised stores, the tile takes a stage's memory.
+        num_stages=4 if D % 16 == 0 else 3,
         num_warps=WARPS,
     )
 
@@ -205,6 +221,7 @@ def add_product(
 def round_(
     pair_VP: Tensor, low_VP: Tensor, factor: Tensor, class_weight_V: Tensor | None, spread_D: Tensor | None
 ) -> None:
+    """Round the sum to the gradient in place, minus the smoothing term, times the factor."""
     V, P = pair_VP.shape
     block = min(512, triton.next_power_of_2(P))
     _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, spread_D, 2 * P, BLOCK=block)

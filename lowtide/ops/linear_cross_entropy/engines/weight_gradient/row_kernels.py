@@ -1,5 +1,6 @@
-"""Small Triton kernels of the path without a pass over the logits, a row to the program, and their launchers:
-what surrounds its products (engine.py has the mathematics).
+"""Hold small Triton kernels of the exponentials engine that handle a row each, and their launchers.
+
+They compute what its GEMMs do not: exponentials/engine.py has the formulas.
 
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B classes of a block; lower
 case = one tile.
@@ -21,7 +22,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
 def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, logit_C_ptr, x_stride, weight_stride, D, BLOCK: tl.constexpr
 ):
-    """logit[c] = x[c] . weight[target[c]]. Grid: one program a row."""
+    """logit[c] = x[c] . weight[target[c]]. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
     dot_d = tl.zeros([BLOCK], tl.float32)
@@ -35,7 +36,7 @@ def _target_logits_kernel(
 
 @triton.jit
 def _scale_rows_kernel(x_CD_ptr, scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
-    """out[c] = scale[c] x[c], 0 where scale is 0. Grid: one program a row."""
+    """out[c] = scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scale_C_ptr + row)
     for start in range(0, D, BLOCK):
@@ -64,8 +65,10 @@ def _input_gradient_kernel(
     D,
     BLOCK: tl.constexpr,
 ):
-    """out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight). Grid: one
-    program a row."""
+    """Compute rows of dX from the GEMM's result. Grid: one program per row.
+
+    out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight)
+    """
     row = tl.program_id(0).to(tl.int64)
     scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
     target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
@@ -100,8 +103,11 @@ def _with_target_rows(
     D,
     BLOCK_N: tl.constexpr,
 ):
-    """sum + hit[n] x[n] over the rows n with that target. The classes come sorted, with their rows in
-    `order`, these from `first` on: added up in order, the same bits every time."""
+    """Return sum + hit[n] x[n] over the rows n with that target.
+
+    The classes are sorted, with their rows in `order`; this class begins at `first`. Rows are added
+    in that order, so the result has the same bits every time.
+    """
     row = tl.load(order_N_ptr + first).to(tl.int64)
     x_d = tl.load(
         x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
@@ -109,7 +115,7 @@ def _with_target_rows(
         other=0.0,
     )
     sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
-    # Most classes have that one row; a frequent one may have thousands, taken BLOCK_N at a time.
+    # Most classes have only that row. A frequent class may have thousands, taken BLOCK_N at a time.
     start = first + 1
     after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
     same = ((start < N) & (after == target)).to(tl.int32)
@@ -151,10 +157,13 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum[v] += sum over rows n with target v of hit[n] x[n]; a sum as in packed_triton.py where it has a low
-    part, or WITHIN a float32 gradient, as in packed_gluon.py. The program at the first row of a class adds
-    them all up. With sum_TD, what is added to is there, at the place of that row, for the targets from
-    first_target on. Grid: (T, D / BLOCK), T = N without sum_TD."""
+    """sum[v] += sum over rows n with target v of hit[n] x[n]. Grid: (T, D / BLOCK).
+
+    With low_VP_ptr the sum is packed as in packed_triton.py. WITHIN: it lies inside a float32
+    gradient, as in packed_gluon.py. The program at the first row of a class adds all its rows. With
+    sum_TD, the previous sum is read from there, at the place of that row, for the targets from
+    first_target on. T = N without sum_TD.
+    """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
@@ -205,9 +214,13 @@ def _round_block_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[v] = factor (sum[v - first_class] + sum over rows n with target v of hit[n] x[n] - class_weight[v]
-    spread). first_V: at which place of the sorted targets each class begins, N for a class that is no target.
-    Grid: (B, D / BLOCK)."""
+    """Compute a block of the gradient from the block's sum. Grid: (B, D / BLOCK).
+
+    out[v] = factor (sum[v - first_class] + sum over rows n with target v of hit[n] x[n]
+                     - class_weight[v] spread)
+
+    first_V is where each class begins among the sorted targets; N for a class that is no target.
+    """
     target = first_class + tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * D + columns
@@ -229,6 +242,7 @@ def _round_block_kernel(
 
 
 def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor:  # [C]
+    """Return the dot product of each row with its target's weight."""
     C, D = x_CD.shape
     logit_C = torch.empty(C, dtype=torch.float32, device=x_CD.device)
     _target_logits_kernel[(C,)](
@@ -238,6 +252,7 @@ def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor: 
 
 
 def scale_rows(x_CD: Tensor, scale_C: Tensor, out_CD: Tensor) -> None:
+    """Write scale_C x_CD to out_CD."""
     C, D = x_CD.shape
     _scale_rows_kernel[(C,)](x_CD, scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
 
@@ -254,6 +269,7 @@ def input_gradient(
     factor: Tensor,
     out_CD: Tensor,
 ) -> None:
+    """Write the rows of dX to out_CD; `_input_gradient_kernel` has the formula."""
     C, D = product_CD.shape
     _input_gradient_kernel[(C,)](
         product_CD,
@@ -284,8 +300,11 @@ def add_target_rows(
     sums_TD: Tensor | None = None,
     first_target: int = 0,
 ) -> None:
-    """The targets come in order of class, those of ignored rows last, under a class of their own. x is
-    [N, D], or [outer, inner, D] where that is no view of [N, D]."""
+    """Add hit[n] x[n] to the sum of each row's target class.
+
+    The targets are sorted by class; ignored rows come last, under a class of their own. x is [N,
+    D], or [outer, inner, D] if it has no view [N, D].
+    """
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
     block = min(512, _width(D))
@@ -322,7 +341,7 @@ def round_block(
     *,
     first_class: int,
 ) -> None:
-    """The block of classes from first_class on of a weight's gradient."""
+    """Round the sum of the block of classes from first_class on into the weight gradient."""
     (B, D), N = sum_BD.shape, class_N.shape[0]
     block = min(512, _width(D))
     _round_block_kernel[(B, triton.cdiv(D, block))](
@@ -346,9 +365,10 @@ def round_block(
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Outer and inner, and how many rows there are to an outer one."""
+    """Return the outer and the inner stride of rows, and the number of rows per outer one."""
     return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.shape[-2])
 
 
 def _width(D: int) -> int:
+    """Return the width of the blocks in which a row is read."""
     return min(1024, triton.next_power_of_2(D))
