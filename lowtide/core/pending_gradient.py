@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-# Binary exponent of the largest row factor while a float16 gradient is formed; once formed, the
-# gradient is kept with its largest row near 1.
+# A float16 gradient is formed with its largest row near 2^14, and kept with it near 1.
 FP16_EXPONENT = 14
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
@@ -23,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest term near 2^14, or None without float16."""
+    """Return the power of two that brings the largest term near 2^14; None without float16."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
@@ -49,10 +48,10 @@ def split(
 def lifted_by(weight_VD: Tensor) -> int | Tensor:
     """Return the exponent that `split` takes for the float16 gradient of an input.
 
-    The rows of that gradient are sums of rows of the weight. The factors of these sums add up to
-    about 4 at most where they are formed near 2^14. So the largest number of the weight bounds the
-    gradient, and tells how far it is from the end of float16's range. With this exponent a gradient
-    is not rounded to 0 where the weight is small or the row terms leave much room.
+    The rows of that gradient are weighted sums of the weight's rows. The factors of a sum are
+    scaled to near 2^14 at most, and add up to at most about 4 times that. So the largest number of
+    the weight bounds the gradient, and the exponent brings this bound into float16's range. It also
+    keeps a gradient from being rounded to 0 if the weight is small or the factors are.
     """
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
@@ -73,7 +72,7 @@ def lifted_by_rows(input: Tensor) -> int | Tensor:  # [..., D]
 
 def _largest(tensor: Tensor) -> Tensor:
     """Return the largest absolute value, without a copy."""
-    # No norm in float32, for which the CPU would copy the tensor, and no abs, a copy too.
+    # Neither a norm in float32 nor abs is used, since each would copy the tensor.
     return torch.maximum(tensor.amax(), -tensor.amin()).float()
 
 

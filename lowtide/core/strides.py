@@ -13,8 +13,8 @@ from torch import Tensor
 def maps_input(input: Tensor, copies_rows: bool, at: Callable[[Tensor], int]) -> bool:
     """Return True if a tensor map can read the rows of [..., D].
 
-    It can also where the rows of a chunk are copied, since the copies are aligned. `at` returns
-    where a tensor begins.
+    If the rows of a chunk are copied it can, since copies are aligned. `at` returns where a tensor
+    begins.
     """
     rows = input.dim() <= 3 or _flattens(input)
     return rows and input.stride(-1) == 1 and (copies_rows or _is_aligned(input, at))
@@ -28,10 +28,11 @@ def maps_weight(weight_VD: Tensor, dtype: torch.dtype, at: Callable[[Tensor], in
 
 
 def place(tensor: Tensor) -> int:
-    """Return where a tensor begins, in elements, while the engine is chosen.
+    """Return where a tensor begins, in elements, for the choice of the engine.
 
-    A compiled graph does not guard the storage offset, so every offset is accepted there.
-    requirements.readable copies an operand that begins elsewhere when the graph runs.
+    While torch.compile traces, this is 0, which is aligned, because a graph does not guard storage
+    offsets. When the graph runs, `readable` in the loss's planning/requirements.py copies operands
+    that are not aligned.
     """
     return 0 if torch.compiler.is_compiling() else tensor.storage_offset()
 

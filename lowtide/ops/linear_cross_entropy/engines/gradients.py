@@ -22,7 +22,7 @@ class Kept:
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
     rounding: Tensor | None
-    """The factor applied as `tensor` is computed or as its sum is rounded; None for 1."""
+    """The factor applied as `tensor` is computed or its float32 sum is rounded; None for 1."""
     pending: Tensor | None
     """The factor still to be applied; None if there is none."""
 

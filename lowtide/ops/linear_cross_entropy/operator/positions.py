@@ -1,5 +1,7 @@
-"""The gradients of a K-dimensional loss, put together one position after the other: what positions share, and
-a bias, in float32; a position's part of the weight's is rounded into its place (decision 0051).
+"""Collect the gradients of a K-dimensional loss, one position after the other.
+
+What positions share (input and scale), and a bias, is accumulated in float32. A position's part of
+the weight gradient is rounded once into its place (decision 0051).
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -14,26 +16,32 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept
 from lowtide.ops.linear_cross_entropy.planning.requirements import Wanted
 
-# Of input, weight, bias, scale: which a position has of its own.
+# For input, weight, bias and scale: True if each position has a part of its own.
 OWN = False, True, True, False
 WEIGHT = 1
 
 
 def kept_dtype(place: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
-    """Of a gradient of the tensor in that place, until backward. What is kept in float16 waits with a power
-    of two (pending_gradient.py), and each position would have another."""
+    """Return the dtype in which the gradient of the tensor at that place is kept until backward.
+
+    A float16 gradient would be kept with a power of two still to be applied
+    (core/pending_gradient.py), and each position would have a different one. So it is kept in the
+    sum's dtype.
+    """
     return dtype if place == WEIGHT and dtype != torch.float16 else sum_dtype
 
 
 def widened(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> Head:
-    """A head whose input has the dtype of its gradient's sum, where there is one."""
+    """Return the head with its input in the sum's dtype, if the input gradient is wanted."""
     (input,) = head.inputs
     return head._replace(inputs=(input.to(sum_dtype) if wanted[0] else input,))
 
 
 class PositionGradients:
+    """Collect the gradients of a head of several positions."""
+
     def __init__(self, head: Head, wanted: Wanted, sum_dtype: torch.dtype) -> None:
-        """`head`: of all positions."""
+        """Allocate the gradients; `head` is that of all positions."""
         one = torch.ones((), dtype=sum_dtype, device=head.device)
 
         def keep(place: int, like: Tensor | None, grad: bool) -> Kept | None:
@@ -48,7 +56,7 @@ class PositionGradients:
         self.gradients = Gradients((dx,), (dw,), db, dscale)
 
     def add(self, position: int, gradients: Gradients) -> None:
-        """One position's, whose memory is free afterwards."""
+        """Add the gradients of one position; their memory may be freed afterwards."""
         for own, whole, part in zip(OWN, self.gradients.all, gradients.all):
             if whole is None or part is None:
                 continue
@@ -56,7 +64,7 @@ class PositionGradients:
                 whole.tensor.addcmul_(part.tensor, _or_one(part.pending, part.tensor))
             elif part.pending is None:
                 whole.tensor[:, position].copy_(part.tensor)
-            else:  # in torch, as the place has strides
+            else:  # in torch, because Triton's kernel requires contiguous memory
                 out = whole.tensor[:, position]
                 scale_into(out, part.tensor, part.pending, "torch", spent=True)
 

@@ -79,10 +79,10 @@ class Exponentials:
     ) -> None:
         """Fill the given partial results, and store E if it has memory.
 
-        `repair`: only the row tiles that are marked. Sums and moments are added to those of the
-        blocks of classes before this one. Without `guarded`, an ignored row whose logits are not
-        finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit gets a
-        wrong place for its maximum.
+        `repair`: compute only the row tiles that are marked. Sums and moments are added to those of
+        the blocks of classes before this one. Without `guarded`, an ignored row whose logits are
+        not finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit
+        gets a wrong place for its maximum.
         """
         programs = multiprocessors(self.device)
         arguments: dict[str, Any] = {

@@ -2,10 +2,11 @@
 
 exponentials/engine.py has the formulas.
 
-A chunk adds to dW a GEMM with its scaled rows of X, and the rows of its targets. Its rows of dX
-come from another GEMM, plus what `input_gradient` adds. The dW GEMM comes first, because its scaled
-rows lie in the memory where those of dX will be. In the last chunk dW is finished before dX, since
-it reads the scaled rows once more.
+A chunk adds two things to dW: the GEMM of its exponentials and its scaled rows of X, and the rows
+of its targets. Its rows of dX are the GEMM of its exponentials and the weight, plus what
+`input_gradient` in row_kernels.py adds. The dW GEMM runs first, because its scaled rows of X lie in
+the memory where the rows of dX will be. In the last chunk dW is finished before dX, since it reads
+the scaled rows once more.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -52,10 +53,9 @@ class LinearTerm:
         self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
         self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
-        # The sum over the blocks of classes so far, if there are several; or all of it from
-        # low_rank.py.
+        # The GEMM for dX: summed over the blocks of classes so far, or whole from low_rank.py.
         self.product_CD: Tensor | None = None
-        self.scaled_CD: Tensor | None = None  # only if they do not fit where dX's rows will be
+        self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         if dw is not None and not plan.scales_in_gradient[place]:
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
         self.sum: Any = None
@@ -80,11 +80,12 @@ class LinearTerm:
             self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]
             self.spread_x_D = torch.zeros_like(self.total_weight_D)
 
-    # [C]: this term's part of the target logits.
     def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:
+        """Return this term's part of the target logits, [C]."""
         return row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C)
 
-    def sum_of_logits(self, x_CD: Tensor) -> Tensor:  # [C]: this term's part of sum_v w_v u_v
+    def sum_of_logits(self, x_CD: Tensor) -> Tensor:
+        """Return this term's part of sum_v w_v u_v, [C]."""
         assert self.total_weight_D is not None
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 

@@ -2,8 +2,8 @@
 
 Each of them takes as long as reading the exponentials, so these are read once for both.
 
-Shapes: C tokens of a chunk, or of a part of it, V classes, R features, at most NARROW; S strips of classes;
-lower case = one tile, v of the first half of a strip, o of the other.
+Shapes: C tokens of a chunk, or of a part of it, V classes, R features, at most NARROW; S strips of
+classes; lower case = one tile, v of the first half of a strip, o of the other.
 """
 
 import torch

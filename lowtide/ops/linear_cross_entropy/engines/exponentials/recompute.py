@@ -1,8 +1,9 @@
 """Reduce the partial sums of half tiles, and recompute the row tiles that are marked, in Triton.
 
-exponentials/engine.py says which are marked.
+exponentials/engine.py marks the row tiles whose reference was too low or not finite.
 
-Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one tile.
+Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one
+tile.
 """
 
 import torch
@@ -36,7 +37,7 @@ def _reduce_kernel(
 ):  # fmt: skip
     """Reduce the partial results of half tiles to one per row. Grid: (C / BLOCK_C,).
 
-    With marks, a program returns at once if its row tile has none, as nearly always.
+    With marks, a program returns at once if its row tile is not marked, which is nearly always so.
     """
     first = tl.program_id(0) * BLOCK_C
     marked = 1

@@ -31,8 +31,8 @@ class ExponentialRows(Stream):
 
     linear: "list[LinearTerm]"
     target_logit_N: Tensor
-    scale_N: Tensor  # c
-    hit_N: Tensor  # h
+    scale_N: Tensor  # c in the formulas
+    hit_N: Tensor  # h in the formulas
 
     def bend_(self, raw_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return z and its slope; raw_C becomes u in place, because the bias is added to it."""
@@ -61,7 +61,7 @@ class ExponentialRows(Stream):
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors, in the memory of the first."""
+    """Return the sum of the tensors, accumulated in the memory of the first."""
     total, *others = tensors
     for each in others:
         total += each

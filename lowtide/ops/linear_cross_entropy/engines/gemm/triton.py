@@ -14,9 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @triton.jit
 def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
-    """Return the row tile and the class tile of a number.
+    """Return the row tile and the class tile of tile number `tile`.
 
-    GROUP row tiles go through all class tiles together, so that they share them in the L2 cache.
+    Numbers run through GROUP row tiles before the next class tile, so that these share each class
+    tile in the L2 cache.
     """
     group_tiles = GROUP * tiles_b
     first_c = tile // group_tiles * GROUP
@@ -26,13 +27,13 @@ def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(tile_cb):
-    """Return the two halves of a tile: its first classes, and the others."""
+    """Return the two halves of a tile: the first and the last half of its classes."""
     C: tl.constexpr = tile_cb.shape[0]
     B: tl.constexpr = tile_cb.shape[1]
     return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
 
 
-@functools.cache  # torch takes 5 microseconds
+@functools.cache  # the query takes torch 5 microseconds
 def multiprocessors(device: torch.device) -> int:
     """Return the number of multiprocessors; 2 on the CPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -1,7 +1,7 @@
 """Compute row statistics from gemm_triton.py's partial results, then the gradient in place.
 
-Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes of each
-in one block.
+Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes
+of each in one block.
 """
 
 from typing import Any

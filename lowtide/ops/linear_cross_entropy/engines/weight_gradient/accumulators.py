@@ -7,7 +7,8 @@ gradient, on the Gluon pipeline; or no sum, if one chunk has all tokens.
 Each class has the same methods. add_product adds a chunk's GEMM; add_target_rows adds the rows of
 the target classes; subtract_spread subtracts the smoothing term; round_in_place makes the gradient.
 
-Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order of class.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order
+of class.
 """
 
 from typing import Any

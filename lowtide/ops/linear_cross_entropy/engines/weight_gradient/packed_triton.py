@@ -7,8 +7,8 @@ gradient is rounded once, at the end (decisions 0013 and 0036).
 Two neighbouring features form one 32-bit number in the first tensor. In the second they form a
 number of 16 or 8 bits, whose dtype tells which.
 
-Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the pairs of
-half its features.
+Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the
+pairs of half its features.
 """
 
 import triton

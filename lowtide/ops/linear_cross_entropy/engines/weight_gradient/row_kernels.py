@@ -2,8 +2,8 @@
 
 They compute what its GEMMs do not: exponentials/engine.py has the formulas.
 
-Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B classes of a block; lower
-case = one tile.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B classes of a block;
+lower case = one tile.
 """
 
 import torch
