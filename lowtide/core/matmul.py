@@ -114,7 +114,7 @@ class Operand:
 
 
 def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """Return what the copies of `Operand.rows` take: bytes per row, and bytes whatever the rows."""
+    """Return what the copies of `Operand.rows` take: bytes per row, and a fixed number of bytes."""
     D, row = input.shape[-1], input.shape[-1] * input.element_size()
     if input.dtype == dtype:
         return row, 0
@@ -125,7 +125,7 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """Write a b to out, or add it, with sums in out's dtype, whatever the operands' dtype."""
-    if a.shape[1] == 0:  # cuBLAS leaves out unchanged here
+    if a.shape[1] == 0:  # where cuBLAS does not write to `out`
         if not add:
             out.zero_()
         return

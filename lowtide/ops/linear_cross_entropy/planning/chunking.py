@@ -47,11 +47,11 @@ BESIDE_ONE_PRODUCT = 256
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
 # A sum that lies partly in the gradient's memory leaves room for more rows per chunk than a float32
-# sum, so it is added to less often. In Triton each addition takes longer: only against chunks of
-# fewer rows than this it wins (8192 rows per chunk with 24 bits still make a step 2 to 3 % faster
-# than 4096 rows with float32). On the Gluon pipeline an addition takes less time than cuBLAS with
-# float32, so there it is tried first. On the CPU an addition is no faster, and the sum is rounded
-# before backward's factor is known.
+# sum, so it is added to less often. In Triton each addition takes longer, so a float32 sum is
+# preferred if its chunks have this many rows. (8192 rows per chunk with 24 bits still make a step 2
+# to 3 % faster than 4096 rows with float32.) On the Gluon pipeline an addition takes less time than
+# cuBLAS with float32, so there the packed sum is tried first. On the CPU an addition is no faster,
+# and the sum is rounded before backward's factor is known.
 FEWEST_ROWS_OF_SUM = {"cpu": 512, "cuda": 8192}  # decision 0044
 
 # A sum with 20 bits leaves room for longer chunks than one with 24. Its rounding error is 2^-12 of
