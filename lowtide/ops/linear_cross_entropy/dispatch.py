@@ -13,7 +13,13 @@ from torch import Tensor
 from lowtide.core.autodiff import active
 from lowtide.core.checks import check_tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
+from lowtide.ops.linear_cross_entropy.definition.head import (
+    Backend,
+    Head,
+    Labels,
+    Options,
+    Reduction,
+)
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
     check_class_target,
@@ -68,21 +74,22 @@ def cross_entropy(
         workspace=workspace,
         backend=backend,
     )
-    return routed(head, target, weight, options)
+    return routed(head, Labels(target, weight), options)
 
 
-def routed(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+def routed(head: Head, labels: Labels, options: Options) -> Tensor:
     """What is checked already, by the way that can serve it."""
     by_definition = _by_definition(head, options)
-    transformed = not by_definition and _unknown_to_operators(head, target, class_weight)
+    transformed = not by_definition and _unknown_to_operators(head, labels)
     if head.by_position and (by_definition or transformed or options.reduction == "none"):
-        return higher_order.by_position(routed, head, target, class_weight, options)
+        return higher_order.by_position(routed, head, labels, options)
     if by_definition:
-        loss = reference.linear_cross_entropy(head, target, class_weight, options)
+        loss = reference.linear_cross_entropy(head, labels, options)
     elif transformed:
-        loss = higher_order.linear_cross_entropy(head, target, class_weight, options)
+        loss = higher_order.linear_cross_entropy(head, labels, options)
     else:
-        loss = autograd.linear_cross_entropy(head, target, class_weight, options)
+        loss = autograd.linear_cross_entropy(head, labels, options)
+    target, class_weight = labels.target, labels.class_weight
     if target.is_floating_point():  # a product of the two, and as wide
         loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
         loss = loss if class_weight is None else loss.to(torch.promote_types(loss.dtype, class_weight.dtype))
@@ -114,7 +121,7 @@ def log_probs(
     )
     if _by_definition(head, options):
         found = reference.linear_log_probs(head, target, options)
-    elif _unknown_to_operators(head, target, None):
+    elif _unknown_to_operators(head, Labels(target)):
         found = higher_order.linear_log_probs(head, target, options)
     else:
         found = autograd.linear_log_probs(head, target, options)
@@ -134,8 +141,7 @@ def _by_definition(head: Head, options: Options) -> bool:
     return options.backend == "reference" or head.classes == 0 or head.device.type == "meta"
 
 
-def _unknown_to_operators(head: Head, target: Tensor, class_weight_V: Tensor | None) -> bool:
-    differentiated = (each for each in (target, class_weight_V) if each is not None)
-    if torch.is_grad_enabled() and any(each.requires_grad for each in differentiated):
+def _unknown_to_operators(head: Head, labels: Labels) -> bool:
+    if torch.is_grad_enabled() and any(each.requires_grad for each in labels.given):
         return True
-    return active(*head.tensors, target, class_weight_V)
+    return active(*head.tensors, *labels)

@@ -13,7 +13,13 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, Head, Options, Reduction
+from lowtide.ops.linear_cross_entropy.definition.head import (
+    Backend,
+    Head,
+    Labels,
+    Options,
+    Reduction,
+)
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
     check_classes,
@@ -71,12 +77,13 @@ def cross_entropy(
         if not probabilities:
             check_classes(target, V, options.ignore_index)
         logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
-        return reference.without_logits(logits, target, weight, options)
+        return reference.without_logits(logits, Labels(target, weight), options)
     # One position has no dimension of its own.
     several = int(math.prod(dims) > 1)
     bias = None if linear_bias is None else linear_bias.flatten(several)
     head = Head((input,), (linear_weight.flatten(several, -2),), bias, scale)
-    loss = dispatch.routed(head, target.flatten(several + probabilities), weight, options)
+    labels = Labels(target.flatten(several + probabilities), weight)
+    loss = dispatch.routed(head, labels, options)
     return loss.view(N, *dims) if reduction == "none" else loss
 
 

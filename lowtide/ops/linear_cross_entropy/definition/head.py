@@ -68,9 +68,26 @@ class Head(NamedTuple):
         return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
 
 
-def targets_at_positions(target: Tensor) -> tuple[Tensor, ...]:
-    """Of [N, P] class indices or [N, V, P] class probabilities, each position's."""
-    return target.unbind(-1)
+class Labels(NamedTuple):
+    """The tensors that the loss holds the logits against, in the order of the operators' schema."""
+
+    target: Tensor  # [...], or class probabilities [..., V]; of a K-dimensional loss [N, P] or [N, V, P]
+    class_weight: Tensor | None = None  # [V]
+
+    @property
+    def by_row(self) -> dict[str, Tensor]:
+        """Those with an entry for each row."""
+        return {"target": self.target}
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        return tuple(each for each in self if each is not None)
+
+    def at_positions(self) -> list["Labels"]:
+        """The labels of each position."""
+        names, tensors = self.by_row.keys(), self.by_row.values()
+        parts = zip(*(each.unbind(-1) for each in tensors))
+        return [self._replace(**dict(zip(names, each))) for each in parts]
 
 
 class Options(NamedTuple):

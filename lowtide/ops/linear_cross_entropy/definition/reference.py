@@ -11,30 +11,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 
 
-def linear_cross_entropy(
-    head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
-) -> Tensor:
-    if not target.is_floating_point():
-        check_classes(target, head.classes, options.ignore_index)
-    head, target = flat(head, options), flat_target(target)
+def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
+    if not labels.target.is_floating_point():
+        check_classes(labels.target, head.classes, options.ignore_index)
+    head, labels = flat(head, options), flat_labels(labels)
     logits_NV = logits(head, options)
     if head.classes == 0:
-        return without_logits(logits_NV, target, class_weight_V, options)
-    loss_N = losses(logits_NV, target, class_weight_V, options)
-    return reduce(loss_N, target, class_weight_V, options)
+        return without_logits(logits_NV, labels, options)
+    loss_N = losses(logits_NV, labels, options)
+    return reduce(loss_N, labels.target, labels.class_weight, options)
 
 
 def without_logits(
     logits: Tensor,  # [N, V, d1, ..., dK], of which V or another is 0
-    target: Tensor,
-    class_weight_V: Tensor | None,
+    labels: Labels,
     options: Options,
 ) -> Tensor:
     """What torch makes of no logits: rows of 0, NaN where it divides by what is not there."""
+    target, class_weight_V = labels
     V, probabilities = logits.shape[1], target.is_floating_point()
     if V == 0 and options.z_loss:
         raise ArgumentError("linear_weight must have at least one class where z_loss is not 0, got none")
@@ -79,6 +77,10 @@ def flat_target(target: Tensor) -> Tensor:
     return target.reshape(math.prod(target.shape[:-1]), target.shape[-1])
 
 
+def flat_labels(labels: Labels) -> Labels:
+    return labels._replace(target=flat_target(labels.target))
+
+
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
     meta = head.device.type == "meta"  # which knows no autocast
     with contextlib.nullcontext() if meta else torch.autocast(head.device.type, enabled=False):
@@ -92,8 +94,9 @@ def logits(head: Head, options: Options) -> Tensor:  # [N, V]
     return logits_NV
 
 
-def losses(logits_NV: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
     """[N], 0 for ignored rows, NaN for a target that is no class."""
+    target, class_weight_V = labels
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
     logsumexp_N = logits_NV.logsumexp(1)

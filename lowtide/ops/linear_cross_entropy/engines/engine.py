@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
-from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept, allocate, no_gradients
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
@@ -37,8 +37,8 @@ class Stream(LossRows):
     It holds views, and vectors of N and V elements, but nothing larger.
     """
 
-    def __init__(self, plan: Plan, head: Head, target: Tensor, class_weight_V: Tensor | None) -> None:
-        super().__init__(plan, head, target, class_weight_V)
+    def __init__(self, plan: Plan, head: Head, labels: Labels) -> None:
+        super().__init__(plan, head, labels)
         self.operands = [
             Operand(input, weight, plan.compute_dtype, copies, self.counted)
             for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)

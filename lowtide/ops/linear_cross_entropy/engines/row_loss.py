@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
 from lowtide.ops.linear_cross_entropy.planning.planner import Plan
@@ -18,13 +18,13 @@ from lowtide.ops.linear_cross_entropy.planning.planner import Plan
 class LossRows:
     """Rows are those that count, on the CPU; on CUDA, where counting them would mean waiting, all."""
 
-    def __init__(self, plan: Plan, head: Head, target: Tensor, class_weight_V: Tensor | None) -> None:
+    def __init__(self, plan: Plan, head: Head, labels: Labels) -> None:
         self.plan, self.device, self.head = plan, head.device, head
         self.N, self.V = head.tokens, head.classes
         self.bias_V = _vector(head.bias, plan.sum_dtype)
         self.scale = _vector(head.scale, plan.sum_dtype)
-        self.class_weight_V = _vector(class_weight_V, plan.sum_dtype)
-        self._set_target(target)
+        self.class_weight_V = _vector(labels.class_weight, plan.sum_dtype)
+        self._set_target(labels.target)
 
     def _set_target(self, target: Tensor) -> None:
         self.soft_NV, self.counted = None, None

@@ -21,7 +21,7 @@ from torch.library import register_autograd
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
 from lowtide.core.pending_gradient import scaled
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import (
     fake,  # noqa: F401  shapes registers itself
     higher_order,
@@ -33,11 +33,11 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import backend_of
 Gradients = tuple[Tensor | None, ...]
 
 
-def linear_cross_entropy(head: Head, target: Tensor, class_weight: Tensor | None, options: Options) -> Tensor:
+def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
     wanted = _wanted(head)
-    options = told(head, options, ops.job_of(head, target, class_weight, wanted, log_probs=False))
-    loss, *_ = ops.linear_cross_entropy(*head, target, class_weight, wanted, *options)
+    job = ops.job_of(head, labels.target, labels.class_weight, wanted, log_probs=False)
+    loss, *_ = ops.linear_cross_entropy(*head, *labels, wanted, *told(head, options, job))
     return loss
 
 
@@ -55,8 +55,7 @@ def _wanted(head: Head) -> tuple[bool, ...]:
 
 
 def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    *head, target, class_weight, wanted = inputs[:7]
-    _save(ctx, head, wanted, inputs[7:], (target, class_weight), output[1:])
+    _save(ctx, ops.parsed(inputs), output[1:])
 
 
 def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -64,17 +63,15 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
     if upstream is None:
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
-    head, (target, class_weight), rest = _saved(ctx)
+    head, labels, rest = _saved(ctx)
     if is_differentiated(upstream):
 
         def losses(own: list[Any]) -> tuple[Tensor, ...]:
-            return (higher_order.linear_cross_entropy(head.of(own), target, class_weight, options),)
+            return (higher_order.linear_cross_entropy(head.of(own), labels, options),)
 
         return _arguments(ctx, differentiable_gradients(losses, head.tensors, wanted, (upstream,)))
     if options.reduction == "none":
-        found = ops.linear_cross_entropy_backward(
-            upstream, rest, *head, target, class_weight, wanted, *options
-        )
+        found = ops.linear_cross_entropy_backward(upstream, rest, *head, *labels, wanted, *options)
         return _arguments(ctx, placed(found, wanted))
     waiting, backend = iter(rest), backend_of(options.engine)
     return _arguments(
@@ -87,8 +84,7 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
 
 
 def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
-    *head, target, wanted = inputs[:6]
-    _save(ctx, head, wanted, inputs[6:], (target,), output[4:])
+    _save(ctx, ops.parsed(inputs, log_probs=True), output[4:], labels=1)
 
 
 def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -96,7 +92,7 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
     if all(each is None for each in upstream):
         return _arguments(ctx, (None,) * len(wanted))
     _refuse_others(ctx)
-    head, (target,), statistics = _saved(ctx)
+    head, (target, *_), statistics = _saved(ctx)
     if is_differentiated(*upstream):
 
         def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
@@ -116,39 +112,38 @@ register_autograd("lowtide::linear_log_probs", _log_probs_gradients, setup_conte
 
 def _save(
     ctx: Any,
-    head: Sequence[Any],
-    wanted: Sequence[bool],
-    options: Sequence[Any],
-    targets: Sequence[Tensor | None],
+    call: tuple[Head, Labels, tuple[bool, ...], Options],
     rest: Sequence[Tensor],
+    labels: int = len(Labels._fields),
 ) -> None:
-    ctx.wanted, ctx.options = tuple(wanted), Options(*options)
-    ctx.terms, ctx.targets = len(head[0]), len(targets)
+    """`labels`: how many of them the operator takes."""
+    head, own, ctx.wanted, ctx.options = call
+    ctx.terms, ctx.labels = len(head.inputs), labels
     ctx.set_materialize_grads(False)
-    if any(wanted):
-        ctx.save_for_backward(*head[0], *head[1], *head[2:], *targets, *rest)
+    if any(ctx.wanted):
+        ctx.save_for_backward(*head.tensors, *own[:labels], *rest)
 
 
-def _saved(ctx: Any) -> tuple[Head, tuple[Any, ...], list[Tensor]]:
-    """The head, its target and class weights, and what forward kept."""
+def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
+    """The head, its labels, and what forward kept."""
     terms, count, saved = ctx.terms, len(ctx.wanted), ctx.saved_tensors  # to be read once
     tensors, rest = saved[:count], saved[count:]
     head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
     # As outputs, the kept ones would lead back here.
-    return head, rest[: ctx.targets], [each.detach() for each in rest[ctx.targets :]]
+    return head, Labels(*rest[: ctx.labels]), [each.detach() for each in rest[ctx.labels :]]
 
 
 def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
     """Gradients of all arguments, as the schema has them."""
-    terms, others = ctx.terms, ctx.targets + 1 + len(ctx.options)
+    terms, others = ctx.terms, ctx.labels + 1 + len(ctx.options)
     weights = gradients[terms : 2 * terms]
     return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
 
 
 def _refuse_others(ctx: Any) -> None:
-    inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.targets]
+    inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.labels]
     needed = (*inputs, *weights, *others)
-    if any(need and not grad for need, grad in zip(needed, (*ctx.wanted, *(False,) * ctx.targets))):
+    if any(need and not grad for need, grad in zip(needed, (*ctx.wanted, *(False,) * ctx.labels))):
         raise RuntimeError(
             "this graph was exported where a tensor that needs a gradient now needed none; "
             "export it with gradients enabled, where all that will be trained requires one"

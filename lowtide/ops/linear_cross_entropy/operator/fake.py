@@ -15,13 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.ops.linear_cross_entropy.operator.ops import job_of
+from lowtide.ops.linear_cross_entropy.operator.ops import job_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call_memory import held_beside
 from lowtide.ops.linear_cross_entropy.planning.planner import held, keeps_sum, told
 from lowtide.ops.linear_cross_entropy.planning.requirements import Job
-
-# In a fake, and in a formula of FLOPs, arguments come by place: ops.py has their schema.
 
 
 def _vector(head: Head, options: Options) -> Tensor:
@@ -35,10 +33,8 @@ def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
 
 @register_fake("lowtide::linear_cross_entropy")
 def _(*arguments: Any) -> list[Tensor]:
-    inputs, weights, bias, scale, target, class_weight, wanted, *rest = arguments
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    job = job_of(head, target, class_weight, wanted, log_probs=False)
-    options = Options(*rest)
+    head, labels, wanted, options = parsed(arguments)
+    job = job_of(head, labels.target, labels.class_weight, wanted, log_probs=False)
     if options.reduction == "none":
         # The loss, and of each row the maximum, the sum, and with probabilities their mass.
         return [_vector(head, options), *_statistics(head, options, 2 + job.probabilities)]
@@ -59,16 +55,14 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @register_fake("lowtide::linear_cross_entropy_backward")
-def _(*arguments: Any) -> list[Tensor]:
-    _upstream, _statistics, inputs, weights, bias, scale, _target, _class_weight, wanted, *_ = arguments
-    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
+def _(_upstream: Any, _statistics: Any, *arguments: Any) -> list[Tensor]:
+    head, _, wanted, _ = parsed(arguments)
+    return _fake_gradients(head.tensors, wanted)
 
 
 @register_fake("lowtide::linear_log_probs")
 def _(*arguments: Any) -> list[Tensor]:
-    inputs, weights, bias, scale, _target, _wanted, *rest = arguments
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    options = Options(*rest)
+    head, _, _, options = parsed(arguments, log_probs=True)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
     # log_prob, entropy, logsumexp; argmax; of each row the maximum, the sum and the mean.
     return [
@@ -80,8 +74,8 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @register_fake("lowtide::linear_log_probs_backward")
 def _(*arguments: Any) -> list[Tensor]:
-    *_upstream, _statistics, inputs, weights, bias, scale, _target, wanted = arguments[:10]
-    return _fake_gradients((*inputs, *weights, bias, scale), wanted)
+    head, _, wanted, _ = parsed(arguments[4:], log_probs=True)
+    return _fake_gradients(head.tensors, wanted)
 
 
 def _fake_gradients(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
@@ -99,13 +93,13 @@ def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bo
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
 def _(*arguments: Any, **_out: Any) -> int:
-    inputs, weights, _bias, _scale, _target, _class_weight, wanted, reduction, *_ = arguments
-    return _products(inputs, weights, [grad and reduction != "none" for grad in wanted])
+    (inputs, weights, *_), _, wanted, options = parsed(arguments)
+    return _products(inputs, weights, [grad and options.reduction != "none" for grad in wanted])
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
-def _(*arguments: Any, **_out: Any) -> int:
-    _upstream, _statistics, inputs, weights, _bias, _scale, _target, _class_weight, wanted, *_ = arguments
+def _(_upstream: Any, _statistics: Any, *arguments: Any, **_out: Any) -> int:
+    (inputs, weights, *_), _, wanted, _ = parsed(arguments)
     return _products(inputs, weights, wanted)
 
 
@@ -117,7 +111,7 @@ def _(*arguments: Any, **_out: Any) -> int:
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
 def _(*arguments: Any, **_out: Any) -> int:
-    *_upstream, _statistics, inputs, weights, _bias, _scale, _target, wanted = arguments[:10]
+    (inputs, weights, *_), _, wanted, _ = parsed(arguments[4:], log_probs=True)
     return _products(inputs, weights, wanted)
 
 
@@ -152,8 +146,6 @@ def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, Job]:
-    inputs, weights, bias, scale, target, *rest = arguments[_HEAD[operator] :]
     log_probs = "log_probs" in operator
-    class_weight, wanted, *options = [None, *rest] if log_probs else rest
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    return head, Options(*options), job_of(head, target, class_weight, wanted, log_probs=log_probs)
+    head, (target, weight, *_), wanted, options = parsed(arguments[_HEAD[operator] :], log_probs=log_probs)
+    return head, options, job_of(head, target, weight, wanted, log_probs=log_probs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, targets_at_positions
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.planning.chunking import allowed, too_small
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
@@ -30,25 +30,22 @@ def rows_of_copies(
     return bytes // row
 
 
-def linear_cross_entropy(
-    head: Head, target: Tensor, class_weight_V: Tensor | None, options: Options
-) -> Tensor:
+def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
     if head.by_position:
-        return by_position(linear_cross_entropy, head, target, class_weight_V, options)
-    target = reference.flat_target(target)
+        return by_position(linear_cross_entropy, head, labels, options)
+    labels = reference.flat_labels(labels)
 
-    def losses(head: Head, target: Tensor, class_weight_V: Tensor | None) -> Tensors:
-        return (reference.losses(reference.logits(head, options), target, class_weight_V, options),)
+    def losses(head: Head, labels: Labels) -> Tensors:
+        return (reference.losses(reference.logits(head, options), labels, options),)
 
-    (loss_N,) = _by_rows(losses, 1, head, target, class_weight_V, options)
-    return reference.reduce(loss_N, target, class_weight_V, options)
+    (loss_N,) = _by_rows(losses, 1, head, labels, options)
+    return reference.reduce(loss_N, labels.target, labels.class_weight, options)
 
 
 def by_position(
-    function: Callable[[Head, Tensor, Tensor | None, Options], Tensor],
+    function: Callable[[Head, Labels, Options], Tensor],
     head: Head,
-    target: Tensor,
-    class_weight_V: Tensor | None,
+    labels: Labels,
     options: Options,
 ) -> Tensor:
     """[N, P] for none, else 0-d: the losses of each position, by that function."""
@@ -59,43 +56,44 @@ def by_position(
     )
     of_rows = options._replace(reduction="none")
     losses = [
-        function(part, part_target, class_weight_V, of_rows)
-        for part, part_target in zip(wide.at_positions(), targets_at_positions(target))
+        function(part, part_labels, of_rows)
+        for part, part_labels in zip(wide.at_positions(), labels.at_positions())
     ]
     loss_NP = torch.stack(losses, -1)
     if options.reduction == "none":
         return loss_NP
+    target = labels.target
     rows = target.movedim(1, -1) if target.is_floating_point() else target
-    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), class_weight_V, options)
+    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), labels.class_weight, options)
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:
-    def log_probs(head: Head, target: Tensor, _: None) -> Tensors:
-        return reference.log_probs(reference.logits(head, options), target, options)
+    def log_probs(head: Head, labels: Labels) -> Tensors:
+        return reference.log_probs(reference.logits(head, options), labels.target, options)
 
-    return _by_rows(log_probs, 4, head, reference.flat_target(target), None, options)
+    return _by_rows(log_probs, 4, head, Labels(reference.flat_target(target)), options)
 
 
 def _by_rows(
-    function: Callable[[Head, Tensor, Tensor | None], Tensors],
+    function: Callable[[Head, Labels], Tensors],
     results: int,
     head: Head,
-    target: Tensor,
-    class_weight_V: Tensor | None,
+    labels: Labels,
     options: Options,
 ) -> Tensors:
     head = reference.flat(head, options)
-    terms = len(head.inputs)
+    terms, by_row = len(head.inputs), labels.by_row
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
         rest = iter(whole[terms:])
         bias, scale, weight = (
-            None if own is None else next(rest) for own in (head.bias, head.scale, class_weight_V)
+            None if own is None else next(rest) for own in (head.bias, head.scale, labels.class_weight)
         )
-        return function(Head(rows[:-1], whole[:terms], bias, scale), rows[-1], weight), ()
+        own = labels._replace(**dict(zip(by_row, rows[terms:])), class_weight=weight)
+        return function(Head(rows[:terms], whole[:terms], bias, scale), own), ()
 
     rows = rows_of_copies(head.classes, COPIES, options.sum_dtype, options.workspace, head.device)
-    whole = (*head.weights, head.bias, head.scale, class_weight_V)
-    return Rowwise(chunk, terms + 1, results, rows)(
-        *head.inputs, target, *(each for each in whole if each is not None)
+    whole = (*head.weights, head.bias, head.scale, labels.class_weight)
+    return Rowwise(chunk, terms + len(by_row), results, rows)(
+        *head.inputs, *by_row.values(), *(each for each in whole if each is not None)
     )

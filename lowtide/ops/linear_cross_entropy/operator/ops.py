@@ -27,7 +27,7 @@ from torch import Tensor
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.core.pending_gradient import scaled
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, targets_at_positions
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
@@ -42,7 +42,8 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import (
     readable,
 )
 
-HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale, Tensor target"
+HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
+LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
 OPTIONS = (
     "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
     "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend"
@@ -53,20 +54,13 @@ def _operator(name: str, arguments: str) -> Any:
     return operator(name, f"({arguments}, {OPTIONS}) -> Tensor[]")
 
 
-@_operator("linear_cross_entropy", f"{HEAD}, Tensor? class_weight")
-def linear_cross_entropy(
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *options: Any,
-) -> list[Tensor]:
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
+@_operator("linear_cross_entropy", f"{HEAD}, {LABELS}")
+def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
+    parts = parsed(arguments)
+    head = parts[0]
     if head.by_position:
-        return _of_positions(head, target, class_weight, options)
-    call = _call(head, target, class_weight, options, log_probs=False)
+        return _of_positions(*parts)
+    call = _call(*parts)
     with on_device_of(head.inputs[0]):
         stream = _stream(*call)
         if stream.plan.options.reduction == "none":
@@ -80,40 +74,21 @@ def linear_cross_entropy(
         ]
 
 
-@_operator(
-    "linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, Tensor? class_weight"
-)
+@_operator("linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, {LABELS}")
 def linear_cross_entropy_backward(
-    upstream: Tensor,
-    statistics: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    *options: Any,
+    upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    call = _call(head, target, class_weight, options, log_probs=False, statistics=statistics)
-    with on_device_of(head.inputs[0]):
+    call = _call(*parsed(arguments), statistics=statistics)
+    with on_device_of(call[1].inputs[0]):
         stream = _stream(*call)
         terms = stream.terms(upstream.flatten())
         return _final(stream, terms, _read_statistics(stream, statistics))
 
 
-@_operator("linear_log_probs", HEAD)
-def linear_log_probs(
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
-    target: Tensor,
-    *options: Any,
-) -> list[Tensor]:
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    call = _call(head, target, None, options, log_probs=True)
-    with on_device_of(head.inputs[0]):
+@_operator("linear_log_probs", f"{HEAD}, Tensor target")
+def linear_log_probs(*arguments: Any) -> list[Tensor]:
+    call = _call(*parsed(arguments, log_probs=True), log_probs=True)
+    with on_device_of(call[1].inputs[0]):
         stream = _stream(*call)
         statistics = stream.take_statistics()
         log_prob_N = statistics.gap_N.neg().masked_fill_(stream.foreign_N, torch.nan)
@@ -128,23 +103,17 @@ def linear_log_probs(
 @_operator(
     "linear_log_probs_backward",
     "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, "
-    f"Tensor[] statistics, {HEAD}",
+    f"Tensor[] statistics, {HEAD}, Tensor target",
 )
 def linear_log_probs_backward(
     log_prob_upstream: Tensor | None,
     entropy_upstream: Tensor | None,
     logsumexp_upstream: Tensor | None,
     statistics: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    scale: Tensor | None,
-    target: Tensor,
-    *options: Any,
+    *arguments: Any,
 ) -> list[Tensor]:
-    head = Head(tuple(inputs), tuple(weights), bias, scale)
-    call = _call(head, target, None, options, log_probs=True, statistics=statistics)
-    with on_device_of(head.inputs[0]):
+    call = _call(*parsed(arguments, log_probs=True), log_probs=True, statistics=statistics)
+    with on_device_of(call[1].inputs[0]):
         stream = _stream(*call)
         known = _read_statistics(stream, statistics)
         upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
@@ -155,14 +124,21 @@ def linear_log_probs_backward(
 # Pieces.
 
 
-def _of_positions(
-    head: Head, target: Tensor, class_weight: Tensor | None, options: tuple[Any, ...]
-) -> list[Tensor]:
+def parsed(
+    arguments: Sequence[Any], *, log_probs: bool = False
+) -> tuple[Head, Labels, tuple[bool, ...], Options]:
+    """Return what an operator's arguments stand for, from the head on."""
+    inputs, weights, bias, scale, *rest = arguments
+    head, count = Head(tuple(inputs), tuple(weights), bias, scale), 1 if log_probs else len(Labels._fields)
+    return head, Labels(*rest[:count]), tuple(rest[count]), Options(*rest[count + 1 :])
+
+
+def _of_positions(head: Head, labels: Labels, wanted: tuple[bool, ...], options: Options) -> list[Tensor]:
     """A sum or mean. Each position's gradients are formed while its logits are there, and do not wait for the
     others': three products, as of a single head."""
-    wide, calls = widened(head, options[0], Options(*options[1:]).sum_dtype), []
-    for part, target_N in zip(wide.at_positions(), targets_at_positions(target)):
-        calls.append(_call(part, target_N, class_weight, options, log_probs=False))
+    wide, calls = widened(head, wanted, options.sum_dtype), []
+    for part, part_labels in zip(wide.at_positions(), labels.at_positions()):
+        calls.append(_call(part, part_labels, wanted, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
         denominator, factor = _denominator(LossRows(*call) for call in calls)
@@ -201,27 +177,25 @@ def _sum(stream: Stream, factor: Tensor) -> tuple[Tensor, Gradients | None]:
     return stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum(), gradients
 
 
-Call = tuple[Plan, Head, Tensor, Tensor | None]
+Call = tuple[Plan, Head, Labels]
 
 
 def _call(
     head: Head,
-    target: Tensor,
-    class_weight: Tensor | None,
-    arguments: tuple[Any, ...],
+    labels: Labels,
+    wanted: tuple[bool, ...],
+    options: Options,
     *,
-    log_probs: bool,
+    log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
 ) -> Call:
     """What an engine takes: its plan, and operands that it can read."""
-    wanted, *rest = arguments
-    options = Options(*rest)
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
     check_engine(options, head.device)
     head = readable(head, options)
-    job = job_of(head, target, class_weight, wanted, log_probs=log_probs)
-    return make_plan(head, options, job), head, target, class_weight
+    job = job_of(head, labels.target, labels.class_weight, wanted, log_probs=log_probs)
+    return make_plan(head, options, job), head, labels
 
 
 def job_of(
