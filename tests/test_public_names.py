@@ -30,13 +30,14 @@ def test_names():
 
 HEAD = {"linear_bias": None, "softcap": None, "logit_scale": None, "workspace": None, "backend": "auto"}
 LOSS = {"reduction": "mean", "ignore_index": None, "label_smoothing": 0.0, "z_loss": 0.0, "weight": None}
+ROWS = {"row_weight": None}  # of the module, an argument of its call
 MODULE = {"out_features": (), "bias": False, "device": None, "dtype": None}
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "options"),
     [
-        (lowtide.linear_cross_entropy, ["input", "linear_weight", "target"], HEAD | LOSS),
+        (lowtide.linear_cross_entropy, ["input", "linear_weight", "target"], HEAD | LOSS | ROWS),
         (lowtide.linear_log_probs, ["input", "linear_weight", "target"], HEAD | {"ignore_index": -100}),
         (
             lowtide.LinearCrossEntropyLoss,

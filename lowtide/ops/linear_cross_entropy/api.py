@@ -27,6 +27,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
+    row_weight: Tensor | None = None,
     workspace: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -55,11 +56,12 @@ def linear_cross_entropy(
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
-        logit_scale []; the result is 0-d, or [...] for ``reduction="none"``. An input [D] takes a class as
-        [1], too. Any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole.
+        logit_scale [], row_weight [...]; the result is 0-d, or [...] for ``reduction="none"``. An input [D]
+        takes a class as [1], too. Any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a
+        whole.
         K-dimensional loss, of a head for each position over the same rows, as in torch's function of this
         name: input [N, D], linear_weight [V, d1, ..., dK, D], linear_bias [V, d1, ..., dK], target
-        [N, d1, ..., dK] or [N, V, d1, ..., dK], result [N, d1, ..., dK].
+        [N, d1, ..., dK] or [N, V, d1, ..., dK], row_weight and result [N, d1, ..., dK].
         Tensors on the meta device give a loss and gradients of the right shapes and dtypes.
 
     Args:
@@ -76,6 +78,11 @@ def linear_cross_entropy(
         logit_scale: s; a 0-d tensor may require a gradient. It comes before the soft cap: to divide capped
             logits by a temperature T, pass ``logit_scale=1 / T, softcap=c / T``.
         z_loss: :math:`\lambda`; 1e-4 in PaLM (arxiv.org/abs/2204.02311).
+        row_weight: multiplies each :math:`\ell_i`, z-loss and label smoothing included: weights of tokens or
+            of samples, of any floating-point dtype and sign, used in that of the sums. 0 takes a row out of
+            the sum; the weight of an ignored row is not used, even if it is NaN. They take no gradient.
+            `"mean"` divides by what it divides by without them; for a weighted mean, pass
+            ``reduction="sum"`` and divide by the sum of the weights that count. (torch has no such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
             the CPU; on CUDA 1 GiB, and the float32 sum of a half-precision weight's gradient on top (4 V D
             bytes); for a small call no more than eager torch would hold (see `Default`). A smaller one
@@ -161,6 +168,7 @@ def linear_cross_entropy(
         "softcap": softcap,
         "logit_scale": logit_scale,
         "z_loss": z_loss,
+        "row_weight": row_weight,
         "workspace": workspace,
         "backend": backend,
     }
@@ -253,7 +261,8 @@ class LinearCrossEntropyLoss(nn.Module):
         out_features: (d1, ..., dK) of a K-dimensional loss; `.linear` then has V d1 ... dK outputs.
         weight: class weights [V], kept as a buffer.
         logit_scale: a float; one that is learned is refused: keep it in your own module and call the
-        function. The others are those of :func:`linear_cross_entropy`.
+        function. Row weights go to the call: ``criterion(hidden, target, row_weight=...)``.
+        The others are those of :func:`linear_cross_entropy`.
     """
 
     weight: Tensor | None
@@ -305,9 +314,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module's returns Any
 
-        def __call__(self, input: Tensor, target: Tensor) -> Tensor: ...
+        def __call__(self, input: Tensor, target: Tensor, *, row_weight: Tensor | None = None) -> Tensor: ...
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor, *, row_weight: Tensor | None = None) -> Tensor:
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
         check_tensors({"input": input})
         if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
@@ -319,7 +328,13 @@ class LinearCrossEntropyLoss(nn.Module):
             linear_weight = linear_weight.unflatten(0, self.logits_shape)
             linear_bias = None if linear_bias is None else linear_bias.unflatten(0, self.logits_shape)
         return linear_cross_entropy(
-            input, linear_weight, target, linear_bias=linear_bias, weight=self.weight, **self.options
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            row_weight=row_weight,
+            **self.options,
         )
 
     def extra_repr(self) -> str:

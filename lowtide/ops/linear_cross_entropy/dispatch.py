@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_head,
     check_ignore_index,
     check_loss_options,
+    check_row_weight,
 )
 from lowtide.ops.linear_cross_entropy.operator import autograd, higher_order
 
@@ -56,6 +57,7 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
+    row_weight: Tensor | None = None,  # [...]
     workspace: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -63,6 +65,7 @@ def cross_entropy(
         inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
     )
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    check_row_weight(row_weight, inputs[0], inputs[0].shape[:-1])
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
     options = Options.of(
         inputs[0],
@@ -74,7 +77,7 @@ def cross_entropy(
         workspace=workspace,
         backend=backend,
     )
-    return routed(head, Labels(target, weight), options)
+    return routed(head, Labels(target, weight, row_weight), options)
 
 
 def routed(head: Head, labels: Labels, options: Options) -> Tensor:

@@ -24,6 +24,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
     check_classes,
     check_loss_options,
+    check_row_weight,
     check_target_dtype,
 )
 
@@ -41,6 +42,7 @@ def cross_entropy(
     softcap: float | None,
     logit_scale: float | Tensor | None,
     z_loss: float,
+    row_weight: Tensor | None,  # [N, d1, ..., dK]
     workspace: int | None,
     backend: Backend,
 ) -> Tensor:
@@ -60,6 +62,7 @@ def cross_entropy(
         None if linear_bias is None else _like(linear_bias, V),
         *(weight, logit_scale, softcap, workspace, backend),
     )
+    check_row_weight(row_weight, input, (N, *dims))
     options = Options.of(
         input,
         reduction=reduction,
@@ -77,12 +80,13 @@ def cross_entropy(
         if not probabilities:
             check_classes(target, V, options.ignore_index)
         logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
-        return reference.without_logits(logits, Labels(target, weight), options)
+        return reference.without_logits(logits, Labels(target, weight, row_weight), options)
     # One position has no dimension of its own.
     several = int(math.prod(dims) > 1)
     bias = None if linear_bias is None else linear_bias.flatten(several)
     head = Head((input,), (linear_weight.flatten(several, -2),), bias, scale)
-    labels = Labels(target.flatten(several + probabilities), weight)
+    row_weight = None if row_weight is None else row_weight.flatten(several)
+    labels = Labels(target.flatten(several + probabilities), weight, row_weight)
     loss = dispatch.routed(head, labels, options)
     return loss.view(N, *dims) if reduction == "none" else loss
 

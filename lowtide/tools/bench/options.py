@@ -76,6 +76,10 @@ def _class_weight(case: Case, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.classes, dtype=torch.float32).abs_()
 
 
+def _row_weight(case: Case, given: dict[str, Tensor]) -> Tensor:
+    return _random(case, case.tokens, dtype=torch.float32).abs_()
+
+
 def _learned_scale(case: Case, given: dict[str, Tensor]) -> Tensor:
     return torch.full((), 0.5, device=case.device).requires_grad_()
 
@@ -169,6 +173,7 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
         _step("logit-scale", {"logit_scale": 0.5}),
         _step("logit-scale-learned", {"logit_scale": _learned_scale}),
         _step("z-loss", {"z_loss": 1e-4}),
+        _step("row-weight", {"row_weight": _row_weight}),
         _step("probabilities", {"target": _probabilities}),
         _step("ignore-index", {"target": _zero_ignored, "ignore_index": 0}),
         _step("half-ignored", {"target": _half_ignored}),

@@ -209,20 +209,21 @@ def test_what_is_large_keeps_the_whole_default(monkeypatch):
 def arguments(workspace, N=40, D=8, V=100):
     head = [[torch.randn(N, D)], [torch.randn(V, D)], None, None]
     options = Options(workspace=workspace, backend="torch")
-    return [*head, torch.randint(V, (N,)), None, (True, True, False, False), *options]
+    return [*head, torch.randint(V, (N,)), None, None, (True, True, False, False), *options]
 
 
 def test_a_workspace_of_the_callers_is_kept():
     call = told_anew("lowtide::linear_cross_entropy", arguments(5 * MIB))
     head = Head((call[0][0],), (call[1][0],))
-    options = Options(*call[7:])
-    assert planner.make_plan(head, options, job_of(head, *call[4:7], log_probs=False)).workspace == 5 * MIB
+    options = Options(*call[8:])
+    job = job_of(head, *call[4:6], call[7], log_probs=False)
+    assert planner.make_plan(head, options, job).workspace == 5 * MIB
 
 
 def test_what_is_told_for_one_device_is_told_anew_for_another():
     """None stays None, so that the other device's default is its own."""
     told = told_anew("lowtide::linear_cross_entropy", arguments(None))
-    assert Options(*told[7:]).workspace is None
+    assert Options(*told[8:]).workspace is None
     with FakeTensorMode(allow_non_fake_inputs=True):
         there = list(told)
         for place in (0, 1):

@@ -140,7 +140,7 @@ def test_opcheck(reduction):
         inputs.logit_scale.detach(), inputs.target,
     ]  # fmt: skip
     options = Options(reduction=reduction, **OPTIONS)
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, (True,) * 4, *options))
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
 
 

@@ -25,7 +25,7 @@ def operands(device, **made):
 def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
     head = operands(device, probabilities=probabilities)
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1)
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, wanted, *options))
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
     if reduction == "none":
         loss_N, *statistics = OPS.linear_cross_entropy(*call)
@@ -57,7 +57,7 @@ def test_opcheck_of_log_probs(device, wanted):
 def test_a_graph_from_elsewhere_says_that_its_engine_cannot_run(engine, reason):
     """Neither forward nor backward takes another: their statistics would mean something else."""
     head, options = operands("cpu"), Options(reduction="none", backend="torch")
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, (True,) * 4, *options))
+    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
     _, *statistics = OPS.linear_cross_entropy(*call)
     wrong = list(call)
     wrong[-len(options) + Options._fields.index("engine")] = engine

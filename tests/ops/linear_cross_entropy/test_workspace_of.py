@@ -19,7 +19,7 @@ OPERATORS = torch.ops.lowtide
 def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
     head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
-    call = [*head, torch.randint(V, (N,)), None, (wanted, wanted, False, False), *options]
+    call = [*head, torch.randint(V, (N,)), None, None, (wanted, wanted, False, False), *options]
     return list(told_anew("lowtide::linear_cross_entropy", call))
 
 

@@ -73,11 +73,13 @@ class Labels(NamedTuple):
 
     target: Tensor  # [...], or class probabilities [..., V]; of a K-dimensional loss [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
+    row_weight: Tensor | None = None  # [...]; of a K-dimensional loss [N, P]
 
     @property
     def by_row(self) -> dict[str, Tensor]:
         """Those with an entry for each row."""
-        return {"target": self.target}
+        rows = {"target": self.target, "row_weight": self.row_weight}
+        return {name: each for name, each in rows.items() if each is not None}
 
     @property
     def given(self) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ def without_logits(
     options: Options,
 ) -> Tensor:
     """What torch makes of no logits: rows of 0, NaN where it divides by what is not there."""
-    target, class_weight_V = labels
+    target, class_weight_V, _ = labels
     V, probabilities = logits.shape[1], target.is_floating_point()
     if V == 0 and options.z_loss:
         raise ArgumentError("linear_weight must have at least one class where z_loss is not 0, got none")
@@ -43,6 +43,7 @@ def without_logits(
     loss = terms.sum(-1)
     if not probabilities:
         loss = loss.masked_fill(target != options.ignore_index, torch.nan)
+    loss = _weighted(loss, labels, options)
     nothing = options.reduction == "mean" or (V == 0 and not probabilities and options.label_smoothing > 0)
     loss = loss if options.reduction == "none" else loss.sum()
     return loss + torch.nan if nothing else loss
@@ -78,7 +79,8 @@ def flat_target(target: Tensor) -> Tensor:
 
 
 def flat_labels(labels: Labels) -> Labels:
-    return labels._replace(target=flat_target(labels.target))
+    row_weight = None if labels.row_weight is None else labels.row_weight.flatten()
+    return labels._replace(target=flat_target(labels.target), row_weight=row_weight)
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
@@ -96,20 +98,31 @@ def logits(head: Head, options: Options) -> Tensor:  # [N, V]
 
 def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
     """[N], 0 for ignored rows, NaN for a target that is no class."""
-    target, class_weight_V = labels
+    target, class_weight_V, _ = labels
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
     logsumexp_N = logits_NV.logsumexp(1)
     gap_NV = -logits_NV.log_softmax(1)
     if target.is_floating_point():
         target_NV = target.to(logits_NV.dtype) * (1 - smoothing) + smoothing / V
-        return (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
+        loss_N = (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
+        return _weighted(loss_N, labels, options)
     ignored_N, foreign_N, class_N = classes(target, V, options.ignore_index)
     loss_N = (1 - smoothing) * weight_V[class_N] * gap_NV.gather(1, class_N[:, None])[:, 0]
     if smoothing:
         loss_N = loss_N + smoothing / V * (gap_NV @ weight_V)
-    loss_N = loss_N + options.z_loss * logsumexp_N**2
+    loss_N = _weighted(loss_N + options.z_loss * logsumexp_N**2, labels, options)
     return loss_N.masked_fill(foreign_N, torch.nan).masked_fill(ignored_N, 0)
+
+
+def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
+    """The loss of each row times its weight; that of an ignored row counts as 0, whatever it is."""
+    if labels.row_weight is None:
+        return loss
+    weight = labels.row_weight.to(loss.dtype)
+    if not labels.target.is_floating_point():
+        weight = weight.masked_fill(labels.target == options.ignore_index, 0)
+    return loss * weight
 
 
 def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -85,6 +85,27 @@ def check_loss_options(
         )
 
 
+def check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
+    """`rows`: the shape that there is one number for each entry of."""
+    if row_weight is None:
+        return
+    check_tensors({"row_weight": row_weight})
+    if not row_weight.is_floating_point():
+        raise ArgumentTypeError(
+            f"row_weight must be a floating-point tensor, got {row_weight.dtype}; use row_weight.float()"
+        )
+    if row_weight.shape != torch.Size(rows):
+        raise ArgumentError(
+            f"row_weight must have shape {list(rows)}, one number a row, got {list(row_weight.shape)}; "
+            "slice it like input and target, or pass row_weight.expand(...) of that shape"
+        )
+    check_devices({"input": input, "row_weight": row_weight}, meta=True)
+    if row_weight.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "row_weight takes no gradient, got a tensor that requires one; pass row_weight.detach()"
+        )
+
+
 def check_ignore_index(ignore_index: object) -> None:
     if ignore_index is None:
         return

@@ -25,6 +25,9 @@ class LossRows:
         self.scale = _vector(head.scale, plan.sum_dtype)
         self.class_weight_V = _vector(labels.class_weight, plan.sum_dtype)
         self._set_target(labels.target)
+        self.row_weight_N = None
+        if labels.row_weight is not None:
+            self.row_weight_N = self._counting(labels.row_weight.flatten())
 
     def _set_target(self, target: Tensor) -> None:
         self.soft_NV, self.counted = None, None
@@ -69,7 +72,7 @@ class LossRows:
             loss_N.add_(statistics.smooth_N, alpha=options.label_smoothing / self.V)
         if options.z_loss:
             loss_N.addcmul_(*[self.logsumexp_N(statistics)] * 2, value=options.z_loss)
-        return loss_N
+        return loss_N if self.row_weight_N is None else loss_N.mul_(self.row_weight_N)
 
     def logsumexp_N(self, statistics: Statistics) -> Tensor:
         return statistics.sum_N.log() + statistics.max_N
@@ -78,7 +81,7 @@ class LossRows:
         return statistics.sum_N.log() - statistics.mean_N
 
     def denominator(self) -> Tensor:
-        """Of the mean: the class weights of the targets that count, added up."""
+        """Of the mean: the class weights of the targets that count, added up. Not the weights of rows."""
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
         return self.target_weight_N.sum()
@@ -90,6 +93,8 @@ class LossRows:
         one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
         if upstream_N is not None:
             one_N = self.of_counted(upstream_N).to(one_N.dtype)
+        if self.row_weight_N is not None:
+            one_N = one_N * self.row_weight_N
         one_N = one_N.masked_fill(self.ignored_N, 0)
         soft_N = spread_N = None
         if self.soft_NV is not None:
