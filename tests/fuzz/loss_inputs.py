@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tests.fuzz.draw import Draw
+from tests.fuzz.draw import FLOATS, Draw
 from tests.support.budgets import Inputs
 
 
@@ -62,10 +62,13 @@ def make_inputs(
         "weight": None if weight is None else draw.laid_out("weight", weight),
     }
     made = Inputs(**inputs)
+    if loss and draw.chance(0.2):
+        made = replace(made, row_weight=_row_weight(draw, made, ignore_index))
     if learned_scale:
         made = replace(made, logit_scale=draw.normal((), dtype, 0.5) + 1)
     draw.note(N=N, D=D, V=V, dtype=dtype, leading=list(leading), target=target, learned_scale=learned_scale)
     draw.note(bias=bias, class_weight=weight is not None and weight.dtype)
+    draw.note(row_weight=made.row_weight is not None and made.row_weight.dtype)
     return _with_gradients(draw, made)
 
 
@@ -83,6 +86,14 @@ def _targets(draw: Draw, N: int, V: int, ignored: int) -> Tensor:
     target_N = draw.integers(V, (N,))
     share = draw.pick("ignored", (0.0, 0.0, 0.3, 0.9, 1.0))
     return target_N.masked_fill(draw.mask(share, (N,)), ignored)
+
+
+def _row_weight(draw: Draw, inputs: Inputs, ignore_index: int | None) -> Tensor:
+    """Of any sign, some of them 0; those of ignored rows may be NaN."""
+    weight = draw.normal(inputs.leading, draw.choice(FLOATS)).masked_fill(draw.mask(0.2, inputs.leading), 0)
+    unused = draw.pick("unused-weights", (1.0, torch.nan))
+    ignored = inputs.ignored_N(ignore_index).view(inputs.leading)
+    return draw.laid_out("row_weight", weight.masked_fill(ignored, unused), expand=unused == 1.0)
 
 
 def _with_gradients(draw: Draw, inputs: Inputs) -> Inputs:

@@ -26,6 +26,7 @@ class Inputs:
     linear_bias: Tensor | None = None  # [V]
     weight: Tensor | None = None  # [V]
     logit_scale: Tensor | None = None  # 0-d
+    row_weight: Tensor | None = None  # [...]
 
     def leaves(self) -> dict[str, Tensor]:
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -56,6 +57,11 @@ class Inputs:
     def probabilities(self) -> bool:
         return self.target.is_floating_point()
 
+    def row_weight_N(self, ignore_index: int | None) -> Tensor:
+        """1 where none are given, 0 where the row is ignored."""
+        weight = self.input.new_ones(self.leading) if self.row_weight is None else self.row_weight
+        return weight.detach().reshape(-1).masked_fill(self.ignored_N(ignore_index), 0)
+
     def ignored_N(self, ignore_index: int | None) -> Tensor:
         if self.probabilities:
             return self.target.new_zeros(self.leading.numel(), dtype=torch.bool)
@@ -77,17 +83,23 @@ def dense(
     logits_NV = dense_logits(inputs, softcap=softcap, logit_scale=logit_scale)
     N, V = logits_NV.shape
     target = inputs.target
+    by_row = bool(z_loss) or inputs.row_weight is not None
     loss = F.cross_entropy(
         logits_NV,
         target.reshape(N, V).to(logits_NV.dtype) if inputs.probabilities else target.reshape(-1).long(),
         weight=None if inputs.weight is None else inputs.weight.to(logits_NV.dtype),
-        reduction="none" if z_loss else reduction,
+        reduction="none" if by_row else reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
     )
     if z_loss:
         ignored_N = inputs.ignored_N(ignore_index)
         loss = loss + (z_loss * logits_NV.logsumexp(1).square()).masked_fill(ignored_N, 0)
+    if inputs.row_weight is not None:
+        # Masked once more: the gradient of a mean over nothing is infinite.
+        loss = loss * inputs.row_weight_N(ignore_index).to(loss.dtype)
+        loss = loss.masked_fill(inputs.ignored_N(ignore_index), 0)
+    if by_row:
         if reduction == "mean":
             loss = loss.sum() / row_weights(inputs, ignore_index).to(loss.dtype).sum()
         elif reduction == "sum":
@@ -236,6 +248,7 @@ def magnitudes(
     class_weight_V = z_NV.new_ones(V) if inputs.weight is None else inputs.weight
     pull_NV = y_NV * class_weight_V
     share_N = row_shares(inputs, reduction=reduction, ignore_index=ignore_index)
+    share_N = share_N * inputs.row_weight_N(ignore_index).to(share_N.dtype).abs()
     upstream_N = torch.as_tensor(upstream, dtype=z_NV.dtype, device=z_NV.device).abs()
     factor_N1 = (share_N * upstream_N.expand(inputs.leading).reshape(-1))[:, None]
 

@@ -83,12 +83,13 @@ def make_inputs(
     class_weight: bool = False,
     probabilities: bool = False,
     logit_scale: bool = False,
+    row_weight: bool = False,
     ignored: float = 0.25,
     ignore_index: int = -100,
     scale: float = 2.0,
 ) -> Inputs:
     """Leaves that require gradients; products of standard deviation `scale`, a share of the rows ignored (the
-    class probabilities of such a row are all zero)."""
+    class probabilities of such a row are all zero, its weight NaN, that of some others 0)."""
 
     N = rows_for(device, dtype) if N is None else N
 
@@ -109,6 +110,11 @@ def make_inputs(
         inputs = replace(inputs, target=target_NV.to(device, dtype))
     if logit_scale:
         inputs = replace(inputs, logit_scale=torch.tensor(0.7).to(device, dtype).requires_grad_())
+    if row_weight:
+        weight_N = torch.randn(N).masked_fill(torch.rand(N) < 0.2, 0)
+        if not probabilities:
+            weight_N = weight_N.masked_fill(target == ignore_index, torch.nan)
+        inputs = replace(inputs, row_weight=weight_N.to(device, dtype))
     return inputs
 
 
@@ -119,6 +125,7 @@ def fused(inputs: Inputs, **options: Any) -> Tensor:
         inputs.target,
         linear_bias=inputs.linear_bias,
         weight=inputs.weight,
+        row_weight=inputs.row_weight,
         **_with_scale(inputs, options),
     )
 

@@ -35,6 +35,8 @@ def in_terms(function, widths):
             options["logit_scale"] = inputs.logit_scale
         if inputs.weight is not None:
             options["weight"] = inputs.weight
+        if inputs.row_weight is not None:
+            options["row_weight"] = inputs.row_weight
         return function(
             inputs.input.split(widths, -1),
             inputs.linear_weight.split(widths, -1),
