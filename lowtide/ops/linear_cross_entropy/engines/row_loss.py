@@ -87,7 +87,8 @@ class LossRows:
         return self.target_weight_N.sum()
 
     def terms(self, upstream_N: Tensor | None = None) -> Terms:
-        """Of the gradient of sum(upstream_N * loss_N); all upstream gradients are 1 where none are given."""
+        """Of the gradient of sum(upstream_N * loss_N); all upstream gradients are 1 where none are given. The
+        row's weight, a factor of its loss, joins its upstream gradient."""
         options = self.plan.options
         smoothing = options.label_smoothing
         one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
