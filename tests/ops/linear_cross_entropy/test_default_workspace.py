@@ -240,7 +240,7 @@ def test_a_graph_keeps_the_whole_default():
     def backend(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.ops.lowtide.linear_cross_entropy.default:
-                seen.append(Options(*node.args[7:]))
+                seen.append(Options(*node.args[8:]))
         return graph.forward
 
     x, w, target = torch.randn(40, 8), torch.randn(100, 8), torch.randint(100, (40,))
