@@ -1,14 +1,23 @@
-r"""Losses whose logits are never held, each a few lines over :func:`lowtide.linear_cross_entropy` or
-:func:`lowtide.linear_log_probs`.
+"""Compute losses of a language-model head, or of its log-probabilities, without holding the
+logits.
 
-What meets a head (`contrastive`, `info_nce`, `z_loss`, `sequence_log_probs`) takes hidden states and a weight
-and keeps to a workspace. The preference and policy losses are functions of log-probabilities, [B] or [B, T]
-numbers: those of a reference or of an older policy can be computed once, anywhere, and stored.
+Losses that take hidden states and a weight run in a bounded workspace; preference and policy losses
+take log-probabilities, [B] or [B, T] numbers, which a reference or an older policy can compute once
+and store.
 
-The results are float32, or float64 where an argument is. Shapes that do not fit are a ValueError, dtypes a
-TypeError, each also a RuntimeError: [B] beside [B, 1] would otherwise quietly become [B, B].
+The modules, in the order of imports (a module imports only those above it):
 
-In all files: B sequences or pairs, T tokens, N = B T, D features, V classes, K keys.
+    common.py      checks of shapes and dtypes, and reductions, for losses on log-probabilities
+    hidden.py      z_loss and sequence_log_probs, from hidden states
+    embeddings.py  info_nce and contrastive, from pairs of embeddings
+    policy.py      grpo and its variants, from log-probabilities of sampled tokens
+    preference.py  dpo, simpo, orpo and kto, from log-probabilities of sequences
+
+Results are float32, or float64 where an argument is float64. A shape that does not fit raises a
+ValueError, a dtype that does not fit a TypeError; each is also a RuntimeError. The shapes are
+checked because torch would broadcast [B] against [B, 1] to [B, B] without an error.
+
+Shapes in all files: B sequences or pairs, T tokens, N = B T, D features, V classes, K keys.
 """
 
 from lowtide.losses.embeddings import contrastive, info_nce

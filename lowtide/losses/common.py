@@ -1,4 +1,4 @@
-"""What the losses on log-probabilities share: shapes, dtypes and reductions."""
+"""Check and reduce the arguments of losses on log-probabilities."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ from lowtide.ops.linear_cross_entropy.definition.head import Reduction
 
 
 def widened(axes: str, **tensors: Tensor) -> list[Tensor]:
-    """All of the first one's shape, in float32 or wider."""
+    """Return the tensors in float32 or wider, after checking that all have the first one's shape.
+
+    `axes` has one letter for each dimension, such as "BT".
+    """
     first = next(iter(tensors.values()))
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor):
@@ -24,6 +27,7 @@ def widened(axes: str, **tensors: Tensor) -> list[Tensor]:
 
 
 def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") -> None:
+    """Raise unless `tensor` is a dense tensor of real numbers in this shape."""
     if not isinstance(tensor, Tensor):
         came = type(tensor).__name__
         raise ArgumentTypeError(f"{name} must be a torch.Tensor of shape {list(shape)}, got {came}{hint}")
@@ -35,6 +39,7 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") ->
 
 
 def reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:
+    """Return the losses of the rows as they are, or their mean or sum."""
     check_choice("reduction", reduction, ("mean", "sum", "none"))
     if reduction == "none":
         return loss_B

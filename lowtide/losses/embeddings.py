@@ -1,4 +1,5 @@
-"""Pairs of embeddings, told apart from all others: the rows of one side are the head of the other."""
+"""Compute contrastive losses of pairs of embeddings: the rows of one side are the classes of the
+other."""
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def info_nce(
     workspace: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute InfoNCE: which key is this query's?
+    r"""Compute InfoNCE, the cross entropy of finding each query's key among all keys.
 
     Example::
 
@@ -28,17 +29,28 @@ def info_nce(
 
     .. math:: \ell_i = -\log \frac{\exp(s\, q_i \cdot k_i)}{\sum_j \exp(s\, q_i \cdot k_j)}.
 
-    Row i of key belongs to row i of query; any rows after those are negatives for everybody (hard negatives,
-    a queue, the keys of other ranks).
+    Row i of key belongs to row i of query. Rows of key after the first B are negatives for every
+    query (hard negatives, a queue, the keys of other ranks).
 
-    Shapes: query [B, D], key [K, D] with K >= B; the result is 0-d, or [B] for ``reduction="none"``.
+    Shapes: query [B, D], key [K, D] with K >= B; the result is 0-d, or [B] for
+    ``reduction="none"``.
 
     Args:
-        logit_scale: 1 / temperature; a 0-d tensor may require a gradient. Normalising the rows of query and
-            key (:func:`torch.nn.functional.normalize`) is the caller's part.
-        workspace, backend: as for :func:`lowtide.linear_cross_entropy`.
+        query, key: floating-point, of one dtype (under autocast, any but float64 beside another)
+            and on one device. Both may require a gradient. They are not normalised here; see
+            :func:`torch.nn.functional.normalize`.
+        logit_scale: 1 / temperature; a 0-d tensor may require a gradient.
+        reduction: `"mean"`, `"sum"` or `"none"`, over the B queries.
+        workspace, backend: as for :func:`lowtide.linear_cross_entropy`; workspace is in bytes.
+
+    Precision: that of :func:`lowtide.linear_cross_entropy`; the loss is float32, or float64 for
+    float64.
 
     Memory: O(workspace) beside the gradients, never B K.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also
+            a RuntimeError.
 
     Source: arxiv.org/abs/1807.03748
     """
@@ -68,26 +80,41 @@ def contrastive(
     workspace: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute CLIP's loss: :func:`info_nce` from images to texts and from texts to images, averaged.
+    r"""Compute CLIP's loss, the mean of :func:`info_nce` from images to texts and from texts to
+    images.
 
     Example::
 
         image, text = F.normalize(image, dim=-1), F.normalize(text, dim=-1)
         loss = contrastive(image, text, logit_scale=model.logit_scale.exp())
 
-    Shapes: image [B, D], text [B, D], row i of one belonging to row i of the other; the result is 0-d.
+    With s the logit scale, x the images and y the texts,
+
+    .. math::
+        L = -\frac{1}{2B} \sum_i \left(\log \frac{\exp(s\, x_i \cdot y_i)}{\sum_j \exp(s\, x_i \cdot
+        y_j)}
+            + \log \frac{\exp(s\, y_i \cdot x_i)}{\sum_j \exp(s\, y_i \cdot x_j)}\right).
+
+    Shapes: image [B, D], text [B, D]; row i of image belongs to row i of text. The result is 0-d.
 
     Args:
-        logit_scale: the multiplier itself, a float or a 0-d tensor that may require a gradient. CLIP learns
-            its logarithm and keeps the scale below 100: pass ``model.logit_scale.exp().clamp(max=100)``.
-            Normalising the rows of image and text is the caller's part.
-        workspace, backend: as for :func:`lowtide.linear_cross_entropy`.
+        image, text: floating-point, of one dtype (under autocast, any but float64 beside another)
+            and on one device. Both may require a gradient. They are not normalised here.
+        logit_scale: the multiplier itself, a float or a 0-d tensor that may require a gradient.
+            CLIP learns its logarithm and keeps the scale below 100: pass
+            ``model.logit_scale.exp().clamp(max=100)``.
+        workspace, backend: as for :func:`lowtide.linear_cross_entropy`; workspace is in bytes.
 
-    Precision: that of :func:`lowtide.linear_cross_entropy` for each direction. The gradient of image, and of
-        text, is the sum of both, each rounded once: in bfloat16 a relative error of 2.3e-3, where one
-        rounding makes 1.7e-3.
+    Precision: that of :func:`lowtide.linear_cross_entropy` for each direction. The gradient of
+    image, and that of text, is a sum over both directions, each rounded once. In bfloat16 this
+    gives a relative error of 2.3e-3; a single rounding gives 1.7e-3.
 
-    Memory: O(workspace), never B²; each direction holds its own gradients of image and text until backward.
+    Memory: O(workspace), never B². Each direction holds its own gradients of image and text until
+    backward.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also
+            a RuntimeError.
 
     Source: arxiv.org/abs/2103.00020
     """
@@ -103,6 +130,8 @@ def contrastive(
 
 
 def _check_sides(**sides: Tensor) -> None:
+    """Raise unless the two named tensors are matrices of one dtype, or of dtypes that autocast
+    casts, on one device."""
     (first_name, first), (name, second) = sides.items()
     check_tensors(sides)
     if first.dim() != 2:

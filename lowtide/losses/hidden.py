@@ -1,4 +1,4 @@
-"""From hidden states and a head to what the other losses are made of, within a workspace."""
+"""Compute a z-loss or log-probabilities of sequences from hidden states, within a workspace."""
 
 from typing import TYPE_CHECKING, Literal, TypedDict
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class HeadOptions(TypedDict, total=False):
-    """The options of :func:`lowtide.linear_log_probs`, which explains them."""
+    """Name the options that are passed on to :func:`lowtide.linear_log_probs`, which explains
+    them."""
 
     linear_bias: Tensor | None
     softcap: float | None
@@ -31,24 +32,32 @@ def z_loss(
     ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
-    r"""Compute the mean of :math:`\mathrm{lse}(z_i)^2` over the rows that count: it keeps logits from
+    r"""Compute the mean of the squared logsumexp of the logits, a penalty that keeps logits from
     drifting.
 
     Example::
 
         loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
 
-    The same number comes with the loss, in the same sweep, from ``linear_cross_entropy(..., z_loss=1e-4)``.
-    Alone it is for a step whose own loss is another one.
+    With z_i the logits of row i and n the number of rows whose target is not `ignore_index`,
+
+    .. math:: L = \frac{1}{n} \sum_i \mathrm{lse}(z_i)^2.
+
+    ``linear_cross_entropy(..., z_loss=1e-4)`` adds the same term to its loss in the same pass. Use
+    this function in a step that has another loss.
 
     Shapes: input [..., D], linear_weight [V, D], target [...]; the result is 0-d.
 
     Args:
-        target: only which rows have `ignore_index` matters. With none that counts the result is 0.
-        ignore_index: None means -100.
-        options: those of :func:`lowtide.linear_log_probs`.
+        target: only which rows have `ignore_index` matters. The result is 0 if all have it.
+        ignore_index: rows with this target do not count; None means -100.
+        options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes.
+
+    Precision: the loss is float32, or float64 for float64.
 
     Memory: O(workspace), never N V.
+
+    Raises: as :func:`lowtide.linear_log_probs`.
 
     Source: arxiv.org/abs/2204.02311
     """
@@ -65,24 +74,37 @@ def sequence_log_probs(
     ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
-    r"""Compute the log-probability of each sequence: the sum, or the mean, of its tokens'.
+    r"""Compute the log-probability of each sequence, the sum or the mean over its tokens.
 
     Example::
 
         chosen, rejected = sequence_log_probs(hidden[:, :-1], head.weight, tokens[:, 1:]).chunk(2)
 
+    With :math:`n_b` the number of targets :math:`t_{bi}` of sequence b that are not `ignore_index`,
+    `"sum"` and `"mean"` are
+
+    .. math:: \sum_i \log p_b(t_{bi}) \qquad \text{and} \qquad \frac{1}{n_b} \sum_i \log
+    p_b(t_{bi}).
+
     Shapes: input [B, T, D], linear_weight [V, D], target [B, T]; the result is [B].
 
     Args:
-        target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and ``tokens[:, 1:]``.
+        target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and ``tokens[:,
+            1:]``.
         reduction: `"sum"` for DPO and KTO, `"mean"` for ORPO and SimPO.
-        ignore_index: positions with this target (prompt, padding) do not count; a sequence in which none
-            counts has 0, without gradient. None means -100.
-        options: those of :func:`lowtide.linear_log_probs`. For a temperature T that is
-            ``logit_scale=1 / T``, and with a soft cap c ``softcap=c / T`` beside it.
+        ignore_index: positions with this target (prompt, padding) do not count; None means -100. A
+            sequence in which no position counts has log-probability 0, without gradient.
+        options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes. For a temperature
+            T pass ``logit_scale=1 / T``, and with a soft cap c also ``softcap=c / T``.
 
-    Memory: O(workspace), never B T V; three numbers a token are kept for backward. Under ``torch.no_grad()``,
-    as for a reference model, nothing is kept.
+    Precision: the result is float32, or float64 for float64.
+
+    Memory: O(workspace), never B T V; three numbers a token are kept for backward. Under
+    ``torch.no_grad()``, as for a reference model, nothing is kept.
+
+    Raises:
+        ValueError, TypeError: if input is not [B, T, D], for another reduction, and as
+            :func:`lowtide.linear_log_probs`. Each is also a RuntimeError.
     """
     check_choice("reduction", reduction, ("sum", "mean"))
     check_tensors({"input": input})
@@ -101,4 +123,5 @@ def sequence_log_probs(
 
 
 def _counted(target: Tensor, ignore_index: int | None) -> Tensor:
+    """Return True for each row whose target is not `ignore_index`."""
     return target.long() != (-100 if ignore_index is None else ignore_index)

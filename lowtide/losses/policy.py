@@ -1,4 +1,4 @@
-"""Policy gradients, of the log-probabilities of sampled tokens."""
+"""Compute policy-gradient losses from the log-probabilities of sampled tokens."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from lowtide.core.checks import check_choice
 from lowtide.core.errors import ArgumentError
 from lowtide.losses.common import check_shape, widened
 
-LARGEST_LOG_RATIO = 20.0  # e^20 is no step that anybody would take, and its square is far from overflow
+LARGEST_LOG_RATIO = 20.0  # e^20 is beyond any useful step, and its square is far from overflow
 
 
 def grpo(
@@ -27,7 +27,7 @@ def grpo(
     num_items_in_batch: float | Tensor | None = None,
     max_completion_length: int | None = None,
 ) -> Tensor:
-    r"""Compute the loss of group relative policy optimisation (GRPO), or of one of its relatives.
+    r"""Compute the loss of group relative policy optimisation (GRPO), GSPO, DAPO or Dr. GRPO.
 
     Example::
 
@@ -41,33 +41,49 @@ def grpo(
         d_{it} = \log \frac{\pi_\mathrm{ref}(y_{it})}{\pi(y_{it})}, \\
         \ell_{it} &= -\min\bigl(r_{it} A_i,\
                      \mathrm{clip}(r_{it}, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A_i\bigr)
-                     + \beta (e^{d_{it}} - d_{it} - 1);
+                     + \beta (e^{d_{it}} - d_{it} - 1).
 
-    with `"sequence"` (GSPO) all tokens of a sequence share
-    :math:`r_i = \exp \frac{1}{|y_i|} \sum_t \log r_{it}`. Over tokens it is, by `loss_type`,
+    With ``importance_sampling_level="sequence"`` (GSPO) all tokens of a sequence share :math:`r_i =
+    \exp \frac{1}{|y_i|} \sum_t \log r_{it}`. `loss_type` says how the tokens are reduced:
 
-    * `"grpo"`: the mean over each sequence, then over the B sequences (what GSPO does as well);
-    * `"dapo"`: the sum over `num_items_in_batch`, None for the tokens that count here (TRL's `"bnpo"`);
-    * `"dr_grpo"`: the sum over ``B * max_completion_length``.
+    * `"grpo"`: the mean over each sequence, then the mean over the B sequences (as in GSPO);
+    * `"dapo"`: the sum divided by `num_items_in_batch`, or by the number of tokens that count here
+      if that is None (TRL's `"bnpo"`);
+    * `"dr_grpo"`: the sum divided by ``B * max_completion_length``.
 
     Shapes: policy, old, reference and mask [B, T], advantages [B]; the result is 0-d.
 
     Args:
-        policy: log-probabilities of the sampled tokens (`log_prob` of :func:`lowtide.linear_log_probs`), like
-            old and reference: all with the same `logit_scale` and `softcap`, which for temperature T and a
-            head with soft cap c are 1 / T and c / T.
-        old: those of the policy that sampled; None for one step a sample, where they are policy's own values.
-        mask: nonzero where a token counts; elsewhere nothing is read. A sequence without one adds 0.
-        reference: for the KL term, left out without it. Neither old nor reference takes a gradient.
-        beta: the weight of the KL term, 0.04 with a reference; not to be given without one (but for 0).
-        epsilon, epsilon_high: the clip range; None for epsilon on both sides. GSPO: 3e-4 and 4e-4.
-        num_items_in_batch: for ranks and accumulation steps that share a normaliser; for `"dapo"` alone.
-        max_completion_length: for `"dr_grpo"`, which needs it, alone.
+        policy: log-probabilities of the sampled tokens (`log_prob` of
+            :func:`lowtide.linear_log_probs`). policy, old and reference need the same `logit_scale`
+            and `softcap`: for temperature T and a head with soft cap c, 1 / T and c / T.
+        old: log-probabilities under the policy that sampled. None stands for policy's own values,
+            for one step per sample. old takes no gradient.
+        advantages: A, one number per sequence; takes no gradient.
+        mask: nonzero where a token counts; elsewhere no value is used. A sequence without tokens
+            that count adds 0.
+        reference: log-probabilities for the KL term, which is left out without them; takes no
+            gradient.
+        beta: weight of the KL term, 0.04 by default. A nonzero beta needs reference.
+        epsilon, epsilon_high: the clip range; epsilon_high None means epsilon on both sides. GSPO
+            uses 3e-4 and 4e-4.
+        importance_sampling_level: `"token"` or `"sequence"`.
+        loss_type: `"grpo"`, `"dapo"` or `"dr_grpo"`.
+        num_items_in_batch: the normaliser that ranks and accumulation steps share; for `"dapo"`
+            alone.
+        max_completion_length: a number of tokens; required by `"dr_grpo"`, and for it alone.
 
-    :math:`\log r` and d are cut at 20: a ratio beyond 5e8 has that value, and no gradient.
+    Precision: the result is float32, or float64 where an argument is float64. :math:`\log r` and d are
+    clamped at 20: a ratio beyond 5e8 takes that value, and no gradient.
 
-    Source: arxiv.org/abs/2402.03300 (GRPO), 2507.18071 (GSPO), 2503.14476 (DAPO), 2503.20783 (Dr. GRPO); the
-    KL estimate is k3 of joschu.net/blog/kl-approx.html
+    Memory: O(B T), a few tensors of that shape.
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
+            RuntimeError.
+
+    Source: arxiv.org/abs/2402.03300 (GRPO), 2507.18071 (GSPO), 2503.14476 (DAPO), 2503.20783 (Dr.
+    GRPO); the KL estimate is k3 of joschu.net/blog/kl-approx.html
     """
     check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if loss_type == "bnpo":  # type: ignore[comparison-overlap]

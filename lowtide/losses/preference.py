@@ -1,4 +1,7 @@
-"""Preference losses, of log-probabilities of whole sequences. What comes from the reference is a constant."""
+"""Compute preference losses from log-probabilities of whole sequences.
+
+Log-probabilities under the reference are constants and take no gradient.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +21,35 @@ def dpo(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Compute the loss of direct preference optimisation (DPO).
+    r"""Compute the loss of direct preference optimisation (DPO), or cDPO with label smoothing.
 
     Example::
 
         chosen, rejected = sequence_log_probs(hidden, head.weight, target).chunk(2)
         loss = dpo(chosen, rejected, reference_chosen, reference_rejected, beta=0.1)
 
-    With labels that are wrong at a rate :math:`\epsilon` it is cDPO's:
+    With :math:`\epsilon` the rate of wrong labels (cDPO; 0 gives DPO),
 
     .. math::
         \delta = \beta \left(\log \frac{\pi(y_w)}{\pi_\mathrm{ref}(y_w)}
                  - \log \frac{\pi(y_l)}{\pi_\mathrm{ref}(y_l)}\right), \qquad
         \ell = -(1-\epsilon) \log \sigma(\delta) - \epsilon \log \sigma(-\delta).
 
-    Shapes: four times [B], sums from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+    Shapes: four times [B], sums from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    ``reduction="none"``.
 
     Args:
+        beta: :math:`\beta`, the strength of the pull towards the reference.
         label_smoothing: :math:`\epsilon`, in [0, 0.5].
+        reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
+
+    Precision: computed in float32, or in float64 where an argument is float64.
+
+    Memory: O(B).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
+            RuntimeError.
 
     Source: arxiv.org/abs/2305.18290; for cDPO its author's note, ericmitchell.ai/cdpo.pdf
     """
@@ -63,22 +77,36 @@ def simpo(
     gamma: float = 0.5,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Compute SimPO's loss: preference by length-normalised log-probability and a margin, without a
-    reference.
+    r"""Compute SimPO's loss, a preference by length-normalised log-probability with a margin.
 
     Example::
 
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target,
+        reduction="mean").chunk(2)
         loss = simpo(chosen, rejected, beta=2.0, gamma=0.5)
 
+    It needs no reference:
+
     .. math::
-        \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w) - \frac{\beta}{|y_l|} \log \pi(y_l)
+        \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w) - \frac{\beta}{|y_l|} \log
+        \pi(y_l)
                - \gamma\right)
 
-    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    ``reduction="none"``.
 
     Args:
+        beta: :math:`\beta`, the scale of the difference.
         gamma: the margin itself, as in the paper (whose code takes gamma / beta).
+        reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
+
+    Precision: computed in float32, or in float64 where an argument is float64.
+
+    Memory: O(B).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
+            RuntimeError.
 
     Source: arxiv.org/abs/2405.14734
     """
@@ -89,22 +117,38 @@ def simpo(
 def orpo(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""Compute ORPO's loss: the negative log-likelihood of the chosen sequence, and the odds ratio of
-    the two.
+    r"""Compute ORPO's loss, the chosen sequence's negative log-likelihood and the odds ratio of the
+    pair.
 
     Example::
 
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target, reduction="mean").chunk(2)
+        chosen, rejected = sequence_log_probs(hidden, head.weight, target,
+        reduction="mean").chunk(2)
         loss = orpo(chosen, rejected, beta=0.1)
 
     .. math::
         \log p = \frac{1}{|y|} \log \pi(y), \qquad
-        \ell = -\log p_w - \beta \log \sigma\!\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 - p_l}\right)
+        \ell = -\log p_w - \beta \log \sigma\!\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 -
+        p_l}\right)
 
-    :math:`\beta` is the paper's :math:`\lambda`. Its first term is the mean over the sequence's own tokens;
-    for another (over all tokens of the batch, or the prompt's too) add the difference.
+    :math:`\beta` is the paper's :math:`\lambda`. The first term is the mean over the sequence's own
+    tokens. For a mean over all tokens of the batch, or over the prompt too, add the difference
+    yourself.
 
-    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, [B] for "none".
+    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    ``reduction="none"``.
+
+    Args:
+        beta: :math:`\beta`, the weight of the odds ratio.
+        reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
+
+    Precision: computed in float32, or in float64 where an argument is float64.
+
+    Memory: O(B).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
+            RuntimeError.
 
     Source: arxiv.org/abs/2403.07691
     """
@@ -124,13 +168,14 @@ def kto(
     undesirable_weight: float = 1.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Compute KTO's loss: sequences that are each desirable or not, against a baseline :math:`z_0`,
-    without pairs.
+    r"""Compute KTO's loss of single sequences, each labelled desirable or not, against a baseline.
 
     Example::
 
         policy = sequence_log_probs(hidden, head.weight, target)
         loss = kto(policy, reference, label, policy_mismatched - reference_mismatched)
+
+    It needs no pairs: each sequence's gain over the reference is compared with the baseline z_0.
 
     .. math::
         r = \log \frac{\pi(y|x)}{\pi_\mathrm{ref}(y|x)}, \quad
@@ -138,17 +183,27 @@ def kto(
         \ell = \begin{cases} \lambda_D\, \sigma(\beta (z_0 - r)) & \text{desirable} \\
                              \lambda_U\, \sigma(\beta (r - z_0)) & \text{not} \end{cases}
 
-    which is the paper's :math:`\lambda_y - v(x, y)`. The baseline takes no gradient.
+    This is the paper's :math:`\lambda_y - v(x, y)`. The baseline takes no gradient.
 
-    Shapes: policy [B] and reference [B], sums from :func:`sequence_log_probs`; label [B]; kl [M] or [];
-        the result is 0-d, [B] for "none".
+    Shapes: policy [B] and reference [B], sums from :func:`sequence_log_probs`; label [B]; kl [M] or
+    []; the result is 0-d, or [B] for ``reduction="none"``.
 
     Args:
         label: a bool tensor, True for desirable.
-        kl: policy minus reference log-probability of mismatched sequences, prompt i with the completion of
-            another j; or their mean, 0-d or a float, over all ranks if there are several. Compute it under
-            no_grad.
+        kl: k, the log-probability under the policy minus that under the reference, of M mismatched
+            sequences: prompt i with the completion of another prompt j. Or their mean, 0-d or a
+            float; with several ranks, the mean over all of them. Compute it under no_grad.
+        beta: :math:`\beta`, the slope of the sigmoid.
         desirable_weight, undesirable_weight: :math:`\lambda_D` and :math:`\lambda_U`.
+        reduction: `"mean"`, `"sum"` or `"none"`, over the B sequences.
+
+    Precision: computed in float32, or in float64 where policy or reference is float64.
+
+    Memory: O(B).
+
+    Raises:
+        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
+            RuntimeError.
 
     Source: arxiv.org/abs/2402.01306
     """
@@ -166,7 +221,7 @@ def kto(
         raise ArgumentError(f"kl must have shape [M], M > 0, or [], got {list(kl.shape)}")
     baseline = kl.detach().to(policy_B.dtype).mean().clamp(min=0)
     gain_B = beta * (policy_B - reference_B.detach() - baseline)
-    # λ - λ σ(x) is λ σ(-x), which keeps its digits where σ is near 1.
+    # λ - λ σ(x) is λ σ(-x), which keeps its digits where σ(x) is near 1.
     loss_B = torch.where(
         label, desirable_weight * torch.sigmoid(-gain_B), undesirable_weight * torch.sigmoid(gain_B)
     )
@@ -174,6 +229,9 @@ def kto(
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)). At p = 1, where a sequence has no token that counts, large and without gradient."""
+    """Return log(p / (1 - p)), finite and without gradient at p = 1.
+
+    p = 1 is a sequence in which no token counts.
+    """
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
     return log_p - torch.log(-torch.expm1(log_p))
