@@ -1,3 +1,22 @@
+"""Compute attention exactly without holding the matrix of scores, forward or backward.
+
+A call goes from `api` through `dispatch` to one of four backends: torch's own kernels, Triton,
+tiles of BLAS products, or the reference.
+
+The folders and modules, in the order of imports (each imports only those above it):
+
+    definition/      what is computed: masks, layouts, checks, and the reference
+    torch_backend/   tiles in plain torch, for any device
+    triton_backend/  kernels for CUDA
+    sdpa/            torch's own kernels as a backend
+    operator/        the registered operators, their derivatives, and the choice of a backend
+    delegate.py      the plain case, handed to torch's scaled_dot_product_attention
+    dispatch.py      which way a call goes
+    choice.py        the same decision, asked for without running anything
+    api.py           the public functions; their docstrings are the contract
+    merge.py         attention to several sets of keys, merged into one
+"""
+
 from lowtide.ops.attention.api import (
     memory_efficient_attention,
     memory_efficient_attention_with_lse,

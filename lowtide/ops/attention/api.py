@@ -1,4 +1,4 @@
-"""The public entry points of attention. Their docstrings are the contract."""
+"""Provide the public functions of attention. Their docstrings are the contract."""
 
 import torch
 from torch import Tensor
@@ -33,76 +33,91 @@ def memory_efficient_attention(
     generator: torch.Generator | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute attention without the scores of all queries and keys, forward or backward: exact, in
-    O(M) memory.
+    r"""Compute exact attention in O(M) memory, without the matrix of scores, forward or
+    backward.
 
     Example::
 
         out = lowtide.memory_efficient_attention(q, k, v, lowtide.attn_bias.LowerTriangularMask())
         out = lowtide.memory_efficient_attention(q, k, v, relative_bias)  # [1, H, M, N], trained
 
-    With scale s, soft cap c, bias b, and dropout's :math:`D_{ij}` (0, or :math:`1 / (1 - p)`),
+    With scale s, soft cap c, bias b, and dropout's factor :math:`D_{ij}` (0, or
+    :math:`1 / (1 - p)`),
 
     .. math::
         z_{ij} = c \tanh(s\, q_i \cdot k_j / c) + b_{ij}, \quad
         \mathrm{lse}_i = \log \sum_j e^{z_{ij}}, \quad
-        o_i = \sum_j D_{ij}\, e^{z_{ij} - \mathrm{lse}_i}\, v_j,
+        o_i = \sum_j D_{ij}\, e^{z_{ij} - \mathrm{lse}_i}\, v_j.
 
-    the sums over the keys that query i sees. A query that sees none gets 0, and finite gradients.
+    Sums are over the keys that query i sees. A query that sees none gets 0, and finite gradients.
 
     Shapes:
-        query [B, M, H, K], key [B, N, G, K], value [B, N, G, E], the result [B, M, H, E], where G divides H:
-        the H / G query heads of a key head follow each other, and no key is repeated. Also [B, M, K] (one
-        head), and [B, M, G, H, K] with key and value [B, N, G, 1, ...] or [B, N, G, H, ...]; expanded keys
-        are not copied where they need no gradient. Any sizes and any strides; with K = 0 each product is 0.
+        query [B, M, H, K], key [B, N, G, K], value [B, N, G, E]; the result is [B, M, H, E].
+        G divides H. The H / G query heads of a key head follow each other; no key is repeated.
+        Also [B, M, K], which is one head; and [B, M, G, H, K], with key and value [B, N, G, 1, ...]
+        or [B, N, G, H, ...]. Keys that were expanded are not copied where they need no gradient.
+        Any sizes and any strides. With K = 0 each product is 0.
 
     Args:
-        attn_bias: a tensor that broadcasts to [B, H, M, N] ([B, M, N], or [B, G, H, M, N], in the other
-            layouts): floating-point, which is added to the scores, or bool, where True takes part. Or a mask
-            of :mod:`lowtide.attn_bias`, with or without such a tensor (``mask.add_bias(tensor)``); or
-            ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias. The tensor may require
-            a gradient, of its own shape: a bias [1, H, 1, N] costs H N numbers. (A view that is expanded
-            first gets the gradient of that view: pass what is not expanded.)
-        p: rate of dropout, in [0, 1]; applied whenever it is not 0. Which scores are dropped is a function of
-            (seed, b, h, i, j) alone: the same on CPU and CUDA, for any tile size, forward and backward.
+        attn_bias: one of these:
+            a tensor that broadcasts to [B, H, M, N] ([B, M, N] or [B, G, H, M, N] in the other
+            layouts): floating-point, added to the scores; or bool, where True takes part;
+            a mask of :mod:`lowtide.attn_bias`, with or without such a tensor
+            (``mask.add_bias(tensor)``);
+            ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias.
+            The tensor may require a gradient, which has its own shape: that of a bias [1, H, 1, N]
+            costs H N numbers. A view that is expanded first gets the gradient of that view, so pass
+            what is not expanded.
+        p: rate of dropout, in [0, 1]; applied whenever it is not 0. Which scores are dropped
+            depends on (seed, b, h, i, j) alone: it is the same on CPU and CUDA, for any tile size,
+            in forward and backward.
         scale: s, any finite number; :math:`1/\sqrt K` by default (1 with K = 0).
         softcap: c, above 0; None for none. (Gemma 2: 50.)
-        window: (left, right): query i sees keys from i + N - M - left to i + N - M + right; -1 or None is no
-            limit. Beside a mask, what both let through. In a mask of several sequences, N and M are those of
-            the sequence.
-        seed: of dropout: an int, or a 0-d int64 tensor. By default it is drawn from `generator`, or torch's.
-        backend: "auto" runs "sdpa" (torch's own kernels) where these are known to compute the same, in O(M)
-            memory and fast; else "triton" (our kernels), where there is a CUDA device for them; else "torch"
-            (tiles of BLAS products). "reference", the plain definition, holds all scores. One that is named
-            runs, or says why it cannot. docs/attention.md has the table.
+        window: (left, right): query i sees keys from i + N - M - left to i + N - M + right; -1 or
+            None is no limit. With a mask, a query sees the keys that both allow. In a mask of
+            several sequences, N and M are those of the sequence.
+        seed: dropout's seed, an int or a 0-d int64 tensor. By default it is drawn from `generator`,
+            or from torch's default generator.
+        generator: a torch.Generator that draws the seed; not together with `seed`.
+        backend: "auto" runs "sdpa" (torch's own kernels) where those are known to compute the same,
+            fast and in O(M) memory; else "triton" (our kernels) on a CUDA device that they support;
+            else "torch" (tiles of BLAS products). "reference" is the plain definition, which holds
+            all scores. A backend that is named runs, or raises with the reason why it cannot.
+            docs/attention.md has the table.
 
-    Dtypes: float16, bfloat16, float32, float64, the same for query, key and value (autocast's under
-        autocast); the bias of any. The result is in that of query. Statistics and sums are float32, float64
-        for float64.
+    Dtypes: float16, bfloat16, float32 or float64, the same for query, key and value (autocast's
+    under autocast). The bias may have any of them. The result has query's dtype. Statistics and
+    sums are float32, or float64 for float64.
 
-    Memory: beside inputs, result and gradients, a few tiles of fixed size, and for gradients the logsumexp, a
-        float32 a query and head (beside a floating-point bias, two). Backward computes the scores again. The
-        "triton" kernels keep the gradients of some scores at a time, in float32, for a bias [.., M, N] and
-        above 256 features: at most 304 MiB, and three tenths of what all scores take in the operands' dtype,
-        or 128 keys of one batch and key head (of all that share a bias), and in half precision the gradient
-        of their queries in float32; forward in float32 also holds query, key and value a second time, as
-        bfloat16 pieces: 1.5 times their memory. Derivatives of higher order, forward mode and vmap
-        differentiate the definition, a chunk of queries at a time: O(M), exact, not fast.
+    Memory, beside inputs, result and gradients:
+        Every backend holds a few tiles of fixed size. For gradients it also keeps the logsumexp,
+        one float32 for each query and head, or two numbers beside a floating-point bias. Backward
+        computes the scores again.
+        Backward of "triton" stores gradients of some scores at a time in three cases: float32
+        operands, a bias [.., M, N], and more than 256 features. It holds at most 304 MiB, and at
+        most three tenths of what all scores take in the operands' dtype; or, where that is more,
+        what 128 keys of one batch and key head take (of all that share a bias). In half precision
+        the gradient of these queries in float32 comes on top.
+        Forward of "triton" in float32 holds query, key and value a second time, as bfloat16 pieces:
+        1.5 times their memory.
+        On CUDA, backward of "sdpa" also holds a float32 for each number of query. It copies an
+        upstream gradient that does not have the result's strides. Under torch.compile, operands
+        that do not begin at a multiple of 16 bytes are copied too.
+        Derivatives of higher order, forward mode and vmap differentiate the definition, a chunk of
+        queries at a time: O(M), exact, not fast.
 
-    On CUDA, torch's kernels ("sdpa") also hold a float32 for each number of query in backward. An upstream
-    gradient that is not in the strides of the result is copied for them, and so are, under torch.compile,
-    operands that do not begin at a multiple of 16 bytes.
-
-    The same call, of tensors with the same strides and alignment, gives the same bits, gradients included.
-    Where torch's CUDA kernels run it ("sdpa"), this holds under ``torch.use_deterministic_algorithms(True)``.
+    Determinism: the same call, with tensors of the same strides and alignment, gives the same bits,
+    gradients included. Where "sdpa" runs it on CUDA, this holds under
+    ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit; for nested, sparse and
-            distributed tensors, and those of a class with a ``__torch_function__`` of its own. Each is also
-            a RuntimeError, which is what torch raises.
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit; for nested,
+            sparse and distributed tensors; and for tensors of a class with a ``__torch_function__``
+            of its own. Each is also a RuntimeError, which is what torch raises.
 
-    Transforms: torch.compile(fullgraph=True), torch.func, vmap, forward mode, derivatives of any order,
-    checkpointing. Not within one another: what torch.compile compiled cannot be differentiated twice.
+    Transforms: torch.compile(fullgraph=True), torch.func, vmap, forward mode, derivatives of any
+    order and checkpointing. torch.compile does not combine with the others: compiled code cannot be
+    differentiated twice.
 
     Source: the signature and masks of github.com/facebookresearch/xformers; Rabe and Staats
     (arxiv.org/abs/2112.05682); FlashAttention 2 (arxiv.org/abs/2307.08691).
@@ -135,11 +150,14 @@ def memory_efficient_attention_with_lse(
         loss = task_loss(out) + 1e-4 * lse.square().mean()                     # a z-loss
         gate = torch.sigmoid(lse - sink[:, None]).movedim(1, 2)[..., None]     # an attention sink
 
-    Shapes: the logsumexp is [B, H, M] ([B, M], or [B, G, H, M], in the other layouts), in float32 (float64
-    for float64); -inf where a query sees no key. Dropout does not enter it. Both are differentiable, alone
-    or together: :math:`\partial\, \mathrm{lse}_i / \partial z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
+    Shapes: the logsumexp is [B, H, M] ([B, M] or [B, G, H, M] in the other layouts), in float32, or
+    in float64 for float64. It is -inf where a query sees no key. Dropout does not change it.
 
-    The arguments, and what is raised, are those of :func:`memory_efficient_attention`.
+    Both results are differentiable, alone or together: :math:`\partial\, \mathrm{lse}_i / \partial
+    z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
+
+    The arguments, memory, precision and errors are those of :func:`memory_efficient_attention`.
+    torch's own kernels give no logsumexp, so `backend="sdpa"` raises.
     """
     out, logsumexp = _attention(
         query, key, value, attn_bias, p, scale, softcap, window, seed, generator, backend, True
@@ -158,25 +176,33 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """:func:`torch.nn.functional.scaled_dot_product_attention`, for all that its fast kernels refuse:
-    wherever that is called with plain tensors, this can be.
+    r"""Compute :func:`torch.nn.functional.scaled_dot_product_attention` in O(M) memory for every
+    call.
 
     Example::
 
         out = lowtide.scaled_dot_product_attention(q, k, v, relative_bias, is_causal=True)
 
-    Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E]; leading
-    dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
+    It replaces torch's function wherever that is called with plain tensors. It also supports what
+    torch's fast kernels reject, and does not hold all scores for it.
+
+    Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E];
+    leading dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
 
     Args:
-        attn_mask: bool (True takes part) or floating-point, of any shape that broadcasts to [..., H, M, N]
-            (of more than one leading dimension, all or none), of any floating-point dtype. It may require a
-            gradient, which has its own shape; and it may stand beside `is_causal`. Or one of torch's biases,
-            ``causal_upper_left`` or ``causal_lower_right``.
-        dropout_p: drops the same scores on every device for the same state of torch's generator there.
+        attn_mask: a bool tensor (True takes part) or a floating-point tensor of any dtype (added to
+            the scores), of any shape that broadcasts to [..., H, M, N]. Of several leading
+            dimensions, it has all or none. It may require a gradient, which has its own shape, and
+            may be passed together with `is_causal`. Or one of torch's biases, ``causal_upper_left``
+            or ``causal_lower_right``.
+        dropout_p: rate of dropout. The seed is drawn from torch's default generator of the device;
+            which scores a seed drops is the same on every device.
         is_causal: query i sees the keys j <= i.
+        scale: a finite number; :math:`1/\sqrt K` by default.
+        enable_gqa: let the H / G query heads that follow each other share a key head.
 
-    A query that sees no key gets 0. For the rest see :func:`memory_efficient_attention`.
+    A query that sees no key gets 0. Dtypes, memory, determinism, errors and transforms are those of
+    :func:`memory_efficient_attention` with ``backend="auto"``.
     """
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None)
@@ -206,6 +232,7 @@ def _attention(
     backend: Backend,
     with_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments and compute attention in the xformers layouts."""
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
     check_choice(backend)
@@ -219,6 +246,7 @@ def _attention(
 
 
 def _parted(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | None, Tensor | None]:
+    """Return the mask and the tensor that `attn_bias` consists of."""
     if is_from_torch(attn_bias):
         return from_torch(attn_bias), None
     if isinstance(attn_bias, AttentionBias):
@@ -227,4 +255,5 @@ def _parted(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | N
 
 
 def _scale(scale: float | None, query: Tensor) -> float:
+    """Return `scale`, or 1 / sqrt(K) if it is None."""
     return max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)

@@ -1,5 +1,7 @@
-"""Which engine takes a call, and why: the functions that choose at run time, asked without running anything.
-Their answers hang on shapes, strides, dtypes and the device, so the tensors may be fake ones.
+"""Say which backend takes a call, and why, without running anything.
+
+It calls the functions that choose at run time. Their answers depend on shapes, strides, dtypes and
+the device alone, so the tensors may be fake ones.
 """
 
 from typing import NamedTuple
@@ -11,6 +13,8 @@ from lowtide.ops.attention.operator import backends
 
 
 class Engine(NamedTuple):
+    """Hold the name of the backend that takes a call, and why it does."""
+
     name: str
     """"sdpa", "triton", "torch" or "reference"."""
     reason: str
@@ -23,7 +27,10 @@ def engine(
     options: Options,
     with_logsumexp: bool = False,
 ) -> Engine:
-    """Of the call that `entry.attention` takes with these. Raises what that raises."""
+    """Return the backend of the call that `dispatch.attention` takes with these arguments.
+
+    Raises what that call raises.
+    """
     operands = dispatch.prepared(operands, mask)
     choice = dispatch.choose(operands, mask, window, options, with_logsumexp)
     if choice.backend == "sdpa":

@@ -1,11 +1,14 @@
-"""The plain case, handed on: torch's own scaled_dot_product_attention, where one of its kernels computes
-exactly what is asked for, in O(M) memory. Its dense fallback is switched off, so that it cannot be reached.
+"""Hand the plain case on to torch's own scaled_dot_product_attention.
 
-Those kernels cannot be differentiated twice, and know no transforms. So the graph of the one call is kept
-inside an autograd function, whose backward runs it, or, where that is to be differentiated, goes the
-transforms' way.
+That is the case that one of torch's kernels computes exactly, in O(M) memory. Its dense fallback is
+switched off, so it cannot be reached.
 
-Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
+These kernels cannot be differentiated twice and support no transforms. So an autograd function
+keeps the graph of the one call, and its backward runs that graph. A backward that is to be
+differentiated goes through higher_order.py instead.
+
+Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
+of values.
 """
 
 from contextlib import nullcontext
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import sdpa_kernel
 
-# By name: ours may have been put in its place there.
+# Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
 from lowtide.core.autodiff import active, is_differentiated, placed
@@ -27,9 +30,10 @@ from lowtide.ops.attention.sdpa import alignment
 from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
 
 HALVES = (torch.bfloat16, torch.float16)
-# These kernels multiply a causal mask's -inf by the scale, in float32: by 0 or less that gives nan.
+# These kernels multiply a causal mask's -inf by the scale, in float32: a scale of 0 or less gives
+# NaN.
 SCALES = torch.finfo(torch.float32)
-# The most programs along the second and third side of a CUDA grid.
+# The most programs along the second and third dimension of a CUDA grid.
 PROGRAMS = 65535
 
 
@@ -40,8 +44,10 @@ def reason_against(
     options: Options,
     with_logsumexp: bool,
 ) -> str | None:
-    """Returns why torch's kernels cannot take the call, or are not known to be right; None if they are. What
-    takes the host longest to find out is asked last."""
+    """Return why torch's kernels cannot take the call, or are not known to be right, or None.
+
+    The checks that take the host longest come last.
+    """
     if with_logsumexp:
         return "it gives no logsumexp"
     if options.softcap:
@@ -74,6 +80,7 @@ def reason_against(
 
 
 def _reason_against_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
+    """Return the same for what holds on CUDA alone."""
     if operands.query.dtype not in HALVES:
         return "its kernels for float32 are slower"
     if size.K > 256 or size.K % 8:
@@ -86,6 +93,7 @@ def _reason_against_on_cuda(operands: Operands, size: Sizes, causal: bool) -> st
 
 
 def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # [B, H, M, E]
+    """Compute attention by torch's kernels, [B, H, M, E], with a gradient where one is needed."""
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in operands[:3])
     if not tracked:
         return _sdpa(operands, causal, options)
@@ -93,6 +101,7 @@ def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # 
 
 
 def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
+    """Call torch's function with only its fused kernels enabled."""
     query, key, value = operands[:3]
     given = {
         "is_causal": causal,
@@ -107,13 +116,16 @@ def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
 
 
 def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
-    """Whether torch takes one of these kernels with its settings as they are, by the function that it asks
-    itself (it knows no subclasses). To change the settings and restore them takes the host 25 us."""
+    """Return True if torch takes a fused kernel under its present settings.
+
+    This asks the function that torch itself asks, which does not know subclasses. Changing the
+    settings and restoring them takes the host 25 us.
+    """
     tensors, device = operands[:3], operands.device.type
     if any(type(tensor) is not Tensor for tensor in tensors):
         return False
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != operands.query.dtype:
-        return False  # float64, which autocast would cast
+        return False  # autocast is to be off for float64, which it would cast
     return torch._fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
 
 
@@ -122,12 +134,15 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 class _Handed(torch.autograd.Function):
+    """Differentiate one call of torch's function by the graph that forward keeps."""
+
     @staticmethod
     def forward(ctx: Any, causal: bool, options: Options, *tensors: Tensor) -> Tensor:
         ctx.causal, ctx.options = causal, options
         ctx.save_for_backward(*tensors)
         ctx.wanted = tuple(tensor.requires_grad for tensor in tensors)
-        # The caller's hooks could bring a tensor back in other strides or at another address.
+        # Under the caller's hooks a saved tensor could come back with other strides or at another
+        # address.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         hooks = saved_tensors_hooks(_unchanged, _unchanged) if hooked else nullcontext()
         with torch.enable_grad(), hooks:

@@ -1,5 +1,8 @@
-"""From tensors in one layout to one of five ways: torch's own kernels (in a compiled graph an engine of the
-operators), the registered operators (two engines more), the transforms' way, or the dense reference.
+"""Send a call, in one layout, on one of five ways.
+
+These are torch's own kernels, eager (delegate.py) or in a compiled graph (as a backend of the
+operators); the operators with the Triton or the torch backend; transforms and forward mode
+(higher_order.py); and the dense reference.
 
 Shapes: B batches; H query heads; M queries, N keys; E features of values.
 """
@@ -22,10 +25,12 @@ CAUSAL = LowerTriangularMask()
 
 
 class Choice(NamedTuple):
+    """Hold "sdpa" or the backend that was asked for, and why "auto" is not "sdpa"."""
+
     backend: str
-    """"sdpa", or what was asked for: which engine "auto" stands for is chosen after that (backends.py)."""
+    """"sdpa", or what was asked for; backends.py chooses later which backend "auto" stands for."""
     reason: str | None = None
-    """Why "auto" is not "sdpa"."""
+    """Why "auto" is not "sdpa"; None where it is, or where another backend was named."""
 
 
 def attention(
@@ -37,7 +42,7 @@ def attention(
     generator: torch.Generator | None,
     with_logsumexp: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
+    """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
     E = operands.value.shape[3]
     operands = prepared(operands, mask)
     out, logsumexp = _attention(operands, mask, window, options, seed, generator, with_logsumexp)
@@ -53,6 +58,7 @@ def _attention(
     generator: torch.Generator | None,
     with_logsumexp: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """Compute what `attention` returns, from operands that are prepared."""
     way = choose(operands, mask, window, options, with_logsumexp).backend
     options = options._replace(backend=way)
     if way == "sdpa":
@@ -73,7 +79,10 @@ def _attention(
 
 
 def prepared(operands: Operands, mask: AttentionBias | None) -> Operands:
-    """Returns the checked operands in the dtype of autocast. In place of no features they have one, of 0."""
+    """Return the checked operands in autocast's dtype.
+
+    Operands without features get one feature of 0.
+    """
     operands = _autocast(operands)
     check_operands(operands)
     if mask is not None:
@@ -87,6 +96,7 @@ def prepared(operands: Operands, mask: AttentionBias | None) -> Operands:
 
 
 def _check_mask(operands: Operands, mask: AttentionBias) -> None:
+    """Raise if the mask was made for other sizes, or has several sequences for several batches."""
     B, _, M, _ = operands.query.shape
     mask.check(M, operands.key.shape[2])
     if B != 1 and mask.blocks(operands.device) is not None:
@@ -100,7 +110,7 @@ def choose(
     options: Options,
     with_logsumexp: bool,
 ) -> Choice:
-    """Torch's own kernels, where these are asked for or "auto" stands for them."""
+    """Choose "sdpa" where torch's own kernels are asked for or "auto" stands for them."""
     backend = options.backend
     if backend not in ("auto", "sdpa"):
         return Choice(backend)
@@ -113,7 +123,7 @@ def choose(
 
 
 def _autocast(operands: Operands) -> Operands:
-    """As torch's own: query, key and value in the dtype of autocast, unless one is float64."""
+    """Cast query, key and value to autocast's dtype, but not float64, as torch does."""
     device = operands.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return operands
@@ -128,6 +138,7 @@ def _autocast(operands: Operands) -> Operands:
 def _drawn(
     seed: int | Tensor | None, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:  # 0-d int64
+    """Return dropout's seed on the device: the one given, or one that the generator draws."""
     if isinstance(seed, Tensor):
         return seed.to(device)
     if seed is not None:

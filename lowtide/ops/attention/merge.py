@@ -1,4 +1,4 @@
-"""Attention to several sets of keys, put together: each part counts with the weight of its keys.
+"""Merge attention to several sets of keys into attention to all of them.
 
 Shapes: P parts; B batches, M queries, H heads, E features of values.
 """
@@ -13,8 +13,7 @@ from lowtide.ops.attention.definition.validation import check_tensors
 
 
 def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    r"""Merge attention of the same queries to several disjoint sets of keys: attention to all of them,
-    and its logsumexp.
+    r"""Merge attention of the same queries to disjoint sets of keys into attention to all the keys.
 
     Example::
 
@@ -22,26 +21,34 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
         second = memory_efficient_attention_with_lse(q, k[:, n:], v[:, n:])
         out, lse = merge_attentions([first, second])   # attention to all of k
 
+    Each part is weighted by its share of the softmax's denominator:
+
     .. math::
         \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
         o = \sum_p e^{\mathrm{lse}_p - \mathrm{lse}}\, o_p.
 
     Shapes:
-        Each part is (out, logsumexp) as :func:`memory_efficient_attention_with_lse` gives them: out
-        [B, M, H, E] and logsumexp [B, H, M]; or [B, M, E] and [B, M]; or [B, M, G, H, E] and [B, G, H, M].
-        So is the result.
+        Each part is (out, logsumexp) as :func:`memory_efficient_attention_with_lse` returns them:
+        out [B, M, H, E] and logsumexp [B, H, M]; or [B, M, E] and [B, M]; or [B, M, G, H, E] and
+        [B, G, H, M]. The result has the same shapes.
 
-    Differentiable to any order, with respect to the outs and the logsumexps: merged halves have the
-    gradients of the whole. A part that sees nothing (logsumexp -inf) counts for nothing; a query that sees
-    nothing anywhere gets 0 and -inf, and finite gradients. What a logsumexp has lost, its part has: of scores
-    that are all about -1e9 (a float32 has no digits left then for how many there are) each part counts the
-    same.
+    Dtypes: weights and sums are computed in the dtype of the logsumexps (float32, or float64 for
+    float64). The merged out has the dtype of the outs.
 
-    Dtypes: the weights are computed in the logsumexps' dtype (float32; float64 for float64), the result is
-    in that of the outs.
+    Precision: a part's weight is as exact as its logsumexp. Where all scores are about -1e9, a
+    float32 logsumexp has no digits left for the number of keys, so each part counts the same.
+
+    Derivatives: to any order, with respect to the outs and the logsumexps; merged halves have the
+    gradients of the whole. A part in which a query sees no key (logsumexp -inf) has weight 0. A
+    query that sees no key in any part gets 0 and -inf, and finite gradients.
+
+    Memory: O(P B M H) for the weights, and a few tensors of the size of out in the logsumexps' dtype.
 
     Raises:
         ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.
+            Each is also a RuntimeError.
+
+    Source: the softmax over chunks of keys of Rabe and Staats (arxiv.org/abs/2112.05682).
     """
     outs, logsumexps = _checked(parts)
     logsumexp_P = torch.stack(logsumexps)
@@ -58,11 +65,12 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def _beside(share: Tensor, out: Tensor) -> Tensor:
-    """[B, H, M], as [B, M, H, 1]."""
+    """Return a logsumexp's weight [B, H, M] as [B, M, H, 1], to multiply an out."""
     return share.movedim(-1, 1)[..., None] if out.dim() > 3 else share[..., None]
 
 
 def _checked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outs and the logsumexps, after checking that the parts match."""
     if not parts:
         raise ArgumentError("parts must have one (out, logsumexp) at least, got none")
     for place, part in enumerate(parts):

@@ -1,0 +1,11 @@
+"""Compute attention tile by tile in plain torch, on any device and in any dtype.
+
+Products are BLAS calls; the scores of one tile exist at a time.
+
+The modules, in the order of imports (a module imports only those above it):
+
+    chunk.py     some heads of some batches, as one batch of products
+    tiling.py    sizes of tiles, and the tiles that a mask leaves
+    forward.py   the online softmax
+    backward.py  the gradients, from scores that are computed again
+"""
