@@ -33,8 +33,7 @@ def memory_efficient_attention(
     generator: torch.Generator | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute exact attention in O(M) memory, without the matrix of scores, forward or
-    backward.
+    r"""Compute exact attention in O(M) memory, without the matrix of scores, forward or backward.
 
     Example::
 

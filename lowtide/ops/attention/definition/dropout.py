@@ -1,9 +1,9 @@
-"""Which scores dropout keeps: a function of (seed, b, h, i, j) alone, the same on every device and for every
-tile size.
+"""Decide which scores dropout keeps, as a function of (seed, b, h, i, j) alone.
 
-A score's 32 random bits are hash(row key xor column key): the keys are O(M + N) hashes, made here, and what a
-tile does for each score is one mixing of 32-bit integers, in torch below and in tiles.py. The mixing
-is "lowbias32" of Chris Wellons' hash prospector (github.com/skeeto/hash-prospector), which is a bijection.
+The answer is the same on every device and for every tile size. A score's 32 random bits are
+hash(row key xor column key). The keys are O(M + N) hashes, made here. A tile mixes 32-bit integers
+once for each score, in torch below and in triton_backend/tiles.py. The mixing is "lowbias32" of
+Chris Wellons' hash prospector (github.com/skeeto/hash-prospector), which is a bijection.
 
 Shapes: B batches, H heads, M queries, N keys.
 """
@@ -17,20 +17,23 @@ WORD = 0xFFFFFFFF
 
 
 def row_keys(seed: Tensor, B: int, H: int, M: int) -> Tensor:
-    """[B, H, M], int32."""
+    """Return a key for each query, [B, H, M], int32."""
     b, h, i = (torch.arange(size, device=seed.device) for size in (B, H, M))
     key_BH = _chained(_chained(_seed_key(seed), b)[:, None], h)
     return _signed(_chained(key_BH[:, :, None], i))
 
 
 def column_keys(seed: Tensor, N: int) -> Tensor:
-    """[N], int32."""
+    """Return a key for each key column, [N], int32."""
     return _signed(_chained(_chained(_seed_key(seed), torch.full_like(seed, GOLDEN)), _range(seed, N)))
 
 
 def kept(row_key: Tensor, column_key: Tensor, dropout: float) -> Tensor:
-    """Whether each score stays; the keys broadcast against each other. Only the upper bits of the last
-    product are compared, so that the mixing's last step, which leaves them alone, is left out."""
+    """Return True for each score that dropout keeps; the keys broadcast against each other.
+
+    Only the upper bits of the last product are compared. The mixing's last step does not change
+    them, so it is left out.
+    """
     bits = row_key ^ column_key
     bits ^= (bits >> 16) & 0xFFFF  # a logical shift: >> copies the sign
     bits *= FIRST
@@ -40,12 +43,12 @@ def kept(row_key: Tensor, column_key: Tensor, dropout: float) -> Tensor:
 
 
 def limit(dropout: float) -> int:
-    """A score is dropped if its bits, as a signed integer, are at most this."""
+    """Return the largest signed integer of bits for which a score is dropped."""
     return max(round(dropout * 2**32) - 2**31 - 1, -(2**31))
 
 
 def rescale(dropout: float) -> float:
-    """What the kept ones are multiplied with."""
+    """Return the factor of the scores that are kept."""
     return 0.0 if dropout >= 1 else 1 / (1 - dropout)
 
 
@@ -59,11 +62,15 @@ def _seed_key(seed: Tensor) -> Tensor:
 
 
 def _chained(key: Tensor, value: Tensor) -> Tensor:
+    """Return the hash of a key and one more index."""
     return _mixed(((key + GOLDEN) & WORD) ^ value)
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """In int64, of numbers below 2^32: products wrap, and their lower words are right."""
+    """Return lowbias32 of numbers below 2^32, in int64.
+
+    Products wrap, and their lower words are right.
+    """
     bits = bits ^ (bits >> 16)
     bits = (bits * FIRST) & WORD
     bits = bits ^ (bits >> 15)
@@ -72,4 +79,5 @@ def _mixed(bits: Tensor) -> Tensor:
 
 
 def _signed(bits: Tensor) -> Tensor:
+    """Return unsigned 32-bit numbers as int32 with the same bits."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)

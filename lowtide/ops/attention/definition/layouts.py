@@ -1,5 +1,6 @@
-"""The layouts in which callers hold their tensors, and the one in which they are computed: [B, H, M, K]. All
-of it is views, except where somebody's strides allow none; then it is a copy of O(M K) numbers.
+"""Bring the callers' tensors into the computation's layout, [B, H, M, K], and results back.
+
+All of it is views, unless strides allow none; then it is a copy of O(M K) numbers.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features, E of values.
 """
@@ -13,15 +14,16 @@ from lowtide.ops.attention.definition.validation import ArgumentError, check_ten
 
 
 class Layout(NamedTuple):
-    """How to bring a result back."""
+    """Hold the caller's layout, to bring a result back into it."""
 
     name: str
     leading: tuple[int, ...] = ()
-    """Of the torch layout: the dimensions in the place of B, H."""
+    """In the torch layout: the dimensions that B, H stand for."""
     groups: int = 0
-    """Of [B, M, G, H, K]: G."""
+    """In the layout [B, M, G, H, K]: G; 0 elsewhere."""
 
     def result(self, out_BHME: Tensor) -> Tensor:
+        """Return a result [B, H, M, E] in the caller's layout."""
         if self.name == "torch":
             return out_BHME.reshape(*self.leading, *out_BHME.shape[2:])
         out = out_BHME.transpose(1, 2)
@@ -30,6 +32,7 @@ class Layout(NamedTuple):
         return out.unflatten(2, (self.groups, -1)) if self.groups else out
 
     def logsumexp(self, logsumexp_BHM: Tensor) -> Tensor:
+        """Return a logsumexp [B, H, M] in the caller's layout."""
         if self.name == "BMK":
             return logsumexp_BHM[:, 0]
         return logsumexp_BHM.unflatten(1, (self.groups, -1)) if self.groups else logsumexp_BHM
@@ -38,8 +41,11 @@ class Layout(NamedTuple):
 def from_xformers(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Layout, Tensor, Tensor, Tensor, Tensor | None]:
-    """[B, M, K]; [B, M, H, K], where key and value may have fewer heads; [B, M, G, H, K], where theirs may be
-    expanded, or have H = 1."""
+    """Return the layout, and query, key, value and bias in [B, H, M, K].
+
+    The layouts are [B, M, K]; [B, M, H, K], where key and value may have fewer heads; and
+    [B, M, G, H, K], where key and value may be expanded or have H = 1.
+    """
     check_tensors({"query": query, "key": key, "value": value})
     dims = query.dim()
     if dims not in (3, 4, 5):
@@ -78,7 +84,8 @@ def from_xformers(
 def from_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Layout, Tensor, Tensor, Tensor, Tensor | None]:
-    """[..., H, M, E]; the dimensions before H broadcast."""
+    """Return the layout, and query, key, value and mask, from [..., H, M, E] with leading
+    dimensions that broadcast."""
     named = {"query": query, "key": key, "value": value}
     check_tensors(named)
     for name, tensor in named.items():
@@ -104,6 +111,7 @@ def from_torch(
 
 
 def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
+    """Return the mask with its leading dimensions flattened to one."""
     dims = len(batches) + 3
     mask = _padded(mask, dims, f"{dims} dimensions")
     own = mask.shape[:-3]
@@ -115,13 +123,14 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
 
 
 def _padded(bias: Tensor, dims: int, wanted: str) -> Tensor:
+    """Return a bias with leading dimensions of size 1, so that it has `dims`."""
     if bias.dim() > dims:
         raise ArgumentError(f"attn_bias must broadcast to {wanted}, got {list(bias.shape)}")
     return bias[(None,) * (dims - bias.dim())]
 
 
 def _grouped(bias: Tensor, G: int, H: int) -> Tensor:
-    """[B, G, H, M, N], as [B, G H, M, N]."""
+    """Return a bias [B, G, H, M, N] as [B, G H, M, N]."""
     bias = _padded(bias, 5, "[B, G, H, M, N]")
     if tuple(bias.shape[1:3]) not in ((1, 1), (G, H)):
         raise ArgumentError(

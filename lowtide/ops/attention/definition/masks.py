@@ -1,9 +1,9 @@
-"""Masks that know which keys a query sees, under the names that xformers gave them.
+"""Define masks that know which keys a query sees, under the names that xformers gave them.
 
-Every mask here lets a query see one interval of keys, and later queries see intervals that begin and end no
-earlier. So a mask is two vectors of M numbers, from which the engines read which tiles to skip, which to
-take as they are, and which to mask inside. A tensor of any shape that broadcasts to the scores can be put on
-top: `mask.add_bias(tensor)`.
+A query sees a key if it attends to it. With each mask here a query sees one interval of keys, and
+the intervals of later queries begin and end no earlier. So a mask is two vectors of M numbers. They
+tell the kernels which tiles to skip, which to take whole, and which to mask inside. A tensor of any
+shape that broadcasts to the scores can be added: `mask.add_bias(tensor)`.
 
 Shapes: M queries, N keys; i counts queries, j keys.
 """
@@ -21,8 +21,11 @@ from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
 class Band(NamedTuple):
-    """The diagonals that are seen: -left <= j - i - offset <= right, where None is no limit. The offset is 0,
-    or N - M, so that the last query meets the last key."""
+    """Hold the diagonals that are seen: -left <= j - i - offset <= right; None is no limit.
+
+    The offset is 0, or N - M if the band is counted from the bottom right: the last query then
+    meets the last key.
+    """
 
     left: int | None = None
     right: int | None = None
@@ -30,23 +33,36 @@ class Band(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """Query i sees the keys first_i <= j < end_i. Both vectors are non-decreasing."""
+    """Hold the interval of keys that each query i sees, first_i <= j < end_i.
+
+    Both vectors are non-decreasing.
+    """
 
     first_M: Tensor  # int32
     end_M: Tensor  # int32
 
 
 class AttentionBias:
-    """What all masks share. This one hides nothing."""
+    """Represent a mask that hides no key; the base class of all masks.
+
+    A mask's tensor may require a gradient, in its own shape.
+    """
 
     band = Band()
     bias: Tensor | None = None
     """Added to the scores (bool: True takes part); broadcasts to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
-    """The number of queries and that of keys; None for any."""
+    """The number of queries and the number of keys; None for any."""
 
     def add_bias(self, bias: Tensor) -> "AttentionBias":
-        """The same mask, with a tensor that is added to the scores besides, and may need a gradient."""
+        """Return the same mask with a tensor that is added to the scores.
+
+        Shapes: bias broadcasts to [B, H, M, N]; floating-point, or bool, where True takes part. It
+        may require a gradient.
+
+        Raises:
+            ValueError, TypeError: if the mask has a tensor already, or `bias` is no tensor.
+        """
         if not isinstance(bias, Tensor):
             raise ArgumentTypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
         if self.bias is not None:
@@ -61,7 +77,11 @@ class AttentionBias:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """The mask as a tensor [..., M, N] to be added: 0, or the bias, where a key is seen, else -inf."""
+        """Return the mask as a dense tensor [..., M, N] to be added to the scores.
+
+        It is 0, or the mask's own bias, where a key is seen, and -inf elsewhere. It takes O(M N)
+        memory for each leading index.
+        """
         *_, M, N = shape
         dense = torch.zeros(tuple(shape), dtype=dtype, device=device)
         if self.bias is not None:
@@ -74,13 +94,14 @@ class AttentionBias:
         return dense if found is None else dense.masked_fill(~visible(found, N), -torch.inf)
 
     def check(self, M: int, N: int) -> None:
-        """Raises if the mask is not one of M queries and N keys."""
+        """Raise if the mask was made for other numbers of queries and keys than M and N."""
         if self.made_for is not None and self.made_for != (M, N):
             queries, keys = self.made_for
             raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
-        """Where the sequences of a variable-length mask start, among queries and among keys; or None."""
+        """Return where the sequences of a variable-length mask start, among queries and among
+        keys; None for other masks."""
         return None
 
     def __repr__(self) -> str:
@@ -89,18 +110,20 @@ class AttentionBias:
 
 
 class LowerTriangularMask(AttentionBias):
-    """Query i sees the keys j <= i."""
+    """Represent a causal mask: query i sees the keys j <= i."""
 
     band = Band(right=0)
 
     def add_bias(self, bias: Tensor) -> "LowerTriangularMaskWithTensorBias":
+        """Return the same mask with a tensor that is added to the scores; see
+        :class:`AttentionBias`."""
         if self.bias is not None:
             raise ArgumentError("this mask has a bias already; add the two tensors first")
         return LowerTriangularMaskWithTensorBias(bias)
 
 
 class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
-    """:class:`LowerTriangularMask` and a bias of any shape that broadcasts to [B, H, M, N]."""
+    """Represent a :class:`LowerTriangularMask` and a bias that broadcasts to [B, H, M, N]."""
 
     def __init__(self, bias: Tensor) -> None:
         if not isinstance(bias, Tensor):
@@ -109,13 +132,17 @@ class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
 
 
 class LowerTriangularFromBottomRightMask(AttentionBias):
-    """Query i sees the keys j <= i + N - M: the last query sees all."""
+    """Represent a causal mask that ends at the last key: query i sees the keys j <= i + N - M."""
 
     band = Band(right=0, from_bottom_right=True)
 
 
 class LocalAttentionFromBottomRightMask(AttentionBias):
-    """Query i sees the keys from i + N - M - window_left to i + N - M + window_right."""
+    """Represent a window of keys around each query, counted from the bottom right.
+
+    Query i sees the keys from i + N - M - window_left to i + N - M + window_right. Both sides are
+    ints of at least 0; -1 is no limit.
+    """
 
     def __init__(self, window_left: int, window_right: int) -> None:
         self.band = window_band((window_left, window_right))
@@ -125,13 +152,18 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 
 class BlockDiagonalMask(AttentionBias):
-    """Sequences of several lengths, one after the other in a batch of one: query s sees the keys of its own
-    sequence. Make one with :meth:`from_seqlens` or :meth:`from_tensor_list`.
+    """Represent sequences of several lengths, one after the other in a batch of one.
+
+    A query sees the keys of its own sequence. Make one with :meth:`from_seqlens` or
+    :meth:`from_tensor_list`.
 
     Example::
 
-        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # each [1, M_i, H, K]; x [1, sum, H, K]
+        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # each [1, M_i, H, K]; x
+        [1, sum, H, K]
         y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
+
+    Memory: the starts of the sequences, once for each device.
     """
 
     def __init__(
@@ -158,7 +190,11 @@ class BlockDiagonalMask(AttentionBias):
         *,
         device: torch.device | str | None = None,
     ) -> "BlockDiagonalMask":
-        """`kv_seqlen` is `q_seqlen` unless it is given. With a device, its copy there is made now."""
+        """Return the mask of sequences with these lengths; `kv_seqlen` defaults to `q_seqlen`.
+
+        With a device, the starts are copied there now. Raises a ValueError if a length is no int of
+        at least 0, or the two lists differ in length.
+        """
         mask = cls(tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen))
         if device is not None:
             mask.blocks(torch.device(device))
@@ -166,20 +202,24 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> "tuple[BlockDiagonalMask, Tensor]":
-        """Of tensors [B_i, M_i, ...], B_i sequences each: the mask, and all of them as one [1, sum, ...]."""
+        """Return the mask of tensors [B_i, M_i, ...], of B_i sequences each, and all of them as
+        one tensor [1, sum, ...]."""
         lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
         mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
         flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]
         return mask, torch.cat(flat, dim=1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """What :meth:`from_tensor_list` put together, or the result of attention with it, taken apart."""
+        """Return the parts of a tensor of :meth:`from_tensor_list`, or of attention's result
+        for it."""
         return self.split_queries(tensor)
 
     def split_queries(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor [1, M, ...], by the queries of each sequence."""
         return self._split(tensor, self.q_starts)
 
     def split_kv(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor [1, N, ...], by the keys of each sequence."""
         return self._split(tensor, self.k_starts)
 
     def _split(self, tensor: Tensor, starts: Sequence[int]) -> list[Tensor]:
@@ -193,12 +233,13 @@ class BlockDiagonalMask(AttentionBias):
         return parts
 
     def make_causal(self) -> "BlockDiagonalCausalMask":
-        """The same sequences, each with a :class:`LowerTriangularMask`."""
+        """Return a mask of the same sequences, each with a :class:`LowerTriangularMask`."""
         causal = copy.copy(self)
         causal.__class__ = BlockDiagonalCausalMask
         return causal  # type: ignore[return-value]
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where the sequences start among queries and among keys, int32 on the device."""
         if device not in self._starts:
             self._starts[device] = (
                 torch.tensor(self.q_starts, dtype=torch.int32, device=device),
@@ -211,20 +252,25 @@ class BlockDiagonalMask(AttentionBias):
 
 
 class BlockDiagonalCausalMask(BlockDiagonalMask):
-    """:class:`BlockDiagonalMask` where the i-th query of a sequence sees no key after its i-th."""
+    """Represent a :class:`BlockDiagonalMask` that is causal within each sequence.
+
+    The i-th query of a sequence sees no key after the sequence's i-th.
+    """
 
     band = Band(right=0)
 
 
 def is_from_torch(bias: object) -> bool:
-    """Returns whether torch's causal_upper_left or causal_lower_right made it. By name: to import their
-    module takes seconds."""
+    """Return True for a bias of torch's causal_upper_left or causal_lower_right.
+
+    It is recognised by name, since importing torch's module takes seconds.
+    """
     kind = type(bias)
     return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
 
 
 def from_torch(bias: Any) -> AttentionBias:
-    """Returns the mask that torch's causal_upper_left or causal_lower_right stands for."""
+    """Return the mask that torch's causal_upper_left or causal_lower_right stands for."""
     upper = bias.variant.name == "UPPER_LEFT"
     mask = LowerTriangularMask() if upper else LowerTriangularFromBottomRightMask()
     mask.made_for = bias.seq_len_q, bias.seq_len_kv
@@ -232,7 +278,10 @@ def from_torch(bias: Any) -> AttentionBias:
 
 
 def window_band(window: tuple[int | None, int | None]) -> Band:
-    """(left, right), each at least 0, or -1 or None for no limit; counted from the bottom right corner."""
+    """Return the band of a window (left, right), counted from the bottom right corner.
+
+    Each side is an int of at least 0, or -1 or None for no limit.
+    """
     for side in window:
         if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < -1):
             raise ArgumentError(
@@ -245,14 +294,15 @@ def window_band(window: tuple[int | None, int | None]) -> Band:
 def intervals(
     mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
 ) -> Intervals | None:
-    """The keys that each query sees; None if all see all."""
+    """Return the keys that each query sees; None if all queries see all keys."""
     starts = None if mask is None else mask.blocks(device)
     bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
     bands = [band for band in bands if (band.left, band.right) != (None, None)]
     if starts is None and not bands:
         return None
     row_M = torch.arange(M, dtype=torch.int32, device=device)
-    # Numbers where there is one sequence: on CUDA each operation on a vector takes the host 5 us.
+    # Plain numbers where there is one sequence: on CUDA each operation on a vector takes the host 5
+    # us.
     low: Any = 0
     high: Any = N
     offset: Any = N - M
@@ -260,7 +310,7 @@ def intervals(
         q_starts, k_starts = starts
         block_M = torch.searchsorted(q_starts[1:], row_M, right=True)
         low, high = k_starts[block_M], k_starts[block_M + 1]
-        row_M = row_M - q_starts[block_M] + low  # the key of the same place in its sequence
+        row_M = row_M - q_starts[block_M] + low  # the key at the same position of its sequence
         offset = high - low - (q_starts[block_M + 1] - q_starts[block_M])
     firsts, ends = [], []
     for band in bands:
@@ -275,17 +325,21 @@ def intervals(
 
 
 def _vector(bound: int | Tensor, like: Tensor) -> Tensor:
+    """Return the bound as a vector like `like`."""
     return bound if isinstance(bound, Tensor) else torch.full_like(like, bound)
 
 
 def visible(found: Intervals, N: int) -> Tensor:
-    """[M, N]: whether i sees j. For tests, tiles and the reference."""
+    """Return the mask as [M, N], True where query i sees key j.
+
+    It is for tests, chunks and the reference.
+    """
     key_N = torch.arange(N, dtype=torch.int32, device=found.first_M.device)
     return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])
 
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:
-    """Whether the mask says what torch calls is_causal, and nothing else."""
+    """Return True if the mask means torch's is_causal, and nothing else."""
     return (
         isinstance(mask, (LowerTriangularMask, LowerTriangularFromBottomRightMask))
         and mask.bias is None

@@ -1,7 +1,7 @@
-"""What is computed: the tensors of a call, brought into one layout, and its options.
+"""Define what is computed: the tensors of a call, in one layout, and its options.
 
-Shapes: B batches; H query heads, G key heads, R = H / G query heads to a key head (they follow each other);
-M queries, N keys; K features of queries and keys, E of values.
+Shapes: B batches; H query heads, G key heads, R = H / G query heads to a key head (they follow each
+other); M queries, N keys; K features of queries and keys, E of values.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,19 @@ from torch import Tensor
 
 
 class Operands(NamedTuple):
+    """Hold the tensors of a call, in the layout of the computation."""
+
     query: Tensor  # [B, H, M, K]
     key: Tensor  # [B, G, N, K]
     value: Tensor  # [B, G, N, E]
     bias: Tensor | None = None  # [1 or B, 1 or H, 1 or M, 1 or N]; bool: True takes part
     first: Tensor | None = None  # [M], int32: query i sees the keys first <= j < end (masks.py)
     end: Tensor | None = None  # [M], int32
-    seed: Tensor | None = None  # 0-d, int64: of dropout
+    seed: Tensor | None = None  # 0-d, int64: dropout's seed
 
     @property
     def differentiable(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What may need a gradient."""
+        """Return the tensors that may need a gradient."""
         return self.query, self.key, self.value, self.bias
 
     @property
@@ -30,38 +32,45 @@ class Operands(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of scores, statistics and sums: float32, or float64 for float64."""
+        """Return the dtype of scores, statistics and sums: float32, or float64 for float64."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
     @property
     def adds_bias(self) -> bool:
-        """Whether the bias is one of floating-point numbers, and not of what takes part."""
+        """Return True if the bias is floating-point, and so added; a bool bias hides scores."""
         return self.bias is not None and self.bias.dtype != torch.bool
 
     @property
     def statistics_shape(self) -> tuple[int, int, int, int]:
-        """[B, H, 1 or 2, M], of what forward keeps of each row for backward: two numbers whose sum is its
-        logsumexp, the maximum of its scores and the logarithm of the sum of what their exponentials are then.
-        In one number a maximum of -1e9, as a bias may make it, would swallow the logarithm; where there is
-        no such bias, one is enough. A row that sees nothing keeps the lowest number, and -inf."""
+        """Return the shape of what forward keeps of each row for backward, [B, H, 1 or 2, M].
+
+        One number is the row's logsumexp. Beside a floating-point bias there are two, whose sum it
+        is: the maximum of the scores, and the logarithm of the sum of exp(score - maximum). In one
+        number, a maximum of -1e9, as a bias may make it, would absorb the logarithm. For a row that
+        sees no key the maximum is the lowest number and the logarithm is -inf.
+        """
         B, H, M, _ = self.query.shape
         return B, H, 2 if self.adds_bias else 1, M
 
 
 class Options(NamedTuple):
+    """Hold the options of a call."""
+
     scale: float
     softcap: float = 0.0
     """0 for none."""
     dropout: float = 0.0
     rows_first: bool = True
-    """Whether results lie in memory as [B, M, H, E], or as [B, H, M, E]."""
+    """True if results lie in memory as [B, M, H, E], False for [B, H, M, E]."""
     backend: str = "auto"
-    """"auto" or the name of one; to the operators "sdpa", "triton" or "torch" (engines.chosen)."""
+    """"auto" or a backend's name; for the operators "sdpa", "triton" or "torch"."""
     causal: bool = False
-    """Of "sdpa", to the operators: whether query i sees the keys j <= i. Others have that as intervals."""
+    """For the operators' "sdpa" alone: query i sees the keys j <= i. Others get intervals."""
 
 
 class Sizes(NamedTuple):
+    """Hold the sizes of a call."""
+
     B: int
     H: int
     G: int
@@ -72,15 +81,17 @@ class Sizes(NamedTuple):
 
     @property
     def R(self) -> int:
+        """Return the number of query heads to a key head."""
         return self.H // self.G if self.G else 1
 
 
 def sizes(operands: Operands) -> Sizes:
+    """Return the sizes of these operands."""
     B, H, M, K = operands.query.shape
     G, N, E = operands.value.shape[1:]
     return Sizes(B, H, G, M, N, K, E)
 
 
 def is_far(tensor: Tensor) -> bool:
-    """Whether the elements of 128 rows lie further apart than 32 bits can say."""
+    """Return True if the elements of 128 rows lie further apart than 32 bits can express."""
     return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31

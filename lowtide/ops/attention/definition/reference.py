@@ -1,4 +1,6 @@
-"""The definition, in the fewest lines: any dtype, any device, any order of derivative, all scores at once.
+"""Compute attention by its definition, with all scores at once.
+
+It runs in any dtype, on any device, and has derivatives of any order.
 
 Shapes: B batches, H query heads, G key heads, M queries, N keys, K features, E of values.
 """
@@ -12,7 +14,7 @@ from lowtide.ops.attention.definition.operands import Operands, Options, sizes
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """[B, H, M, E] and the logsumexp of each row [B, H, M]."""
+    """Return the result [B, H, M, E] and the logsumexp of each row, [B, H, M]."""
     query, key, value, bias, first, end, seed = operands
     B, H, _, M, N, _, _ = sizes(operands)
     shown_MN = None if first is None or end is None else visible(Intervals(first, end), N)
@@ -28,12 +30,14 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
 def attend(
     operands: Operands, shown_MN: Tensor | None, kept_BHMN: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
+    """Return the same from wide operands, the keys that are shown, and the scores that are
+    kept."""
     query, key, value, bias = operands.differentiable
     size = sizes(operands)
     B, H, G, M, N, K, E = size
     rows = size.R * M
     with torch.autocast(operands.device.type, enabled=False):
-        # Query heads of one key head are rows of one product: no key is repeated.
+        # Query heads of one key head are rows of one product, so that no key is repeated.
         z_BHMN = (query.reshape(B, G, rows, K) @ key.mT).reshape(B, H, M, N) * options.scale
         if options.softcap:
             z_BHMN = options.softcap * torch.tanh(z_BHMN / options.softcap)
@@ -43,7 +47,7 @@ def attend(
             z_BHMN = z_BHMN + bias.to(z_BHMN.dtype)
         if shown_MN is not None:
             z_BHMN = z_BHMN.masked_fill(~shown_MN, -torch.inf)
-        # A row that sees nothing has sum 0, whatever it is shifted by; its result is 0.
+        # A row that sees no key has sum 0, whatever its shift; its result is 0.
         lowest = torch.finfo(z_BHMN.dtype).min
         max_BHM1 = z_BHMN.detach().amax(-1, keepdim=True) if N else z_BHMN.new_zeros(B, H, M, 1)
         max_BHM1 = max_BHM1.clamp(min=lowest)

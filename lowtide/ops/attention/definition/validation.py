@@ -1,4 +1,7 @@
-"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+"""Check what a call looks like.
+
+Each error message names the argument, what was expected, what came, and what to do.
+"""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -17,6 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
+    """Raise unless all are dense, plain tensors."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -24,7 +28,7 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 
 def _check_memory(name: str, tensor: Tensor) -> None:
-    """Checks that the tensor is numbers in memory, and nothing that only its own class understands."""
+    """Raise unless the tensor is numbers in memory that torch's functions understand."""
     kind = type(tensor)
     if (kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
         return
@@ -41,8 +45,10 @@ def _check_memory(name: str, tensor: Tensor) -> None:
 
 
 def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
+    """Raise for a subclass whose numbers have a meaning of their own, or are elsewhere."""
     function = kind.__torch_function__
-    # torch's own for subclasses, which computes as with a plain tensor; or none, as of fake tensors.
+    # Either torch's own for subclasses, which computes as with a plain tensor; or none, as for fake
+    # tensors.
     same = getattr(function, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     if not same and function is not torch._C._disabled_torch_function_impl:
         raise ArgumentTypeError(
@@ -57,6 +63,7 @@ def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
 
 
 def check_bias(name: str, attn_bias: object) -> None:
+    """Raise unless the bias is a dense tensor, a mask or None."""
     if attn_bias is None or is_from_torch(attn_bias):
         return
     if isinstance(attn_bias, Tensor):
@@ -78,7 +85,10 @@ def check_bias(name: str, attn_bias: object) -> None:
 
 
 def check_operands(operands: Operands) -> None:
-    """Of tensors in one layout; the messages speak of that of the caller, in words."""
+    """Raise unless the dtypes, devices and shapes of operands in [B, H, M, K] fit.
+
+    The messages describe the sizes in words, since the caller's layout may be another.
+    """
     query, key, value, bias = operands.differentiable
     if query.dtype not in DTYPES:
         raise ArgumentTypeError(f"query must be float32, bfloat16, float16 or float64, got {query.dtype}")
@@ -101,6 +111,7 @@ def check_operands(operands: Operands) -> None:
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless query, key and value have sizes that match."""
     B, H, _, K = query.shape
     G = key.shape[1]
     if key.shape[0] != B or value.shape[0] != B:
@@ -119,6 +130,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
+    """Raise unless the bias broadcasts to the scores and has a dtype that is supported."""
     if bias.dtype != torch.bool and bias.dtype not in DTYPES:
         raise ArgumentTypeError(
             f"attn_bias must be bool (True takes part) or floating-point (added), got {bias.dtype}; "
@@ -134,6 +146,7 @@ def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
 
 
 def check_numbers(p: object, scale: object, softcap: object) -> None:
+    """Raise unless dropout's rate, the scale and the soft cap are numbers in their ranges."""
     _check_number("p", p)
     if not 0 <= p <= 1:  # type: ignore[operator]
         raise ArgumentError(f"p must be in [0, 1], got {p}")
@@ -157,11 +170,13 @@ def _check_number(name: str, value: object) -> None:
 
 
 def check_choice(backend: object) -> None:
+    """Raise unless this is the name of a backend."""
     if backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
 
 def check_window(window: object) -> Band | None:
+    """Return the band of a window, or raise."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -170,6 +185,7 @@ def check_window(window: object) -> Band | None:
 
 
 def check_seed(seed: object, generator: object) -> None:
+    """Raise unless at most one of seed and generator is given, and it has the right type."""
     if seed is not None and generator is not None:
         raise ArgumentError("seed and generator cannot both be given; a generator draws a seed")
     if generator is not None and not isinstance(generator, torch.Generator):

@@ -1,6 +1,8 @@
-"""The derivatives of the operators. Forward keeps its inputs, its result and the statistics of each row;
-backward computes the scores again, tile by tile. A backward that is itself to be differentiated, or is
-batched, goes the transforms' way.
+"""Differentiate the operators.
+
+Forward keeps its inputs, its result and the statistics of each row. Backward computes the scores
+again, tile by tile. A backward that is to be differentiated itself, or is batched, goes through
+higher_order.py.
 
 Shapes: B batches, H heads, M queries, E features of values.
 """
@@ -15,7 +17,7 @@ from lowtide.core.autodiff import differentiable_gradients, is_differentiated, p
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.operator import (
     backends,
-    fake,  # noqa: F401  shapes registers itself
+    fake,  # noqa: F401  imported to register the shapes
     higher_order,
     ops,
 )
@@ -24,8 +26,10 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
-    """[B, H, M, E], and the logsumexp [B, H, M] if somebody asks for it. The engine is chosen here, once for
-    forward and backward."""
+    """Compute the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
+
+    The backend is chosen here, once for forward and backward.
+    """
     options = options._replace(backend=backends.chosen(operands, options))
     tracked = torch.is_grad_enabled()
     wanted = tuple(tracked and each is not None and each.requires_grad for each in operands.differentiable)
@@ -34,6 +38,8 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
 
 
 class _Attention(torch.autograd.Function):
+    """Differentiate the operator `attention` by the operator `attention_backward`."""
+
     @staticmethod
     def forward(
         ctx: Any, options: Options, wanted: tuple[bool, ...], with_logsumexp: bool, *tensors: Tensor | None
@@ -67,7 +73,7 @@ class _Attention(torch.autograd.Function):
 def again(
     operands: Operands, options: Options, wanted: Sequence[bool], upstream: Sequence[Tensor | None]
 ) -> Gradients:
-    """The gradients, so that they can be differentiated."""
+    """Return the gradients in a form that can be differentiated."""
 
     def attended(own: list[Tensor | None]) -> tuple[Tensor, ...]:
         return higher_order.attention(operands._replace(**dict(zip(Operands._fields, own))), options)

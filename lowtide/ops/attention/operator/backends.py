@@ -1,5 +1,8 @@
-"""Which engine runs an operator: the Triton kernels, tiles in plain torch, or in a compiled graph torch's own
-kernels."""
+"""Choose the backend that runs an operator, and call it.
+
+The backends are the Triton kernels, tiles in plain torch and, in a compiled graph, torch's own
+kernels.
+"""
 
 from functools import cache
 from typing import Any
@@ -17,6 +20,7 @@ from lowtide.ops.attention.torch_backend.forward import Blockwise
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
+    """Run forward on the backend that the options name."""
     if options.backend == "sdpa":
         return kernels.forward(operands, options, keep_statistics)
     if options.backend == "triton":
@@ -29,6 +33,7 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> Any:
 
 
 def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> Any:
+    """Run backward on the backend that the options name; `given` is what the operator gets."""
     if options.backend == "sdpa":
         return kernels.backward(operands, options, wanted, *given)
     if options.backend == "triton":
@@ -44,7 +49,10 @@ def backward(operands: Operands, options: Options, wanted: Any, *given: Any) -> 
 
 
 def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Operands, tuple[Tensor, Tensor]]:
-    """Copy what the kernels cannot read as it lies. Hooks may bring saved tensors back in other strides."""
+    """Copy the saved tensors that the kernels cannot read in their present strides.
+
+    Hooks may bring saved tensors back in other strides.
+    """
     matrices = (each.contiguous() if is_far(each) else each for each in (*operands[:3], out))
     query, key, value, out = matrices
     first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))
@@ -53,12 +61,16 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
 
 
 def chosen(operands: Operands, options: Options) -> str:
-    """Choose once a call, before it: an operator runs the engine that it is told, forward and backward."""
+    """Return the name of the backend for this call; raise if a named one cannot run it.
+
+    It is chosen once, before the call. An operator runs the backend that it is told, forward and
+    backward.
+    """
     if options.backend not in ("auto", "triton"):
         return options.backend
     reason = reason_against_triton(operands)
     if options.backend == "auto":
-        # On the CPU not through the interpreter, which is for tests.
+        # On the CPU "auto" does not run the interpreter, which is for tests.
         return "triton" if reason is None and operands.device.type == "cuda" else "torch"
     if reason is not None:
         raise ArgumentError(f"backend='triton' cannot run this call: {reason}; use backend='auto' or 'torch'")
@@ -66,6 +78,7 @@ def chosen(operands: Operands, options: Options) -> str:
 
 
 def reason_against_triton(operands: Operands) -> str | None:
+    """Return why the Triton kernels cannot run this call, or None."""
     reason = _triton_refuses(operands.device, operands.query.dtype)
     if reason is None and any(is_far(tensor) for tensor in operands[:3]):
         reason = "its kernels count within a tile in 32 bits, and a stride is too large for that"
@@ -73,6 +86,7 @@ def reason_against_triton(operands: Operands) -> str | None:
 
 
 def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the Triton kernels cannot run on this device in this dtype, or None."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
@@ -86,14 +100,18 @@ def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-# Of machine and process: a constant of a compiled graph, and not traced.
-# torch.compiler.assume_constant_result sets this, and imports all of torch.compile to do so.
+# This depends on machine and process alone, so a compiled graph takes it as a constant, untraced.
+# torch.compiler.assume_constant_result sets the same mark, but imports all of torch.compile to do
+# so.
 _triton_refuses.__dict__["_dynamo_marked_constant"] = True
 
 
 @cache
 def _is_known_to_run(device: torch.device) -> bool:
-    """A card that is not there, of a call that is described only, is taken for one that can."""
+    """Return True if the kernels are known to run on this card.
+
+    A card that is not there, in a call that is only described, is taken for one that can.
+    """
     if not torch.cuda.is_available():
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

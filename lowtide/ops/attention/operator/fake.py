@@ -1,5 +1,6 @@
-"""What a graph knows of the operators without running them: the shapes and dtypes of their outputs, and FLOPs
-(of all M N scores: a graph knows no mask).
+"""Describe the operators to a graph without running them: shapes, dtypes and FLOPs.
+
+FLOPs are those of all M N scores, since a graph knows no mask.
 
 Shapes: B batches, H heads, M queries, N keys, K features, E of values.
 """

@@ -1,7 +1,10 @@
-"""The way for everything that an operator cannot know: derivatives of higher order, forward mode, vmap. The
-definition itself, a chunk of queries at a time (rowwise.py): exact, O(M) memory, not fast.
+"""Compute what an operator does not support: derivatives of higher order, forward mode, vmap.
 
-Shapes: B batches, H query heads, G key heads, M queries (m in a chunk), N keys, K features, E of values.
+This differentiates the definition itself, a chunk of queries at a time (core/row_function.py):
+exact, in O(M) memory, not fast.
+
+Shapes: B batches, H query heads, G key heads, M queries (m in a chunk), N keys, K features, E of
+values.
 """
 
 from torch import Tensor
@@ -12,14 +15,14 @@ from lowtide.ops.attention.definition.dropout import column_keys, kept, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import Operands, Options, sizes
 
-# Bytes that a chunk's scores may take, counting the copies of them that a derivative holds at once; one query
-# at the least.
+# Bytes that a chunk's scores may take, counting the copies of them that a derivative holds at once.
+# A chunk has at least one query.
 WORKSPACE = 64 << 20
 COPIES = 12
 
 
 def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
-    """[B, H, M, E] and the logsumexp [B, H, M]."""
+    """Compute the result [B, H, M, E] and the logsumexp [B, H, M], chunk by chunk."""
     B, H, _, M, N, _, _ = sizes(operands)
     query, key, value, bias, first, end, seed = operands
     dtype = operands.sum_dtype

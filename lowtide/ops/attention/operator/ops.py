@@ -1,8 +1,10 @@
-"""The registered operators: what a graph sees of lowtide's attention. fake.py says what comes out of them,
-without running them; they know no autograd, autograd.py differentiates them.
+"""Register the operators that a graph sees of lowtide's attention.
 
-    attention             the result, and where they are wanted the statistics of each row (operands.py)
-    attention_backward    the gradients of query, key, value and bias that are wanted, in this order
+    attention             the result and, if asked for, the statistics of each row (operands.py)
+    attention_backward    the gradients asked for among query, key, value and bias, in this order
+
+fake.py says what comes out of them without running them. They know no autograd; autograd.py
+differentiates them.
 """
 
 from collections.abc import Sequence
@@ -30,6 +32,7 @@ def attention(
     keep_statistics: bool,
     *options: Any,
 ) -> list[Tensor]:
+    """Run forward on the backend that the options name."""
     operands = Operands(query, key, value, bias, first, end, seed)
     return backends.forward(operands, Options(*options), keep_statistics)
 
@@ -54,6 +57,7 @@ def attention_backward(
     wanted: Sequence[bool],
     *options: Any,
 ) -> list[Tensor]:
+    """Run backward on the backend that the options name."""
     operands = Operands(query, key, value, bias, first, end, seed)
     given = (upstream, logsumexp_upstream, out, statistics)
     return backends.backward(operands, Options(*options), wanted, *given)

@@ -1,5 +1,7 @@
-"""Say which memory torch's own CUDA kernels can read. They load 16 bytes at once: from an address that is no
-multiple of 16, cuDNN's compute garbage without an error, and the others end in a misaligned address.
+"""Check which tensors torch's own CUDA kernels can read.
+
+The kernels load 16 bytes at once. From an address that is no multiple of 16, cuDNN's compute
+garbage without an error, and the others stop with a misaligned address.
 
 Shapes: B batches, H heads, M rows (of queries or keys), K features.
 """
@@ -8,18 +10,19 @@ import torch
 from torch import Tensor
 
 BYTES = 16
-# Beyond it a kernel that counts numbers in 32 bits goes wrong.
+# A kernel that counts numbers in 32 bits goes wrong beyond this.
 NUMBERS = 1 << 31
 
-# Torch 2.11 keeps cuDNN's plans by the strides of queries, keys and values, and ignores those of the output
-# and its gradient: a plan that was made for other strides misreads them without an error. Calls with this
-# dropout, a 0 of the other sign, share no plan with the program's own; here these strides follow the query's.
+# Torch 2.11 caches cuDNN's plans by the strides of query, key and value, and ignores those of the
+# output and its gradient. A plan made for other strides misreads them without an error. This
+# dropout, a 0 of the other sign, gives our calls plans that they share with no other code of the
+# program. In our calls the ignored strides follow the query's.
 NO_DROPOUT = -0.0
 
 
 def reason_against(*tensors: Tensor) -> str | None:
-    """Returns why torch's CUDA kernels are not known to read such tensors [B, H, M, K]; None if they are."""
-    # torch.compile knows no addresses: what it compiles asks for them when it runs (kernels.py).
+    """Return why torch's CUDA kernels are not known to read such tensors [B, H, M, K], or None."""
+    # torch.compile knows no addresses; compiled code checks them when it runs (kernels.py).
     has_address = not torch.compiler.is_compiling()
     step = BYTES // tensors[0].element_size()
     for tensor in tensors:
@@ -39,25 +42,28 @@ def reason_against(*tensors: Tensor) -> str | None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Returns whether the tensor is known to begin at a multiple of 16 bytes. A fake one stands for memory
-    that does, but for its offset; of a class whose numbers are elsewhere nothing is known."""
+    """Return True if the tensor is known to begin at a multiple of 16 bytes.
+
+    A fake tensor stands for aligned memory plus its offset. Nothing is known of a class whose
+    numbers are elsewhere.
+    """
     if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor.data_ptr() % BYTES == 0
-    from torch._subclasses.fake_tensor import FakeTensor  # takes long to import
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import
 
     offset = tensor.storage_offset() * tensor.element_size()
     return isinstance(tensor, FakeTensor) and offset % BYTES == 0
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Returns the tensor, or a copy that torch's CUDA kernels can read."""
+    """Return the tensor, or a copy that torch's CUDA kernels can read."""
     if tensor.device.type != "cuda" or reason_against(tensor) is None:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def readable_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Returns the tensor, or a copy in the strides of `like`, which torch's kernels made."""
+    """Return the tensor, or a copy in the strides of `like`, which torch's kernels made."""
     if tensor.device.type != "cuda" or (tensor.stride() == like.stride() and is_aligned(tensor)):
         return tensor
     return torch.empty_like(like, device=tensor.device).copy_(tensor)

@@ -1,8 +1,8 @@
-"""Torch's own kernels as an engine of the operators, for compiled graphs. The addresses of a graph's tensors
-are known only when it runs, and no guard asks for them: a tensor that these kernels would misread is
-copied then.
+"""Run torch's own kernels as a backend of the operators, for compiled graphs.
 
-Forward keeps the logsumexp of each row, as the other engines do.
+The addresses of a graph's tensors are known only when it runs, and no guard asks for them. A tensor
+that these kernels would misread is copied then. Forward keeps the logsumexp of each row, as the
+other backends do.
 
 Shapes: B batches; H query heads; M queries, N keys.
 """
@@ -21,11 +21,12 @@ from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
 aten = torch.ops.aten
-# The memory-efficient kernel pads its logsumexp to a multiple of these.
+# The memory-efficient kernel pads its logsumexp to a multiple of this many rows.
 ROWS = 32
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
+    """Return the result and, if asked for, the logsumexp [B, H, 1, M]."""
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -60,7 +61,10 @@ def backward(
     out: Tensor,
     statistics_BH1M: Tensor,
 ) -> list[Tensor]:
-    """Returns those gradients of query, key and value that are wanted; torch's kernels make all three."""
+    """Return the gradients asked for among query, key and value.
+
+    torch's kernels compute all three in any case.
+    """
     assert logsumexp_upstream is None
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
@@ -94,7 +98,7 @@ def backward(
 
 
 def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBackend:
-    """Returns the kernel that torch takes for such tensors, whatever its settings are."""
+    """Return the kernel that torch takes for such tensors, whatever its settings are."""
     query, key, value = (each.detach().requires_grad_(tracked) for each in tensors)
     given = {"is_causal": options.causal, "enable_gqa": query.shape[1] != key.shape[1]}
     found = torch._fused_sdp_choice(query, key, value, scale=options.scale, **given)
@@ -107,7 +111,7 @@ def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBa
 
 
 def _laid(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
-    """Returns the tensor as `chunk.allocate` lays it."""
+    """Return the tensor in the memory layout of `chunk.allocate`."""
     if rows_first:
         return tensor_BHMX.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor_BHMX.contiguous()
