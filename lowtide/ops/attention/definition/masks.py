@@ -210,8 +210,7 @@ class BlockDiagonalMask(AttentionBias):
         return mask, torch.cat(flat, dim=1)
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the parts of a tensor of :meth:`from_tensor_list`, or of attention's result
-        for it."""
+        """Return the parts of a tensor that :meth:`from_tensor_list` joined, or of a result."""
         return self.split_queries(tensor)
 
     def split_queries(self, tensor: Tensor) -> list[Tensor]:

@@ -30,8 +30,7 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
 def attend(
     operands: Operands, shown_MN: Tensor | None, kept_BHMN: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from wide operands, the keys that are shown, and the scores that are
-    kept."""
+    """Return the same from operands in the dtype of the sums; the mask and dropout are dense."""
     query, key, value, bias = operands.differentiable
     size = sizes(operands)
     B, H, G, M, N, K, E = size

@@ -1,11 +1,13 @@
-"""Backward in plain torch: every tile of scores is computed once more, and no other tensor of its size than
-the gradient of these scores. In the notation of forward.py, with do and dlse the upstream gradients,
+"""Compute the gradients of attention in plain torch, tile by tile.
+
+Every tile of scores is computed once more. The only other tensor of its size is the gradient of
+these scores. In the notation of forward.py, with do and dlse the upstream gradients,
 
     delta = rowsum(o do) - dlse            dv = (D p)^T do
-    dz = p (D (do v^T) - delta)            dbias = dz, summed over the axes along which the bias is broadcast
+    dz = p (D (do v^T) - delta)            dbias = dz, summed over the bias's broadcast axes
     ds = dz (1 - tanh^2) scale             dq = ds k            dk = ds^T q
 
-What nobody wants a gradient of is not computed. The order of all sums is fixed.
+A gradient that is not asked for is not computed. The order of all sums is fixed.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from lowtide.ops.attention.torch_backend.tiling import Columns
 
 
 class BlockwiseBackward(Blockwise):
+    """Hold one backward call: its operands, the gradients asked for, and their memory."""
+
     def __init__(self, operands: Operands, options: Options, wanted: Sequence[bool]) -> None:
         super().__init__(operands, options)
         self.want_query, self.want_key, self.want_value, self.want_bias = wanted
@@ -38,7 +42,7 @@ class BlockwiseBackward(Blockwise):
         out_BHME: Tensor,
         statistics_BHSM: Tensor,
     ) -> list[Tensor]:
-        """The gradients of query, key, value and bias that are wanted."""
+        """Return the gradients asked for among query, key, value and bias."""
         for chunk in self.chunks():
             sums = self._sums_of_keys(chunk)
             for rows in self.rows():
@@ -47,7 +51,7 @@ class BlockwiseBackward(Blockwise):
                 if logsumexp_upstream_BHM is not None:
                     delta_cr1 -= chunk.packed(logsumexp_upstream_BHM[..., None], rows)
                 statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
-                # Where no column is seen, z is -inf, and exp(-inf - 0) is 0.
+                # Where a row sees no column, z is -inf, and exp(-inf - 0) is 0.
                 statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
                 self._rows_backward(chunk, rows, upstream_crE, delta_cr1, statistics_crS, *sums)
             for grad, total in zip((self.grad_key_BGNK, self.grad_value_BGNE), sums):
@@ -60,7 +64,7 @@ class BlockwiseBackward(Blockwise):
         return [gradient for gradient in gradients if gradient is not None]
 
     def _sums_of_keys(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        """Where the gradients of a chunk's keys and values are added up."""
+        """Return zeros to which a chunk's key and value gradients are added."""
         grad_key_cNK, grad_value_cNE = (
             tensor.new_zeros(chunk.c, *tensor.shape[2:], dtype=self.dtype) if want else None
             for tensor, want in zip(self.operands[1:3], (self.want_key, self.want_value))
@@ -77,6 +81,7 @@ class BlockwiseBackward(Blockwise):
         grad_key_cNK: Tensor | None,
         grad_value_cNE: Tensor | None,
     ) -> None:
+        """Add the gradients that some rows of a chunk contribute."""
         scale = self.options.scale
         query_crK = chunk.packed(self.operands.query, rows)
         grad_query_crK = torch.zeros_like(query_crK) if self.want_query else None
@@ -108,6 +113,7 @@ class BlockwiseBackward(Blockwise):
             chunk.of_rows(self.grad_query_BHMK, rows).copy_(chunk.unpacked(grad_query_crK, rows))
 
     def _add_to_bias(self, chunk: Chunk, rows: slice, columns: Columns, grad_crn: Tensor) -> None:
+        """Add a tile's dz to the gradient of the bias, summed over the bias's broadcast axes."""
         if self.grad_bias is None:
             return
         part = chunk.of_bias(self.grad_bias, rows, columns.span)

@@ -1,12 +1,13 @@
-"""The engine in plain torch, for any device: tiles of scores whose products are BLAS calls, and an online
-softmax over them. backward.py goes through the same tiles again.
+"""Compute attention in plain torch, for any device: tiles of BLAS products and an online softmax.
 
-With z the scores (scaled, capped, biased, masked) and D dropout's 0 or 1 / (1 - rate):
+backward.py goes through the same tiles again. With z the scores (scaled, capped, biased, masked)
+and D dropout's 0 or 1 / (1 - rate):
 
     lse_i = log sum_j exp(z_ij)        p_ij = exp(z_ij - lse_i)        o_i = sum_j D_ij p_ij v_j
 
-Query heads that share a key head are rows of one product (chunk.py). Shapes of a tile: c key heads, r rows, n
-columns, K features, E of values.
+Query heads that share a key head are rows of one product (chunk.py).
+
+Shapes of a tile: c key heads, r rows, n columns, K features, E of values.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from lowtide.ops.attention.torch_backend.tiling import Columns, Seen, head_chunk
 
 
 class Blockwise:
+    """Hold one call: its operands, its tiles, and the buffers that the tiles share."""
+
     def __init__(self, operands: Operands, options: Options) -> None:
         self.operands, self.options = operands, options
         self.size = sizes(operands)
@@ -37,14 +40,16 @@ class Blockwise:
             self.rescale = dropout.rescale(options.dropout)
 
     def chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of heads in turn."""
         for batches, groups in head_chunks(self.size.B, self.size.G, self.shape.heads):
             yield Chunk(batches, groups, self.size.R, self.dtype)
 
     def rows(self) -> Iterator[slice]:
+        """Yield the tiles of queries in turn."""
         return spans(self.size.M, self.shape.rows)
 
     def product(self, name: str, a_crk: Tensor, b_ckn: Tensor, factor: float = 1.0) -> Tensor:
-        """factor * a @ b, in the buffer of that name."""
+        """Return factor * a @ b, in the buffer of that name."""
         shape = (a_crk.shape[0], a_crk.shape[1], b_ckn.shape[2])
         size = shape[0] * shape[1] * shape[2]
         if name not in self.buffers or self.buffers[name].numel() < size:
@@ -53,6 +58,7 @@ class Blockwise:
         return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
 
     def forward(self, keep_statistics: bool) -> list[Tensor]:
+        """Return the result and, if asked for, the statistics of each row."""
         B, H, _, M, _, _, E = self.size
         query = self.operands.query
         out_BHME = allocate(query, (B, H, M, E), self.options.rows_first)
@@ -62,7 +68,7 @@ class Blockwise:
         for chunk in self.chunks():
             for rows in self.rows():
                 out_crE, max_cr1, sum_cr1 = self._attend(chunk, rows)
-                nothing_cr1 = sum_cr1 == 0  # no column is seen: the result is 0
+                nothing_cr1 = sum_cr1 == 0  # a row that sees no column: its result is 0
                 sum_cr1.masked_fill_(nothing_cr1, 1)
                 chunk.of_rows(out_BHME, rows).copy_(chunk.unpacked(out_crE.div_(sum_cr1), rows))
                 if keep_statistics:
@@ -73,11 +79,11 @@ class Blockwise:
         return [out_BHME, statistics_BHSM] if keep_statistics else [out_BHME]
 
     def _attend(self, chunk: Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows: the weighted sum of values, the maximum of z, the sum of weights exp(z - maximum)."""
+        """Return sum(w v), max(z) and sum(w) of some rows, where w = exp(z - max(z))."""
         query_crK = chunk.packed(self.operands.query, rows)
         c, r, _ = query_crK.shape
         out_crE = query_crK.new_zeros(c, r, self.size.E)
-        # Finite, so that a row that has seen nothing yet is shifted by a number.
+        # Finite, so that a row that has seen no column yet is shifted by a number.
         max_cr1 = query_crK.new_full((c, r, 1), torch.finfo(self.dtype).min)
         sum_cr1 = query_crK.new_zeros(c, r, 1)
         for columns in self.seen.columns(rows):
@@ -97,7 +103,7 @@ class Blockwise:
     def scores(
         self, chunk: Chunk, rows: slice, columns: Columns, query_crK: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """z, and the soft cap's slope."""
+        """Return z, and the slope of the soft cap."""
         key_cnK = chunk.keys(self.operands.key, columns.span)
         z_crn = self.product("scores", query_crK, key_cnK.mT, self.options.scale)
         slope_crn = None
@@ -116,6 +122,7 @@ class Blockwise:
         return z_crn, slope_crn
 
     def _hidden(self, rows: slice, columns: slice) -> Tensor:  # [m, n]
+        """Return True for each score that the mask hides."""
         first, end = self.operands.first, self.operands.end
         assert first is not None
         assert end is not None
@@ -123,5 +130,6 @@ class Blockwise:
         return (key_n < first[rows, None]).logical_or_(key_n >= end[rows, None])
 
     def kept(self, chunk: Chunk, rows: slice, columns: Columns) -> Tensor:  # [c, r, n]
+        """Return True for each score that dropout keeps."""
         row_key_cr1 = chunk.packed(self.row_key_BHM1, rows)
         return dropout.kept(row_key_cr1, self.column_key_N[columns.span], self.options.dropout)

@@ -1,4 +1,6 @@
-"""How the scores are cut: a few heads, rows of queries, columns of keys at a time; and what a mask leaves.
+"""Cut the scores into tiles, and find the tiles that a mask leaves.
+
+A tile has a few heads, rows of queries and columns of keys.
 
 Shapes: M queries, N keys; R query heads to a key head.
 """
@@ -10,14 +12,17 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Sizes
 
-# Scores in a tile: it stays in a core's own cache from one pass to the next, and is large enough that
-# handing an operation to torch costs little beside it.
+# Scores in a tile. It stays in a core's own cache from one pass to the next, and is large enough
+# that calling a torch operation costs little beside it.
 TILE = 1 << 18
-# Its sides, where there are as many queries (of all R heads) and keys: the products run at full speed.
+# Its sides, where there are as many queries (over all R heads) and keys. Products run at full speed
+# there.
 SIDE = 512
 
 
 class Shape(NamedTuple):
+    """Hold the size of a tile."""
+
     heads: int
     """Key heads, over all batches."""
     rows: int
@@ -26,13 +31,19 @@ class Shape(NamedTuple):
 
 
 class Columns(NamedTuple):
+    """Hold some columns of a tile of rows."""
+
     span: slice
     whole: bool
-    """Whether every row sees every column."""
+    """True if every row sees every column."""
 
 
 def tile_shape(size: Sizes) -> Shape:
-    """Square where both sides are long; longer where the other is short; several heads where both are."""
+    """Return a tile's size for this call.
+
+    It is square where both sides are long, longer where the other side is short, and has several
+    heads where both are short.
+    """
     columns = max(1, min(size.N, SIDE))
     rows = max(1, min(size.M * size.R, TILE // columns))
     columns = max(1, min(size.N, TILE // rows))
@@ -40,7 +51,7 @@ def tile_shape(size: Sizes) -> Shape:
 
 
 def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Batches and key heads: several whole batches, or some heads of one."""
+    """Yield batches and key heads: several whole batches, or some heads of one."""
     if heads >= G > 0:
         step = heads // G
         for batch in range(0, B, step):
@@ -52,19 +63,20 @@ def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
 
 
 def spans(total: int, step: int) -> Iterator[slice]:
+    """Yield slices of `step` elements that cover `total`."""
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
 
 
 class Seen:
-    """Which tiles of columns a tile of rows touches."""
+    """Hold which columns each tile of rows sees."""
 
     def __init__(self, first: Tensor | None, end: Tensor | None, size: Sizes, shape: Shape) -> None:
         self.N, self.step = size.N, shape.columns
         self.masked = first is not None
         if first is None or end is None:
             return
-        # Both vectors are non-decreasing: their ends are their extremes.
+        # Both vectors are non-decreasing, so their ends are their extremes.
         firsts, ends = first.tolist(), end.tolist()
         self.of_rows = {
             rows.start: (firsts[rows.start], firsts[rows.stop - 1], ends[rows.start], ends[rows.stop - 1])
@@ -72,6 +84,7 @@ class Seen:
         }
 
     def columns(self, rows: slice) -> Iterator[Columns]:
+        """Yield the tiles of columns that some row of a tile sees."""
         low, whole_low, whole_high, high = 0, 0, self.N, self.N
         if self.masked:
             low, whole_low, whole_high, high = self.of_rows[rows.start]

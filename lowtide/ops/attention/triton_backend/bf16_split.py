@@ -1,9 +1,9 @@
-"""Float32 as a sum of bfloat16 pieces, x = x1 + x2 + x3, each the rounding of what is left: so that tensor
-cores, which are sixteen times as fast there as in float32, multiply it.
+"""Split float32 into bfloat16 pieces, x = x1 + x2 + x3, so that tensor cores can multiply it.
 
-Three pieces are x itself, all of its 24 digits (but of what is below 1e-33, where bfloat16 ends); two are
-within 2^-17 |x| of it. Operands are cut once, in memory: two pieces take as much of it as they do themselves,
-three 1.5 times as much.
+Tensor cores are sixteen times as fast in bfloat16 as in float32. Each piece is the rounding of what
+the pieces before it leave. Three pieces have all of x's 24 digits, except for what is below 1e-33,
+where bfloat16 ends. Two are within 2^-17 |x| of x. Operands are split once, in memory. Two pieces
+take as much memory as the operands themselves, three 1.5 times as much.
 
 Shapes: B batches, H heads, M rows (of queries or keys), F features.
 """
@@ -17,38 +17,48 @@ from torch import Tensor
 
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv, next_power_of_2
 
-# Rows are a multiple of these features long, so that loads of 16 bytes are aligned, masks and all.
+# Rows are padded to a multiple of this many features, so that loads of 16 bytes are aligned, masked
+# loads too.
 STEP = tl.constexpr(16)
 # Elements of a program, and its features.
 TILE, WIDTH = 4096, 128
 
 
 def pieces(dtype: torch.dtype) -> int:
-    """Of each operand: three of float32, whose six products are more exact than one in float32; two where
-    torch is allowed TF32, whose three are more exact than one in that (decision 0021)."""
+    """Return the number of pieces of each operand.
+
+    Three stand for float32: their six products are more exact than one product in float32. Two are
+    used where torch allows TF32: their three products are more exact than one in TF32 (decision
+    0021).
+    """
     if dtype.itemsize == 2:
         return 1
     return 2 if _allows_tf32() else 3
 
 
 def precision() -> str:
-    """Of float32 products of what is not in pieces (query_gradient_kernel): six of bfloat16 thirds, or one in
-    TF32 where torch is allowed that."""
+    """Return the precision of float32 products of operands without pieces (query_gradient_kernel).
+
+    They are six products of bfloat16 thirds, or one in TF32 where torch allows that.
+    """
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return "ieee"
     return "tf32" if _allows_tf32() else "bf16x6"
 
 
 def _allows_tf32() -> bool:
-    # Not allow_tf32, which raises once the newer setting has been used.
+    # allow_tf32 raises once the newer setting has been used.
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def in_pieces(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Of each float32 [B, H, M, F], of any strides, its pieces [count, B, H, M, F] in bfloat16. In memory a
-    row is padded with zeros to a multiple of 16 features (`padded`), and rows follow each other.
+    """Return the pieces of each float32 tensor [B, H, M, F] as [count, B, H, M, F] in bfloat16.
 
-    The first piece of an infinity or a nan is that, the others are 0; a finite number has finite pieces.
+    Tensors may have any strides. In memory, the rows of a piece follow each other, each padded with
+    zeros to a multiple of 16 features (`padded`).
+
+    The first piece of an infinity or a NaN is that value, and the others are 0. A finite number has
+    finite pieces.
     """
     found = [
         torch.empty(count, *each.shape[:3], padded(each.shape[3]), dtype=torch.bfloat16, device=each.device)
@@ -67,6 +77,7 @@ def in_pieces(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 def padded(F: int) -> int:
+    """Return the number of features of a padded row."""
     return cdiv(F, STEP.value) * STEP.value
 
 
@@ -74,7 +85,10 @@ def padded(F: int) -> int:
 def pieces_kernel(
     ptrs, pieces_ptrs, strides, shapes, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
-    """One launch for all: apart, each took 27 us on an H200, of 64 features as of 128, mostly to launch."""
+    """Split all operands in one launch.
+
+    Launched apart, each took 27 us on an H200, for 64 features as for 128, mostly for the launch.
+    """
     for operand in tl.static_range(len(ptrs)):
         if tl.program_id(1) == operand:
             cut_tile(
@@ -87,6 +101,7 @@ def pieces_kernel(
 def cut_tile(
     ptr, pieces_ptr, strides, shape, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
+    """Split one tile of one operand."""
     B, H, M, F = shape
     tiles, width = tl.maximum(tl.cdiv(M, BLOCK_M), 1), tl.cdiv(F, STEP) * STEP
     tile, bh = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -104,12 +119,15 @@ def cut_tile(
                 to_ptrs = pieces_ptr + piece_stride * piece + (i * width + f)
                 tl.store(to_ptrs, (bits >> 16).to(tl.int16), mask=(i < M) & (f < width))
                 rest -= bits.to(tl.float32, bitcast=True)
-                rest = tl.where(rest == rest, rest, 0.0)  # of inf - inf
+                rest = tl.where(rest == rest, rest, 0.0)  # inf - inf is NaN
 
 
 @triton.jit
 def rounded(x):
-    """The bits of x, the lower half 0. Half a unit goes away from 0; not what would become infinite."""
+    """Return the bits of x rounded to bfloat16, with the lower half 0.
+
+    Ties round away from 0. A number that would become infinite is truncated.
+    """
     bits = x.to(tl.int32, bitcast=True)
     half = tl.where((bits & 0x7FFFFFFF) < 0x7F7F8000, 0x8000, 0)
     return tl.where(x == x, (bits + half) & -0x10000, 0x7FC00000)

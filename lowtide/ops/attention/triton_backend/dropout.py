@@ -1,4 +1,6 @@
-"""The keys of dropout in Triton: dropout.py, bit for bit, in one launch instead of forty.
+"""Compute dropout's keys in Triton, with the bits of definition/dropout.py.
+
+One launch replaces forty.
 
 Shapes: B batches, H heads, M queries, N keys.
 """
@@ -30,7 +32,10 @@ def chained(key, value):
 def dropout_keys_kernel(
     seed_ptr, row_key_ptr, column_key_ptr, rows, row_programs, H, M, N, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """row_key [B, H, M], of which there are `rows`; then, from program `row_programs` on, column_key [N]."""
+    """Write row_key [B, H, M] and column_key [N].
+
+    There are `rows` row keys; programs from `row_programs` on write column keys.
+    """
     seed = tl.load(seed_ptr)
     own = chained(mixed(seed.to(tl.uint32)), seed >> 32)
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
-"""Forward in Triton: an online softmax over the tiles of keys that a tile of queries sees.
+"""Compute attention in Triton: an online softmax over the key tiles that a tile of queries sees.
 
-A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py says how
-many). It writes its rows of the result, and of their statistics where somebody wants these.
+A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py
+has the sizes). It writes its rows of the result and, if asked for, their statistics.
 """
 
 import triton
@@ -37,9 +37,13 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """PIECES: of query, key and value (bf16_split.py), whose rows are padded where there are several."""
+    """Write a tile of the result and, if asked for, the statistics of its rows.
+
+    PIECES counts those of query, key and value (bf16_split.py), whose rows are padded if there are
+    several.
+    """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask they see most
+    start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask it sees most keys
     b, h = bh // H, bh % H
     query_ptr, out_ptr = head(query_ptr, query_strides, b, h), head(out_ptr, out_strides, b, h)
     key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
@@ -88,7 +92,7 @@ def forward_kernel(
             value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
             out = add_product(weight, value, out * fade_m[:, None], PRECISION, PIECES)
 
-    divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees nothing, whose result is 0
+    divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key, whose result is 0
     store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])
     if statistics_ptr is not None and tl.program_id(1) == 0:
         store_statistics(statistics_ptr, bh, i, M, max_m, sum_m, BASE_2)

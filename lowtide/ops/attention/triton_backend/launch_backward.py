@@ -1,5 +1,6 @@
-"""Launches the Triton kernels of backward: by computing each score twice, or by way of what is kept of them
-(strips.py).
+"""Launch the Triton kernels of backward.
+
+They compute each score twice, or compute it once and store what is needed of it (strips.py).
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
@@ -30,7 +31,7 @@ from lowtide.ops.attention.triton_backend.stored_scores import (
 from lowtide.ops.attention.triton_backend.strips import Kept, Strip, kept, strips
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv, next_power_of_2
 
-# What a strip has of its batches alone.
+# The arguments that are cut to a strip's batches.
 WITH_BATCHES = (
     *("query_ptr", "key_ptr", "value_ptr", "bias_ptr", "row_key_ptr", "upstream_ptr", "rows_ptr"),
     *("bias_sum_ptr", "grad_key_ptr", "grad_value_ptr"),
@@ -38,6 +39,8 @@ WITH_BATCHES = (
 
 
 class BackwardKernels(Kernels):
+    """Hold one backward call: the arguments of its kernels, and the gradients asked for."""
+
     def __init__(self, operands: Operands, options: Options, wanted: Sequence[bool]) -> None:
         super().__init__(operands, options)
         self.wanted = wanted
@@ -49,7 +52,7 @@ class BackwardKernels(Kernels):
         out: Tensor,
         statistics: Tensor,
     ) -> list[Tensor]:
-        """The gradients of query, key, value and bias that are wanted."""
+        """Return the gradients asked for among query, key, value and bias."""
         B, H, G, M, N, _, E = self.size
         wanted = self.wanted
         rows = statistics.new_empty(B, H, 3 if self.operands.adds_bias else 2, M)
@@ -74,7 +77,7 @@ class BackwardKernels(Kernels):
         )  # fmt: skip
         bias, grad_bias, bias_of_scores, bias_sum = self.operands.bias, None, None, None
         if wanted[3] and bias is not None:
-            if bias.shape[2] == 1:  # the sums over queries, where the keys' gradients are made
+            if bias.shape[2] == 1:  # sums over queries, computed with the gradients of keys
                 bias_sum = statistics.new_empty(B, H, 1, N)
             elif bias.shape[3] == 1:
                 grad_bias = _bias_of_queries(bias, logsumexp_upstream, statistics)
@@ -103,6 +106,7 @@ class BackwardKernels(Kernels):
         return [each for each in (grad_query, grad_key, grad_value, grad_bias) if each is not None]
 
     def _query_gradient(self, given: dict[str, Any], grad_query: Tensor) -> None:
+        """Compute dq from scores that are computed again."""
         B, H, _, M, _, _, _ = self.size
         given = {**given, **self._cut("query"), "grad_query_ptr": grad_query}
         given |= {"grad_query_strides": grad_query.stride(), "tiles": cdiv(M, given["BLOCK_M"])}
@@ -116,7 +120,7 @@ class BackwardKernels(Kernels):
         grad_query: Tensor | None,
         grad_bias: Tensor | None,
     ) -> None:
-        """All gradients, by way of what is kept."""
+        """Compute all gradients from what is stored, strip by strip."""
         size, query = self.size, self.operands.query
         count = pieces(query.dtype)
         shared = (False, False) if grad_bias is None else tuple(each == 1 for each in grad_bias.shape[:2])
@@ -144,6 +148,7 @@ class BackwardKernels(Kernels):
         grad_query: Tensor | None,
         grad_bias: Tensor | None,
     ) -> None:
+        """Compute the gradients of some batches and heads, over all their strips of keys."""
         batches = slice(of_heads[0].first_batch, of_heads[0].first_batch + of_heads[0].batches)
         given = {**given, **{name: _of_batches(given[name], batches) for name in WITH_BATCHES}}
         grad_query, grad_bias = _of_batches(grad_query, batches), _of_batches(grad_bias, batches)
@@ -172,7 +177,7 @@ class BackwardKernels(Kernels):
             own_query.copy_(total)
 
     def _kept(self, keeps: Kept, strip: Strip, room: Tensor | None = None) -> dict[str, Any]:
-        """The places of what a strip keeps."""
+        """Return where a strip stores its numbers."""
         given: dict[str, Any] = {f"{name}_ptr": None for name in Kept._fields}
         given["grad_scores_strides"] = (0, 0, 0)
         for at, name in enumerate(name for name, keep in keeps._asdict().items() if keep):
@@ -183,7 +188,10 @@ class BackwardKernels(Kernels):
         return given
 
     def _pieces_of(self, given: dict[str, Any], strip: Strip) -> dict[str, Any]:
-        """The operands of a strip's heads, and how many pieces they are in; of one, all heads are there."""
+        """Return the pieces of the operands of a strip's heads, and their number.
+
+        With one piece the operands stay as they are, with all heads.
+        """
         count = pieces(self.operands.query.dtype)
         if count == 1:
             return {"PIECES": 1}
@@ -193,7 +201,7 @@ class BackwardKernels(Kernels):
         return {"PIECES": count, **as_pieces(parts, count)}
 
     def _key_value_gradient(self, given: dict[str, Any], strip: Strip, keeps: Kept) -> bool:
-        """Whether that of the key too."""
+        """Compute dv and, if one kernel can, dk; return True if dk is done."""
         count = given["PIECES"]
         without: dict[str, tuple[str, ...]] = {"value": ("grad_key_ptr",)}
         if self._blocks("key and value", count) is not None:
@@ -213,6 +221,7 @@ class BackwardKernels(Kernels):
         return "value" not in without
 
     def _scores(self, given: dict[str, Any], strip: Strip) -> None:
+        """Store the gradients of a strip's scores, and its weights if they are stored."""
         _, _, G, M, N, _, _ = self.size
         B = strip.batches
         given = {**given, **self._cut("scores")}
@@ -230,12 +239,14 @@ class BackwardKernels(Kernels):
             bias_sum.view(B, G, R, N)[:, groups, :, keys] = sums.transpose(0, 1)
 
     def _query_of_scores(self, given: dict[str, Any], strip: Strip) -> None:
+        """Compute dq from the stored gradients of scores."""
         given = {**given, **self._cut("query of scores", given["PIECES"])}
         given["tiles_m"] = cdiv(self.size.M, given["BLOCK_M"])
         programs = given["tiles_m"] * strip.shape(self.size)[0] * given["BLOCKS_K"]
         _launch(query_of_scores_kernel, (programs,), given)
 
     def _key_value_of_scores(self, given: dict[str, Any], strip: Strip) -> None:
+        """Compute dk and dv, or one of them, from what is stored."""
         given = {**given, **self._cut("key and value of scores", given["PIECES"])}
         blocks = given["BLOCKS_K"] * (given["grad_key_ptr"] is not None)
         blocks += given["BLOCKS_E"] * (given["grad_value_ptr"] is not None)
@@ -243,6 +254,7 @@ class BackwardKernels(Kernels):
         _launch(key_value_of_scores_kernel, (programs,), given)
 
     def _bias_of_scores(self, given: dict[str, Any], strip: Strip, grad_bias: Tensor) -> None:
+        """Compute the bias's gradient from the stored gradients of scores."""
         size = self._blocks("bias of scores")
         assert size is not None
         all_of = strip.batches, strip.groups * self.size.R
@@ -259,7 +271,7 @@ class BackwardKernels(Kernels):
         _launch(bias_of_scores_kernel, (math.prod(tiles + own),), given)
 
     def _rows_of_keys(self) -> tuple[Tensor | None, Tensor | None]:
-        """[N] and [N]: the queries that see each key, which are an interval too."""
+        """Return the interval of queries that see each key, as two vectors [N]."""
         first, end = self.operands.first, self.operands.end
         if first is None or end is None:
             return None, None
@@ -270,17 +282,19 @@ class BackwardKernels(Kernels):
 
 
 def _launch(kernel: Any, programs: tuple[int, ...], given: dict[str, Any]) -> None:
-    """given: what kernels take, by name, and more."""
+    """Launch a kernel with those of the given arguments that it takes, if there are programs."""
     names = {*kernel.arg_names, "num_warps", "num_stages"}
     if math.prod(programs):
         kernel[programs](**{name: each for name, each in given.items() if name in names})
 
 
 def _of_batches(tensor: Tensor | None, batches: slice) -> Tensor | None:
+    """Return a tensor's part of these batches; one that all batches share as it is."""
     return tensor if tensor is None or tensor.shape[0] == 1 else tensor[batches]
 
 
 def _of_strip(strip: Strip) -> dict[str, int]:
+    """Return the arguments that describe a strip."""
     return {
         "B": strip.batches, "first_group": strip.first_group, "groups": strip.groups,
         "first_key": strip.first_key, "end_key": strip.first_key + strip.keys,
@@ -288,7 +302,10 @@ def _of_strip(strip: Strip) -> dict[str, int]:
 
 
 def _bias_of_queries(bias: Tensor, logsumexp_upstream: Tensor | None, statistics: Tensor) -> Tensor:
-    """Of one that is the same for all keys, which moves the logsumexp of its row, and nothing else."""
+    """Return the gradient of a bias that is the same for all keys.
+
+    Such a bias moves the logsumexp of its row, and nothing else.
+    """
     if logsumexp_upstream is None:
         return torch.zeros_like(bias)
     moved = logsumexp_upstream.masked_fill(statistics[:, :, -1] == -torch.inf, 0)
@@ -296,4 +313,5 @@ def _bias_of_queries(bias: Tensor, logsumexp_upstream: Tensor | None, statistics
 
 
 def strides_of(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return a tensor's strides, or zeros for None."""
     return (0, 0, 0, 0) if tensor is None else tensor.stride()

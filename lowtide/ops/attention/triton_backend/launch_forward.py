@@ -1,7 +1,10 @@
-"""Launches the Triton kernels: how many programs, and the vectors that they read (tile_sizes.py has the
-tiles). Here that of forward, and what backward (launch_backward.py) has the same.
+"""Launch the Triton kernels: the number of programs, and the arguments that they read.
 
-Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
+This file has the launch of forward and what launch_backward.py shares with it. tile_sizes.py has
+the tiles.
+
+Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
+of values.
 """
 
 from typing import Any
@@ -17,11 +20,13 @@ from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Blocks, blocks, cdiv, cut, shared_memory
 
-# Of dropout, a program.
+# Dropout keys of a program.
 KEYS = 1024
 
 
 class Kernels:
+    """Hold one call and the arguments that all its kernels share."""
+
     def __init__(self, operands: Operands, options: Options) -> None:
         self.operands, self.options = operands, options
         self.size = sizes(operands)
@@ -49,7 +54,7 @@ class Kernels:
         }  # fmt: skip
 
     def _dropout_keys(self, seed: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, H, M] and [N], int32."""
+        """Return dropout's keys, [B, H, M] and [N], int32."""
         B, H, _, M, N, _, _ = self.size
         row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)
         column_key = torch.empty(N, dtype=torch.int32, device=seed.device)
@@ -62,7 +67,7 @@ class Kernels:
         return row_key, column_key
 
     def _blocks(self, kernel: str, count: int = 1) -> Blocks | None:
-        """count: the pieces of its operands."""
+        """Return the tile of a kernel whose operands have `count` pieces, or None."""
         kernel = kernel if count == 1 else f"{kernel} of {count} pieces"
         query, size = self.operands.query, self.size
         bias, half = self.operands.bias, query.dtype.itemsize == 2
@@ -70,11 +75,13 @@ class Kernels:
         return blocks(kernel, half, max(size.K, size.E), shared_memory(query.device), row_bias)
 
     def _cut(self, kernel: str, count: int = 1) -> dict[str, Any]:
+        """Return the arguments for the tile of a kernel that exists."""
         found = self._blocks(kernel, count)
         assert found is not None
         return cut(self.size.K, self.size.E, found)
 
     def forward(self, keep_statistics: bool) -> list[Tensor]:
+        """Return the result and, if asked for, the statistics of each row."""
         B, H, _, M, _, _, E = self.size
         query = self.operands.query
         out = allocate(query, (B, H, M, E), self.options.rows_first)
@@ -95,7 +102,7 @@ class Kernels:
 
 
 def as_pieces(tensors: dict[str, Tensor], count: int) -> dict[str, Any]:
-    """As the kernels take them."""
+    """Return the pieces of the tensors as the kernels' arguments."""
     given: dict[str, Any] = {}
     for name, parts in zip(tensors, in_pieces(list(tensors.values()), count)):
         piece_stride, *strides = parts.stride()

@@ -1,8 +1,9 @@
-"""Backward in Triton, for queries and for keys and values: backward.py has the mathematics.
+"""Compute the gradients of attention in Triton from scores that are computed again.
 
-Two kernels, so that each gradient is added up in one program, in one order: the scores are computed twice,
-and nothing is atomic. A program writes a block of features (tile_sizes.py has the sizes); the sums for the
-scores go over all features whatever the block.
+The mathematics is in torch_backend/backward.py. One kernel computes the gradient of queries,
+another those of keys and values. So each gradient is summed in one program, in a fixed order,
+without atomics; each score is computed twice. A program writes a block of features (tile_sizes.py
+has the sizes). The scores are sums over all features, whatever the block.
 """
 
 import triton
@@ -35,8 +36,12 @@ def rows_kernel(
     out_strides, upstream_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """rows [B, H, 2 or 3, M]: delta = rowsum(o do) - dlse, and what `weights` takes, once and not a tile: the
-    shift and, in natural units, log2_sum. 0 instead of -inf, where all scores are -inf too."""
+    """Write rows [B, H, 2 or 3, M]: what the tiles of backward read of each row.
+
+    This is delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its log2_sum.
+    They are computed here once and not for each tile. A logarithm of -inf becomes 0, since all
+    scores of its row are -inf.
+    """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
@@ -66,12 +71,13 @@ def rows_kernel(
 
 @triton.jit
 def rows_of(rows_ptr, bh, M, BASE_2: tl.constexpr):
-    """Where those of one batch and head begin."""
+    """Return where the rows of one batch and head begin."""
     return rows_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
 
 
 @triton.jit
 def load_shift(rows_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+    """Load the shift and log2_sum of rows i; in base 2 the shift stands for both."""
     shift = load_rows(rows_ptr + M, i, M, CUT)
     log2_sum = shift
     if not BASE_2:
@@ -81,7 +87,7 @@ def load_shift(rows_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.constexpr):
-    """dz, from do v^T."""
+    """Return dz from the product do v^T."""
     if DROPOUT:
         of_weight = tl.where(kept, of_weight * rescale, 0.0)
     return weight * (of_weight - delta)
@@ -89,13 +95,16 @@ def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.cons
 
 @triton.jit
 def scores_of(ptr, strides, head, start_n):
-    """Where the tiles of some keys begin, of a strip's grad_scores (stored_scores.py)."""
+    """Return where the tiles of some keys begin in a strip's grad_scores (stored_scores.py)."""
     return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
 
 
 @triton.jit
 def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
-    """Of queries beyond the last too, as far as rows are padded: so that stores are of 16 bytes."""
+    """Store a tile [keys, queries], padding included.
+
+    Queries beyond the last are stored as far as rows are padded, so that stores are of 16 bytes.
+    """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tile.to(ptr.dtype.element_ty)
     if CUT:
@@ -114,6 +123,7 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of dq, for one block of features."""
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
     b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
@@ -192,17 +202,20 @@ def key_value_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lie the other way round, [keys, queries]; row_first and row_end say which queries see a key.
+    """Write a tile of dk and dv, or of one of them, and what is stored of its scores.
 
-    bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is the same for
-    all of them. grad_scores, grad_z: where the tiles of a strip are kept (strips.py), behind the soft
-    cap's slope and before it. PIECES: of query, key, value and upstream (bf16_split.py), those of the
-    strip's heads alone; with three, sums are apart as in forward.py.
+    Tiles are transposed, [keys, queries]; row_first and row_end say which queries see a key.
+
+    bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is
+    the same for all queries. grad_scores, grad_z: where the tiles of a strip are stored
+    (strips.py), after the soft cap's slope and before it. PIECES: those of query, key, value and
+    upstream (bf16_split.py), of the strip's heads alone; with three, products are summed apart as
+    in tiles.add_product.
     """
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
-    first_there = first_group  # of operands
+    first_there = first_group  # the strip's first key head, in the operands
     width_k, width_e = K, E
     if PIECES > 1:
         first_there, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP

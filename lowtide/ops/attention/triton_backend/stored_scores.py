@@ -1,12 +1,13 @@
-"""Backward in Triton by way of memory, a strip of scores at a time (strips.py).
+"""Compute the gradients of attention in Triton from stored gradients of scores, strip by strip.
 
-What is kept lies as [heads, keys, queries], the queries next to each other and padded to a multiple of 16:
-the gradients of the scores, and where query and key have many features the weights. `scores_kernel` writes
-both then; else the kernel that makes the gradients of key and value does (recompute.py). The others
-read them here, and compute no score again. A place that its query does not see may never have been written:
-what is read there is thrown away.
+strips.py decides what is stored: the gradients of the scores and, where query and key have many
+features, the weights. These lie as [heads, keys, queries], the queries next to each other and
+padded to a multiple of 16. With many features `scores_kernel` writes both; else the kernel that
+computes the gradients of key and value does (recompute.py). The other kernels read them here and
+compute no score again. A place whose query does not see its key may never have been written; what
+is read there is discarded.
 
-Shapes: I rows of a matrix, F features, of whatever is multiplied.
+Shapes: I rows of a matrix, F features of any operand.
 """
 
 import triton
@@ -38,13 +39,16 @@ from lowtide.ops.attention.triton_backend.tiles import (
     weights,
 )
 
-# What differs from strip to strip: no reason to compile another kernel.
+# Arguments that differ from strip to strip; no kernel is compiled anew for their values.
 OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
 
 
 @triton.jit
 def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
-    """The tile [keys, queries] of keys start_n + n and queries i, of which ptr says where its keys begin."""
+    """Load the tile [keys, queries] of keys start_n + n and queries i.
+
+    ptr says where the tile's keys begin. MASKED: scores that the mask hides become 0.
+    """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tl.load(ptrs, mask=(i < strides[1])[None, :], other=0.0)
     if MASKED:
@@ -58,7 +62,7 @@ def over_features(
     a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     CUT: tl.constexpr,
 ):  # fmt: skip
-    """tile + a b^T, of which a block of features is loaded at a time."""
+    """Return tile + a b^T, loading one block of features at a time."""
     for block in range(0, BLOCKS):
         f = block * BLOCK + tl.arange(0, BLOCK)
         a, b = load_tile(a_place, f, F, True, CUT), load_tile(b_place, f, F, True, CUT)
@@ -76,8 +80,11 @@ def scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head of the strip. bias_sum [heads of the strip, tiles_m, keys of the strip]: the sums of
-    dz over the queries of a tile, which add up to the gradient of a bias that is the same for all of them."""
+    """Write the weights and the gradients of scores of one tile, of one head of the strip.
+
+    bias_sum [heads of the strip, tiles_m, keys of the strip]: the sums of dz over the queries of a
+    tile. They add up to the gradient of a bias that is the same for all queries.
+    """
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
@@ -142,12 +149,14 @@ def query_of_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     CUT_K: tl.constexpr,
 ):  # fmt: skip
-    """dq = scale ds k, of a strip's keys, and some features; ADD: to what there is. grad_query is of the
-    strip's heads; the key, too, if it is in PIECES."""
+    """Write dq = scale ds k over a strip's keys, for one block of features.
+
+    ADD: add to what is there. grad_query has the strip's heads; so has the key, if it is in PIECES.
+    """
     heads = groups * B * R
     program = tl.program_id(0)
     own = program // BLOCKS_K % heads
-    # The last first: under a causal mask they see most.
+    # The last tile first: under a causal mask it sees most keys.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
     b, g, r = own // R % B, own // R // B, own % R
     first_there, width = first_group, K
@@ -187,8 +196,11 @@ def over_queries(
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Some keys, and some features, of the product of what is kept of one key head and x: over the queries of
-    all its query heads."""
+    """Write the product of one key head's stored scores and x.
+
+    It is summed over the queries of the key head's query heads. A program has some keys and one
+    block of features.
+    """
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     f, width = block * BLOCK_F + tl.arange(0, BLOCK_F), F
     if PIECES > 1:
@@ -222,8 +234,10 @@ def key_value_of_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """dk = scale ds^T q and dv = p^T do, or one of them, of a strip's keys; a program makes one of some
-    features."""
+    """Write dk = scale ds^T q and dv = p^T do, or one of them, over a strip's keys.
+
+    A program writes one of the two, for one block of features.
+    """
     BLOCKS: tl.constexpr = (BLOCKS_K if grad_key_ptr is not None else 0) + (
         BLOCKS_E if grad_value_ptr is not None else 0
     )
@@ -255,9 +269,12 @@ def bias_of_scores_kernel(
     B, R, M, N, own, loops, first_group, first_key, tile_counts,
     ADD_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sums over the batches, or heads, that share a bias: a program has a tile of it, and one order. own:
-    batches and heads of the bias in the strip; loops: of those that share it; tile_counts: of queries and
-    keys; ADD_BIAS: to what there is."""
+    """Write a tile of the bias's gradient, the sum of dz over the batches or heads that share it.
+
+    One program computes a tile, in a fixed order. own: batches and heads of the bias in the strip.
+    loops: numbers of batches and heads that share it. tile_counts: tiles of queries and of keys.
+    ADD_BIAS: add to what is there.
+    """
     tile_n, tile_m = tl.program_id(0) % tile_counts[1], tl.program_id(0) // tile_counts[1] % tile_counts[0]
     place = tl.program_id(0) // (tile_counts[1] * tile_counts[0])
     own_b, own_h = place % own[0], place // own[0]

@@ -1,20 +1,23 @@
-"""What backward keeps of the scores in memory, and of how many at a time.
+"""Decide which scores backward stores in memory, and how many at a time.
 
-Gradients of scores, once computed, are of use up to four times: for those of query, key and a bias, and with
-them the weights for the value's. All of them would be O(M N), so this is done strip by strip: some batches,
-some heads and some keys, as many as there is room for, and all queries: the gradients of its keys are done
-with a strip, and each number of a bias's gradient is one sum of one program (so a strip has all batches, or
-heads, of a bias that they share; but where float32's pieces of so many are too much, it is added up over
-strips, in float32). Where a strip has not all keys, the gradient of its heads' queries is added up over
-strips, in float32.
+A gradient of scores serves up to four times: for the gradients of query, key and bias and, with the
+weights, for that of the value. Storing all of them would take O(M N). So backward works strip by
+strip. A strip has some batches, some heads and some keys, as many as fit, and all queries.
 
-Who computes the scores is the only difference: with more features than fit into registers (half precision
-above 256) a kernel that makes nothing else, so that weights are kept too and all gradients are products of
-what is kept; else the kernel that makes the gradients of key and value, or of the value alone where both are
-too many sums for its registers, so that the others are products.
+The gradients of a strip's keys are complete with the strip. Where a strip does not have all keys,
+the gradient of its queries is summed over strips, in float32. Each number of a bias's gradient is
+one sum in one program, so a strip has all batches, or all heads, that share a bias. The exception
+is float32 whose pieces of so many do not fit: there the bias's gradient is summed over strips, in
+float32.
 
-Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries and keys, E
-of values.
+Only the kernel that computes the scores differs. With more features than fit into registers (half
+precision above 256) a kernel computes nothing else; the weights are stored too, and all gradients
+are products of what is stored. Otherwise it is the kernel of the gradients of key and value, or of
+the value alone where both are too many sums for its registers; the remaining gradients are
+products.
+
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
+and keys, E of values.
 """
 
 from collections.abc import Sequence
@@ -24,20 +27,23 @@ from lowtide.ops.attention.definition.operands import Operands, Options, Sizes
 from lowtide.ops.attention.triton_backend.bf16_split import padded
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv
 
-# Bytes that a strip holds, its operands' pieces and such a sum too: 256 MiB of gradients, and those of some
-# heads. More if one of the fewest keys holds more: for each number that is kept of a score, as much as a
-# gradient of 128 features (decision 0050).
+# Bytes that a strip holds, including its operands' pieces and a float32 sum of dq: 256 MiB of
+# gradients, and the pieces and sums of some heads. A strip of the fewest keys may hold more. For
+# each number stored of a score it takes as much as a gradient of 128 features (decision 0050).
 ROOM = 304 << 20
-# And of one matrix of all scores, in the operands' dtype. The leanest dense way holds three in backward
-# (weights, their gradients and those of the scores), ten times as much (decision 0050).
+# The same as a share of one matrix of all scores, in the operands' dtype. The leanest dense way
+# holds three in backward (weights, their gradients, and those of the scores), ten times as much
+# (decision 0050).
 SHARE = 3 / 10
-# Strips of keys are a multiple of these wide, of the keys of any tile.
+# The width of a strip of keys is a multiple of this, and so of the keys of any tile.
 KEYS = 128
-# Queries are padded to a multiple of these: loads and stores of 16 bytes are aligned.
+# Queries are padded to a multiple of this, so that loads and stores of 16 bytes are aligned.
 QUERIES = 16
 
 
 class Strip(NamedTuple):
+    """Hold the batches, key heads and keys of one strip."""
+
     first_batch: int
     batches: int
     first_group: int
@@ -46,29 +52,39 @@ class Strip(NamedTuple):
     keys: int
 
     def heads(self, size: Sizes) -> slice:
-        """Its query heads."""
+        """Return the strip's query heads."""
         return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
 
     def shape(self, size: Sizes) -> tuple[int, int, int]:
-        """Heads, keys, queries: of what is kept, heads in the order (key head, batch, R)."""
+        """Return the shape of what is stored, in heads, keys and queries.
+
+        Heads are in the order (key head, batch, R).
+        """
         return self.groups * self.batches * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
 
 
 class Kept(NamedTuple):
+    """Hold which numbers backward stores for each score."""
+
     weight: bool = False
-    """As dropout leaves them."""
+    """The weights, after dropout."""
     grad_scores: bool = False
-    """Of q k^T before its scale, which query and key get theirs from; and a bias, without a soft cap."""
+    """Gradients of q k^T before its scale, for query, key and, without a soft cap, a bias."""
     grad_z: bool = False
-    """Of what the softmax takes, which a bias gets its gradient from: behind a soft cap something else."""
+    """Gradients of the softmax's input z, for a bias beside a soft cap."""
 
 
 def kept(operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool) -> Kept:
-    """together: one kernel makes the gradients of key and value; many: none does, of so many features.
+    """Return what backward stores of each score.
 
-    A bias with rows and columns gets its gradient from kept scores alone. Otherwise they are kept where
-    products are dear: float32, six to one of half precision, which is faster when it computes scores again
-    (403 TFLOP/s on an H200, in 3 MiB; decision 0050)."""
+    together: one kernel computes the gradients of key and value. many: no kernel does, of so many
+    features.
+
+    A bias with rows and columns needs stored scores for its gradient. Otherwise scores are stored
+    where products are expensive. In float32 one product is six of half precision. Half precision
+    alone is faster when it computes the scores again (403 TFLOP/s on an H200, in 3 MiB; decision
+    0050).
+    """
     query, key, value = wanted[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
     capped = options.softcap > 0
@@ -82,13 +98,16 @@ def kept(operands: Operands, options: Options, wanted: Sequence[bool], together:
 def strips(
     size: Sizes, score_bytes: int, pieces: int, shared_batches: bool = False, shared_heads: bool = False
 ) -> list[Strip]:
-    """As even as can be: first by heads, then by batches, last by keys. score_bytes: of all that is kept of
-    one score; pieces: of each operand, 0 of those that are not cut; shared: a bias that gets its gradient is
-    the same for all, which are in each strip if there is room for their pieces."""
+    """Return the strips, as even as possible: split by heads first, then by batches, last by keys.
+
+    score_bytes: bytes of all that is stored for one score. pieces: of each operand, 0 if it is not
+    split. shared_batches, shared_heads: a bias that needs a gradient is the same for all of them,
+    so each strip has all, if their pieces fit.
+    """
     B, H, G, M, N, K, E = size
     room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
     columns = cdiv(N, KEYS)
-    # Of one batch and key head.
+    # Bytes of 128 keys of one batch and key head.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
     operands = 2 * pieces * (size.R * M + N) * (padded(K) + padded(E))
     most = room // (column * columns + operands)
@@ -111,12 +130,16 @@ def strips(
 
 
 def up(total: int, step: int) -> int:
+    """Return total rounded up to a multiple of step."""
     return cdiv(total, step) * step
 
 
 def evenly(total: int, most: int) -> int:
-    """How many at a time: the same each time, unless that takes twice as many times. Programs of equal work
-    come in waves as wide as the card; a strip that is smaller leaves some of it idle."""
+    """Return how many to take at a time, at most `most`.
+
+    It divides the total evenly, unless that would take twice as many times. Programs of equal work
+    run in waves as wide as the card; a smaller strip would leave some of the card idle.
+    """
     times = cdiv(total, most)
     times = next((each for each in range(times, 2 * times) if total % each == 0), times)
     return cdiv(total, times)

@@ -1,6 +1,7 @@
-"""How large the tiles of each Triton kernel are: by the card's shared memory, the operands' width and the
-features. Those for large cards were the fastest of some ten candidates each on an H200 (decision 0019); those
-for small ones are the largest that fit.
+"""Look up the tile sizes of each Triton kernel by shared memory, operand width and features.
+
+Sizes for large cards were the fastest of some ten candidates each on an H200 (decision 0019). Sizes
+for small cards are the largest that fit.
 
 Shapes: M queries, N keys; K features of queries and keys, E of values.
 """
@@ -10,30 +11,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Of an H100's 227 KiB a block may have; consumer cards have 99.
+# Bytes of shared memory that a block may have on an H100: 227 KiB. Consumer cards have 99 KiB.
 LARGE = 227 << 10
 
 
 class Blocks(NamedTuple):
+    """Hold a kernel's tile: queries, keys, features, warps and pipeline stages."""
+
     M: int
     N: int
     K: int
     """Features of queries and keys at a time, at most."""
     E: int
-    """Of values."""
+    """Features of values at a time, at most."""
     warps: int
     stages: int
 
 
-# Features of a tile, at the least: rows of 128 bytes. The ptxas 12.8.93 of Triton 3.6 gets the descriptors of
-# narrower tiles wrong where two widths share an address: a crash, or other numbers than those asked for.
+# The fewest features of a tile: rows of 128 bytes. The ptxas 12.8.93 of Triton 3.6 gets the
+# descriptors of narrower tiles wrong where two widths share an address. The result is a crash, or
+# numbers other than those that were asked for.
 FEWEST = 64  # decision 0020
 
 
-# By kernel: the most features (the larger of K and E) that a size is for, and the size. Forward of float32 is
-# of its pieces (bf16_split.py), and so is backward. The gradients of key and value share a kernel as long
-# as both
-# fit into its registers; beyond, each has its own, or the key's is made of kept gradients of scores.
+# For each kernel: the most features (the larger of K and E) that a size is for, and the size. In
+# float32, all products but those of "query" are of pieces (bf16_split.py). The gradients of key and
+# value share a kernel as long as both fit into its registers. Beyond, each has its own kernel, or
+# the key's is a product of stored gradients of scores.
 Table = dict[str, tuple[tuple[int, Blocks], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -133,8 +137,11 @@ SMALL_FLOAT: Table = {
 def blocks(
     kernel: str, half: bool, features: int, shared_memory: int, row_bias: bool = False
 ) -> Blocks | None:
-    """None: a kernel that is not for so many features; "half" are 16-bit operands. "row_bias": there is a
-    bias that is not the same for all queries, whose own tiles need room."""
+    """Return the tile of a kernel, or None if it is not for so many features.
+
+    "half" means 16-bit operands. "row_bias" means a bias that differs between queries, whose own
+    tiles need room.
+    """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table = tables[0 if half else 1][kernel]
     found = next((size for most, size in table if features <= most), None)
@@ -152,23 +159,27 @@ def blocks(
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes a block may have; in the interpreter, which has no limit, those of a large card."""
+    """Return the bytes of shared memory that a block may have on this device.
+
+    The interpreter has no limit; it gets those of a large card.
+    """
     if device.type != "cuda":
         return LARGE
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def cdiv(total: int, step: int) -> int:
-    """Triton's own takes 2 us (decision 0023)."""
+    """Return total / step, rounded up; Triton's own function takes 2 us (decision 0023)."""
     return -(-total // step)
 
 
 def next_power_of_2(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def cut(K: int, E: int, size: Blocks) -> dict[str, Any]:
-    """A kernel's arguments."""
+    """Return a kernel's arguments for this tile."""
     block_k = max(FEWEST, min(next_power_of_2(K), size.K))
     block_e = max(FEWEST, min(next_power_of_2(E), size.E))
     return {

@@ -1,9 +1,11 @@
-"""What the Triton kernels have in common: a tile of scores, from its product to what is exponentiated.
+"""Provide what the Triton kernels share: a tile of scores, from its product to its exponentials.
 
-Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction; but in natural units
-where a floating-point bias is added: -1e9, or the lowest number there is, has to stay what it is. Indices i
-of queries and j of keys are columns or rows of numbers that broadcast against each other; a kernel that wants
-a tile the other way round passes them the other way round.
+Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction. Beside a
+floating-point bias they stay in natural units, since -1e9, or the lowest number there is, has to
+keep its value.
+
+Indices i of queries and j of keys are columns or rows of numbers that broadcast against each other.
+A kernel that wants the transposed tile passes them transposed.
 """
 
 import triton
@@ -12,16 +14,18 @@ import triton.language as tl
 from lowtide.core.triton_helpers import tanh_and_room
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Of float32, finite: a row that has seen nothing yet is shifted by a number, and no other score is below it.
+# The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below
+# it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
-    """X[start + i, f] of a matrix [I, F], whose place is (pointer, start, i, strides, I).
+    """Load X[start + i, f] of a matrix [I, F] at place = (pointer, start, i, strides, I).
 
-    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is outside. The start is a number, the rest
-    the same for every tile of a loop: one address is computed a tile, not one a thread.
+    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is read outside. The start is a
+    scalar and all else is the same for every tile of a loop, so one address is computed per tile
+    and not one per thread.
     """
     ptr, start, i, strides, I = place
     ptr += tl.cast(start, tl.int64) * strides[2]
@@ -39,12 +43,14 @@ def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, i, f, strides, I, F, tile):
+    """Store a tile of a matrix [I, F] at rows i and features f, in the matrix's dtype."""
     offsets = i.to(tl.int64)[:, None] * strides[2] + f.to(tl.int64)[None, :] * strides[3]
     tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=(i < I)[:, None] & (f < F)[None, :])
 
 
 @triton.jit
 def load_rows(ptr, i, M, CUT: tl.constexpr):
+    """Load numbers of rows i; where CUT, 0 beyond the last row."""
     if CUT:
         rows = tl.load(ptr + i, mask=i < M, other=0.0)
     else:
@@ -54,13 +60,16 @@ def load_rows(ptr, i, M, CUT: tl.constexpr):
 
 @triton.jit
 def head(ptr, strides, b, h):
-    """Where the matrix of one batch and head begins."""
+    """Return where the matrix of one batch and head begins."""
     return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
 
 
 @triton.jit
 def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr):
-    """A tile; or that of each piece of a matrix (bf16_split.py), which are strides[4] apart."""
+    """Load a tile, or the tile of each piece of a matrix (bf16_split.py).
+
+    Pieces are strides[4] apart.
+    """
     tile = load_tile(place, f, F, CUT_I, CUT_F)
     if PIECES > 1:
         ptr, start, i, strides, I = place
@@ -76,7 +85,7 @@ def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: t
 
 @triton.jit
 def pieces_of(tile, like, PIECES: tl.constexpr):
-    """A tile of float32 as what it is multiplied with: rounded to that dtype, or in as many pieces."""
+    """Convert a float32 tile for a product with `like`: to its dtype, or into as many pieces."""
     if PIECES == 1:
         found = tile.to(like.dtype)
     else:
@@ -92,7 +101,7 @@ def pieces_of(tile, like, PIECES: tl.constexpr):
 
 @triton.jit
 def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """tile + a b, or a b^T."""
+    """Return tile + a b, or tile + a b^T if TRANSPOSED."""
     if TRANSPOSED:
         b = tl.trans(b)
     if PRECISION == "ieee" and a.dtype == tl.bfloat16:  # the interpreter would multiply their bits
@@ -102,8 +111,11 @@ def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The same where both may be in pieces: of two each three products, of three six, the smallest first.
-    What is left out is of the size of what the pieces leave out."""
+    """Return the same product where both operands may be in pieces, smallest products first.
+
+    Two pieces each take three products, three take six. The products that are left out are as small
+    as what the pieces leave out.
+    """
     if PIECES == 1:
         tile = dot(a, b, tile, PRECISION, TRANSPOSED)
     else:
@@ -119,8 +131,11 @@ def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSP
 
 @triton.jit
 def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
-    """total + a b, of a tile of float32 and one that may be in pieces; with three they are summed up by
-    themselves first: tensor cores round what they add to towards 0, each time."""
+    """Return total + a b, for a float32 tile a and a tile b that may be in pieces.
+
+    Three-piece products are summed apart first, since tensor cores round towards 0 with every
+    addition to a sum.
+    """
     a = pieces_of(a, b, PIECES)
     if PIECES > 2:
         total += dot_pieces(a, b, tl.zeros_like(total), PRECISION, PIECES, False)
@@ -134,9 +149,11 @@ def product(
     a, b, a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCKS: tl.constexpr,
     CUT_A: tl.constexpr, CUT_B: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr = 1,
 ):  # fmt: skip
-    """tile + a b^T over all features; of both, a tile that is loaded already has all of them or the first.
+    """Return tile + a b^T over all features.
 
-    With three pieces a block of features is summed up by itself, as in forward.py."""
+    Of both operands, the tile that is loaded already has all features or the first block of them.
+    With three pieces, each block of features is summed apart, as in add_product.
+    """
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
         BLOCK: tl.constexpr = a.shape[1] if PIECES == 1 else a[0].shape[1]
@@ -156,8 +173,11 @@ def finished(
     product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
     BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """z, and what its slope is made of (without a soft cap, anything); COLUMN_BIAS: one that is the same for
-    all queries; MASKED: a score of the tile may be hidden."""
+    """Return z, and what the soft cap's slope is computed from (undefined without a soft cap).
+
+    COLUMN_BIAS: the bias is the same for all queries. MASKED: some scores of the tile may be
+    hidden.
+    """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     room = product
     if SOFTCAP > 0:
@@ -171,7 +191,7 @@ def finished(
         else:
             offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
             bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
-        if bias_ptr.dtype.element_ty == tl.uint8:  # bool: whether a score takes part
+        if bias_ptr.dtype.element_ty == tl.uint8:  # bool: True takes part
             z = tl.where(bias != 0, z, -float("inf"))
         else:
             z += bias.to(tl.float32)
@@ -182,8 +202,10 @@ def finished(
 
 @triton.jit
 def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
-    """exp(z - shift) / 2^log2_sum; in base 2 the shift has the logarithm in it. In natural units the
-    difference comes first, which is exact where both are large."""
+    """Return exp(z - shift) / 2^log2_sum; in base 2 the shift contains the logarithm.
+
+    In natural units the difference is taken first: it is exact where both are large.
+    """
     if BASE_2:
         power = z - shift
     else:
@@ -193,7 +215,7 @@ def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
 
 @triton.jit
 def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
-    """operands.py, statistics_shape; in natural units."""
+    """Store the statistics of some rows in natural units (Operands.statistics_shape)."""
     nothing_m = sum_m == 0.0
     log2_sum_m = tl.log2(tl.where(nothing_m, 1.0, sum_m))
     if BASE_2:
@@ -207,8 +229,11 @@ def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
 
 @triton.jit
 def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
-    """Of the tiles that touch low <= n < high, in numbers of tiles: the first; the first and the last + 1 of
-    those that are seen whole; how many these and the others are."""
+    """Return the tiles that touch low <= n < high, counted in tiles.
+
+    These are the first tile; the first and the last + 1 of those that are seen whole; the number of
+    whole tiles; and the number of others.
+    """
     first, last = low // BLOCK, tl.cdiv(high, BLOCK)
     whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
     whole_last = tl.maximum(whole_high // BLOCK, whole_first)
@@ -218,10 +243,11 @@ def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Where the tile of a step lies: the whole ones in one loop; those before and after them in another.
+    """Return where the tile of a step lies.
 
-    Two loops, so that only the second looks at masks; and the second without a pipeline of its own (one
-    stage), or ptxas makes the matrix products of both wait for each other (decision 0019).
+    Whole tiles are in one loop, those before and after them in another, so that only the second
+    loop applies masks. The second has no pipeline of its own (one stage), or ptxas makes the matrix
+    products of both loops wait for each other (decision 0019).
     """
     tile = whole_first + step
     if MASKED:
@@ -232,11 +258,11 @@ def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED
 
 @triton.jit
 def seen_of_rows(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
-    """Of the rows from `start` on: the columns that some row sees, and those that every row does."""
+    """Return the columns that some rows from `start` on see, and those that all of them see."""
     if first_ptr is None:
         low, whole_low, whole_high, high = 0, 0, N, N
     else:
-        last = tl.minimum(start + BLOCK, M) - 1  # neither vector ever goes back
+        last = tl.minimum(start + BLOCK, M) - 1  # both vectors are non-decreasing
         low, whole_low = tl.load(first_ptr + start), tl.load(first_ptr + last)
         whole_high, high = tl.load(end_ptr + start), tl.load(end_ptr + last)
     return low, whole_low, whole_high, high
@@ -244,7 +270,7 @@ def seen_of_rows(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
 
 @triton.jit
 def interval(first_ptr, end_ptr, i, M, N):
-    """Of each row; a row beyond the last sees nothing."""
+    """Return the keys that each row sees; a row beyond the last sees none."""
     if first_ptr is None:
         first, end = tl.zeros_like(i), tl.where(i < M, N, 0)
     else:
@@ -255,7 +281,7 @@ def interval(first_ptr, end_ptr, i, M, N):
 
 @triton.jit
 def kept(row_key_ptr, column_key_ptr, i, j, M, N, limit):
-    """dropout.py, bit for bit: whether each score stays."""
+    """Return True for each score that dropout keeps, with the bits of definition/dropout.py."""
     bits = tl.load(row_key_ptr + i, mask=i < M, other=0) ^ tl.load(column_key_ptr + j, mask=j < N, other=0)
     bits = bits.to(tl.uint32, bitcast=True)
     bits ^= bits >> 16
