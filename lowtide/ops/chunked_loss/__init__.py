@@ -1,17 +1,22 @@
-"""The generic chunked loss, from the call down, as imports go.
+"""Compute any loss of any head a chunk of rows at a time, as one differentiable scalar.
 
-api.py         the public function; its docstring is the contract
-uncompiled.py  the same, out of sight of torch.compile
-execute.py         a call's chunks
-autograd.py    the two differentiable forms of a call
-higher_order.py  the loss as a function of rows: torch.func, forward mode, any order
-loop.py        the loss of each chunk and its gradients
-functional.py        the caller's two functions as a function of tensors alone; FSDP2
-constants.py   what the code of the two functions reaches beside what it is given
-operators.py   F.linear and F.cross_entropy, as chunks run them
-chunks.py      which rows, how many, and what is kept to compute them again
-accumulate.py        sums over chunks; float16's range
-validation.py       what a call must look like: one wording for every error
+The caller gives two functions, head and loss_fn; a chunk of rows is in memory at a time, forward
+and backward.
+
+The modules, in the order of imports (each imports only those above it):
+
+    constants.py     the constants that the code of the two functions reaches
+    validation.py    errors for arguments and results that do not fit
+    accumulate.py    sums over chunks, and float16's range
+    chunks.py        which rows a chunk has, how many fit, and the state to compute one again
+    functional.py    the two functions as a function of tensors alone; FSDP2
+    operators.py     F.linear and F.cross_entropy, as chunks run them
+    loop.py          the loss of each chunk, and its gradients
+    higher_order.py  derivatives of any order, torch.func and forward mode
+    autograd.py      the two differentiable forms of a call
+    execute.py       a call, from checked arguments to the loss
+    uncompiled.py    execute.run, hidden from torch.compile
+    api.py           the public function; its docstring is the contract
 """
 
 from lowtide.ops.chunked_loss.api import chunked_loss

@@ -1,10 +1,9 @@
-"""Sums over chunks, in float32 where the terms are half precision; and powers of two that keep float16 in its
-range.
+"""Add up terms over chunks, and keep float16 gradients in their range.
 
-A gradient formed in float16 before the loss is scaled loses what is below 6e-8. So a chunk's backward starts
-not from 1 but from a power of two that brings the largest gradient of the head's output near 2^3, which is
-what a loss scale does for a mean ("lift"). What is kept is divided by it when the upstream gradient is
-known.
+Sums are float32 where the terms are half precision. A float16 gradient that is formed before the
+loss is scaled loses what is below 6e-8. So a chunk's backward starts not from 1 but from a power of
+two, the "lift". It brings the largest gradient of the head's output near 2^3, as a loss scale does
+for a mean. Gradients are divided by the lift when the upstream gradient is known.
 """
 
 from collections.abc import Sequence
@@ -16,29 +15,30 @@ from torch import Tensor
 HALVES = (torch.float16, torch.bfloat16)
 
 EXPONENT = 3
-BEYOND = 2.0**20  # what infinity is taken for, the largest of a gradient that float16 can't hold
+BEYOND = 2.0**20  # stands for infinity: the largest of a gradient that float16 cannot hold
 
 
 class Sum:
-    """What is added to it, without holding on to any of it."""
+    """Hold the sum of the terms added so far, without references to them."""
 
     def __init__(self) -> None:
         self.total: Any = None
 
     def add(self, term: Any) -> None:
+        """Add a tensor or a number."""
         wide = sum_dtype(term.dtype) if isinstance(term, Tensor) else None
         if self.total is None:
             self.total = term if wide is None else term.to(wide, copy=True)
         elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
             add(self.total, term)
-        else:  # a number, or a tensor that the sum so far has no room for
+        else:  # a number, or a tensor that the sum's dtype or shape has no room for
             self.total = self.total + (term if wide is None else term.to(wide))
 
     def add_product(self, g_CV: Tensor, x_CD: Tensor) -> None:
-        """g_CV^T x_CD, as float32 from half precision."""
+        """Add g_CV^T x_CD, a float32 product for half precision."""
         wide = sum_dtype(g_CV.dtype)
         widen = {} if wide == g_CV.dtype else {"out_dtype": wide}
-        if not len(g_CV):  # of which cuBLAS makes nothing, not zeros
+        if not len(g_CV):  # of no rows cuBLAS writes nothing, not zeros
             self.add(torch.zeros(g_CV.shape[1], x_CD.shape[1], dtype=wide, device=g_CV.device))
         elif self.total is None:
             self.total = torch.mm(g_CV.t(), x_CD, **widen)
@@ -49,31 +49,39 @@ class Sum:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which terms of this dtype are summed."""
     if dtype in HALVES:
         return torch.float32
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
 def add(total: Tensor, term: Tensor) -> None:
-    """total += term"""
+    """Add a term to a total in place."""
     if term.is_cuda or term.dtype == total.dtype or not term.dim():
         total.add_(term)
         return
-    rows = max(1, len(term) * 2**16 // max(1, term.numel()))  # the CPU would convert the whole term at once
+    # The CPU would convert the whole term at once.
+    rows = max(1, len(term) * 2**16 // max(1, term.numel()))
     for total_rows, term_rows in zip(total.split(rows), term.split(rows)):
         total_rows.add_(term_rows)
 
 
 class Kept(NamedTuple):
-    """A gradient; `factor` times it, where there is one: 0-d, or one a chunk of rows."""
+    """Hold a gradient that is still to be multiplied by `factor`, if there is one.
+
+    The factor is 0-d, or has one number for each chunk of rows.
+    """
 
     gradient: Tensor
     factor: Tensor | None = None
 
 
 def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
-    """From the gradients of a chunk's head output: the power of two to start from, at most 2^limit. Where
-    they are all zero, or too small to be told from it, the previous chunk's."""
+    """Return the power of two that a chunk's backward starts from, at most 2^limit.
+
+    It is found from the gradients of the head's output. Where they are all zero, or too small to be
+    told from zero, it is the previous chunk's.
+    """
     sizes = [each.detach().abs().amax().float() for each in gradients if each.numel()]
     if not sizes:
         return previous
@@ -84,12 +92,12 @@ def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
 
 
 def rounded(total: Tensor, dtype: torch.dtype, last_lift: Tensor | None) -> Kept:
-    """A finished sum, in the dtype of its parameter."""
+    """Return a finished sum in the dtype of its parameter, and the factor that is left."""
     if last_lift is None:
         return Kept(total if total.dtype == dtype else total.to(dtype))
     if dtype not in HALVES:
         return Kept(total, 1 / last_lift)
-    # Anywhere in float16's range: its largest element near 1.
+    # Any power of two will do within float16's range; this one brings the largest element near 1.
     _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
     center = torch.ldexp(torch.ones_like(last_lift), -exponent.clamp(-100, 100))
     return Kept((total.mul_(center)).to(dtype), 1 / (last_lift * center))

@@ -1,4 +1,4 @@
-"""The public entry point of the generic chunked loss. Its docstring is the contract."""
+"""Provide the public function of the chunked loss. Its docstring is the contract."""
 
 import functools
 import sys
@@ -15,7 +15,7 @@ Mode = Literal["gradient_in_forward", "recompute"]
 
 
 Aux = tuple[Tensor, dict[str, Any]]
-"""The loss, and what was added up beside it: tensors, or numbers where loss_fn returned numbers."""
+"""The loss, and the sums beside it: tensors, or numbers where loss_fn returned numbers."""
 
 
 @overload
@@ -95,8 +95,7 @@ def chunked_loss(
     has_aux: bool = False,
     mode: Mode = "gradient_in_forward",
 ) -> Any:
-    r"""Compute any loss of any head, a few rows at a time: one scalar in one graph, one chunk of
-    logits in memory.
+    r"""Compute any loss of any head a chunk of rows at a time, as one scalar in one graph.
 
     Example::
 
@@ -107,86 +106,100 @@ def chunked_loss(
         loss = loss / (tokens[:, 1:] != -100).sum()
         loss.backward()
 
-    With the rows :math:`h_i` of `hidden` and :math:`t_i` of the token tensors, cut into chunks :math:`C`,
+    With the rows :math:`h_i` of `hidden` and :math:`t_i` of the token tensors, cut into chunks
+    :math:`C`,
 
     .. math::
-        L = \sum_C \mathrm{loss\_fn}\bigl(\mathrm{head}(h_C), t_C\bigr),
+        L = \sum_C \mathrm{loss\_fn}\bigl(\mathrm{head}(h_C), t_C\bigr).
 
-    which is :math:`\mathrm{loss\_fn}(\mathrm{head}(h), t)` where `loss_fn` is a sum over rows, and no
-    row's result depends on other rows. Scale the result as you like (``loss / n``, ``loss *= f``, a
-    scaler), call backward once or more often, ask for single gradients: it is an ordinary tensor, and
-    every tensor that it depends on gets one ordinary gradient.
+    This is :math:`\mathrm{loss\_fn}(\mathrm{head}(h), t)` if `loss_fn` is a sum over rows and no
+    row's result depends on other rows. The result is an ordinary tensor, and every tensor that it
+    depends on gets one ordinary gradient. Scale it (``loss / n``, ``loss *= f``, a scaler), call
+    backward once or more often, or ask for single gradients.
 
-    Without `loss_fn` it is a decorator: ``@chunked_loss(chunk_size=1024)`` makes a function of (head,
-    hidden, \*token_tensors) of a loss function.
+    Without `loss_fn` it is a decorator: ``@chunked_loss(chunk_size=1024)`` makes a function of
+    (head, hidden, \*token_tensors) from a loss function.
 
     Shapes:
-        hidden [..., T, D], or a tuple of tensors [..., T, \*]; token tensors [..., T, \*]. `head` and
-        `loss_fn` see them as [rows, D] and [rows, \*]. The result is 0-d, or [..., T] where `loss_fn`
-        returns a value for each row (mode ``"recompute"``).
+        hidden [..., T, D], or a tuple of tensors [..., T, \*]; token tensors [..., T, \*]. `head`
+        and `loss_fn` get them as [rows, D] and [rows, \*]. The result is 0-d, or [..., T] where
+        `loss_fn` returns a value for each row (mode ``"recompute"``).
 
     Args:
-        loss_fn: gets what `head` gave, then a chunk of each token tensor; returns the sum over its rows.
-        head: an nn.Module, a bound method of one, or a functools.partial with modules and tensors as
-            arguments, in dictionaries and lists too: ``partial(F.linear, weight=weight)``. The same goes for
-            `loss_fn`. Parameters are found there; one that is reached only through a closure or a global is
-            an error if it requires a gradient. Anything may be frozen, tied, adapted; one that no chunk
-            reaches gets no gradient. Of a method the whole module counts, so that a trunk with batch
-            statistics, or on another device, is an error: ``partial(logits, model.lm_head)`` leaves it out.
-        hidden: any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole. A tuple
-            is given to `head` as several arguments.
-        token_tensors: what is cut along the same rows: labels, weights, advantages, a teacher's hidden
-            states. They may require gradients. Numbers, None and 0-d tensors are passed whole.
-        chunk_size: rows at a time, 1024 if neither this nor `workspace` is given. Larger is faster until
-            the products fill the device.
-        workspace: bytes that a chunk may take, instead of a number of rows, which is then measured by
-            running the first rows in chunks of growing size (with the generators' states restored, but
-            `loss_fn` is called), and kept for as long as `head` and `loss_fn` live. It depends on shapes
-            alone. What an operator takes for itself while it runs is not seen.
-        has_aux: `loss_fn` returns (sum, dict of tensors or numbers). Its values are added up over chunks,
-            detached; the result is (loss, dict).
-        mode: ``"gradient_in_forward"`` forms the gradients while a chunk is in memory: nothing is
-            computed twice, and the gradients are held from forward to backward. ``"recompute"`` computes
-            each chunk again in backward: one more forward pass of the head, nothing held, and `loss_fn`
-            may return a value for each row.
+        loss_fn: takes what `head` returned, then a chunk of each token tensor; returns the sum over
+            its rows, a floating-point tensor.
+        head: an nn.Module, a bound method of one, or a functools.partial with modules and tensors
+            as arguments, in dictionaries and lists too: ``partial(F.linear, weight=weight)``. The
+            same holds for `loss_fn`. Parameters are found there. A parameter that is reached only
+            through a closure or a global is an error if it requires a gradient. Any parameter may
+            be frozen, tied or adapted; one that no chunk reaches gets no gradient. With a bound
+            method the whole module counts, so a trunk with batch statistics, or on another device,
+            is an error. ``partial(logits, model.lm_head)`` leaves the trunk out.
+        hidden: any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole. A
+            tuple is passed to `head` as several arguments.
+        token_tensors: what is cut along the same rows: labels, weights, advantages, a teacher's
+            hidden states. They may require gradients. Numbers, None and 0-d tensors are passed
+            whole.
+        chunk_size: rows at a time; 1024 if neither this nor `workspace` is given. Larger is faster
+            until the products fill the device.
+        workspace: bytes that a chunk may take; the number of rows follows from it. It is measured
+            by running the first rows in chunks of growing size, and kept for as long as `head` and
+            `loss_fn` live. Measuring calls `loss_fn`, and restores the generators' states. The
+            result depends on shapes alone. Memory that an operator allocates for itself while it
+            runs is not seen.
+        has_aux: `loss_fn` returns (sum, dict of tensors or numbers). The dict's values are added up
+            over chunks, detached; the result is (loss, dict).
+        mode: ``"gradient_in_forward"`` forms the gradients while a chunk is in memory. Nothing is
+            computed twice, and the gradients are held from forward to backward. ``"recompute"``
+            computes each chunk again in backward: one more forward pass of the head, and no
+            gradients held; `loss_fn` may return a value for each row.
 
     Precision:
-        Sums over chunks are kept in float32 for half precision (the loss, aux, gradients of parameters),
-        and the loss is then float32. On CUDA the weight's gradient of an F.linear is added to that sum by
-        the product itself, unrounded; any other gradient of a half-precision parameter is rounded once a
-        chunk before it is added, as autograd gives it. Each gradient is rounded once at the end, and in
-        ``"gradient_in_forward"`` once more if the upstream gradient is no power of two. float16: a
-        chunk's backward starts from a power of two that keeps its gradients in range, measured for each
-        chunk (one more backward pass through `loss_fn` alone; through `head` as well, if it returns an object
-        that torch.utils._pytree does not look into), so that nothing underflows before a scaler sees it.
-        On CUDA an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without weights or
-        smoothing) is taken from the logits in one pass, in float32 as torch's.
+        For half precision, sums over chunks (the loss, aux, gradients of parameters) are float32,
+        and so is the loss.
+        On CUDA, the product of an F.linear adds its weight gradient to that sum unrounded. Any
+        other gradient of a half-precision parameter is rounded once for each chunk before it is
+        added, as autograd computes it.
+        Each gradient is rounded once at the end, and in ``"gradient_in_forward"`` once more if the
+        upstream gradient is no power of two.
+        float16: each chunk's backward starts from a power of two that keeps its gradients in range,
+            so that nothing underflows before a scaler sees it. Measuring it takes one more backward
+            pass through `loss_fn` alone; through `head` as well, if that returns an object that
+            torch.utils._pytree does not look into.
+        On CUDA, an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without
+        weights or smoothing) reads the logits in one pass, in float32 like torch's.
 
     Memory:
-        Beyond `hidden`, its gradient and those of the parameters (and their float32 sums, 4 bytes an
-        element, where they are half precision): what one chunk takes for its own forward and backward.
-        Nothing of a chunk survives its turn. Random-number states are 5 KB a chunk where a chunk draws
-        numbers on the CPU.
+        Beyond `hidden`, its gradient and those of the parameters: what one chunk takes for its own
+        forward and backward. Half-precision parameters also have float32 sums, 4 bytes an element.
+        Nothing of a chunk outlives it. Where a chunk draws random numbers on the CPU, its generator
+        state takes 5 KB.
 
-    Derivatives of higher order, torch.func's transforms and forward mode are exact, by recomputation chunk
-    by chunk (of `chunk_size` rows: a workspace can't be measured there); parameters come in by a partial, as
-    in ``partial(functional_call, head, parameters)``. Dropout has one mask, the forward pass's (of
-    torch's default generators: one of your own is not wound back); under vmap, one for all elements
-    (``randomness="same"``). torch.compile breaks the graph here, runs this as it is, and
-    goes on. DDP: pass ``model.module.head`` and call it in the model's forward, or outside of it. FSDP2: let
-    `head` be one unit, or part of the unit whose forward calls this; its parameters are gathered once and
-    their gradients reduced once, however many chunks, and no rank waits for another's chunks.
+    Derivatives: those of higher order, torch.func's transforms and forward mode are exact, by
+    recomputation chunk by chunk, of `chunk_size` rows; a workspace cannot be measured there. Pass
+    parameters by a partial, as in ``partial(functional_call, head, parameters)``. Dropout has one
+    mask, the forward pass's, if it uses torch's default generators; a generator of your own is not
+    rewound. Under vmap there is one mask for all elements (``randomness="same"``).
+
+    torch.compile breaks the graph here, runs this function eagerly, and goes on. DDP: pass
+    ``model.module.head`` and call this in the model's forward, or outside of it. FSDP2: let `head`
+    be one unit, or part of the unit whose forward calls this. Its parameters are then gathered once
+    and their gradients reduced once, however many chunks there are, and no rank waits for another's
+    chunks.
 
     Raises:
-        ValueError, TypeError: for rows that disagree, for a result that is no sum (a mean, a value a
-            row), for parameters in closures, for buffers that change in the loop, for what changes before
-            it is used again (labels in place, a frozen weight, ``head.eval()``, a constant in a closure or
-            on a module; what cannot be seen is noticed by another loss, which on CUDA makes NaN), for batch
-            normalisation, for tensors on several devices or not dense (sparse, nested), for a call in which
-            nothing needs a gradient outside of torch.no_grad(). Each is also a RuntimeError.
+        ValueError, TypeError: in these cases; each is also a RuntimeError.
+            Rows that disagree; tensors on several devices, or not dense (sparse, nested).
+            A result that is no sum (a mean; a value a row, in ``"gradient_in_forward"``).
+            Parameters in closures. Buffers that change in the loop. Batch normalisation with batch
+            statistics.
+            A value that changes before it is used again: labels in place, a frozen weight,
+            ``head.eval()``, a constant in a closure or on a module. A change that cannot be seen is
+            noticed by another loss, which on CUDA makes the gradients NaN instead.
+            A call in which nothing needs a gradient, unless under torch.no_grad().
 
-    Source: the loop is that of pytorch issue 124480 (detach, ``loss.backward()`` a chunk), asked for
-    there as one scalar that can be scaled.
+    Source: the loop is that of pytorch issue 124480 (detach, then ``loss.backward()`` for each
+    chunk), which asks for one scalar that can be scaled.
     """
     options: dict[str, Any] = {
         "chunk_size": chunk_size,

@@ -1,12 +1,14 @@
-"""The two differentiable forms of a call. Their inputs are all tensors that the loss depends on, so that
-autograd, its hooks, DDP and FSDP see one ordinary gradient for each.
+"""Differentiate a call, in one of two forms.
 
-GradientInForward   One number multiplies every row's gradient: forward forms the gradients while it holds
-                    each chunk. Backward multiplies them by the upstream gradient: in place where the graph
-                    is freed behind it, out of place where the caller retains it.
-Recompute           Backward computes each chunk again, with whatever upstream gradient there is.
+The inputs of both are all tensors that the loss depends on, so that autograd, its hooks, DDP and
+FSDP see one ordinary gradient for each.
 
-A backward that is itself to be differentiated goes the way of higher_order.py, from the inputs.
+GradientInForward   One number multiplies every row's gradient, so forward forms the gradients while
+                    it holds each chunk. Backward multiplies them by the upstream gradient: in place
+                    where the graph is freed, out of place where the caller retains it.
+Recompute           Backward computes each chunk again, with any upstream gradient.
+
+A backward that is to be differentiated itself starts from the inputs, by higher_order.py.
 """
 
 from importlib.util import find_spec
@@ -26,6 +28,8 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class GradientInForward(torch.autograd.Function):
+    """Form the gradients in forward, and scale them in backward."""
+
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
         loss, kept = form(job, tensors)
@@ -54,6 +58,8 @@ class GradientInForward(torch.autograd.Function):
 
 
 class Recompute(torch.autograd.Function):
+    """Keep the inputs in forward, and compute the chunks again in backward."""
+
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
         loss = loss_alone(job, tensors, graph=True, values=job.values)
@@ -80,22 +86,25 @@ class Recompute(torch.autograd.Function):
 
 
 def is_batched(tensor: Tensor) -> bool:
+    """Return True for a tensor that a vmap, or autograd's own batching, holds several of."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
 
 
 def _scaled(job: Job, kept: Kept, upstream: Tensor) -> Tensor:
+    """Return a gradient times its own factor and the upstream gradient."""
     gradient, factor = kept
-    # float32 for half precision, so that the product is rounded once.
+    # float32 for half precision, so that the result is rounded once.
     upstream = upstream.to(torch.promote_types(gradient.dtype, torch.float32))
     if is_batched(upstream):
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
         return (gradient * (upstream if factor is None else upstream * factor)).to(gradient.dtype)
-    # A freed graph's tensors are ours to change; a retained one's will be read again.
+    # Tensors of a freed graph may be changed; those of a retained one will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
     factor = upstream if factor is None else upstream * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)
-    if not in_place or not gradient.is_contiguous():  # as it may come back from hooks of saved tensors
+    # Hooks of saved tensors may bring it back in other strides.
+    if not in_place or not gradient.is_contiguous():
         gradient = gradient.clone(memory_format=torch.contiguous_format)
     flat = gradient.view(job.rows, *gradient.shape[len(job.leading) :])
     for own, (start, stop) in zip(factor, job.chunks):
@@ -104,10 +113,14 @@ def _scaled(job: Job, kept: Kept, upstream: Tensor) -> Tensor:
 
 
 def _backend(gradient: Tensor) -> str:
-    """Torch's own product of a half and a float32 tensor takes three times as long on CUDA."""
+    """Return the backend that scales a gradient.
+
+    torch's own product of a half-precision and a float32 tensor takes three times as long on CUDA.
+    """
     return "triton" if gradient.is_cuda and gradient.dtype in HALVES and find_spec("triton") else "torch"
 
 
 def _by_row(job: Job, factor: Tensor, gradient: Tensor) -> Tensor:
+    """Return the factors of the chunks as one factor for each row."""
     rows = torch.cat([own.expand(stop - start) for own, (start, stop) in zip(factor, job.chunks)])
     return rows.view(*job.leading, *(1,) * (gradient.dim() - len(job.leading)))

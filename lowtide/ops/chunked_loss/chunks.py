@@ -1,9 +1,9 @@
-"""A chunk: which rows it has, how many it may have, and what is kept so that it can be computed again.
+"""Cut rows into chunks, find how many rows fit, and keep the state to compute a chunk again.
 
-Rows within a workspace are counted as the operators hand out tensors, in chunks of growing size: a number
-that depends on shapes alone, so that every rank finds the same without asking the others. Memory is the
-largest of several sums, each straight in the number of rows; so between two measured sizes it stays below
-the line through both.
+Rows that fit a workspace are found by counting the tensors that operators return, in chunks of
+growing size. The count depends on shapes alone, so every rank finds the same number without asking
+the others. A chunk's memory is the largest of several sums, each linear in the number of rows. So
+between two measured sizes it stays below the line through both.
 """
 
 import contextlib
@@ -21,26 +21,28 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.core.errors import ArgumentError
 
-GROWTH = 16  # from one measured size to the next, at most
+GROWTH = 16  # the most that one measured size is of the one before it
 
-# Rows, whatever the leading dimensions and strides.
+# Rows, for any leading dimensions and strides.
 
 
 def spans(rows: int, size: int) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of each chunk; one, empty, where there are no rows."""
+    """Return [start, stop) of each chunk; without rows, one empty chunk."""
     return tuple((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
 
 
 def cut(tensor: Tensor, dims: int, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a tensor with `dims` leading dimensions, as [c, ...]: a view, or a copy of these
-    rows alone where a view will not do (`hidden[:, :-1]`)."""
+    """Return rows [start, stop) of a tensor with `dims` leading dimensions, as [c, ...].
+
+    It is a view; or a copy of these rows alone, where the strides allow no view (`hidden[:, :-1]`).
+    """
     if dims == 1:
         return tensor[start:stop]
     leading = tensor.shape[:dims]
     if _is_flat(tensor, dims):
         return tensor.view(math.prod(leading), *tensor.shape[dims:])[start:stop]
     place = torch.arange(start, stop, device=tensor.device)
-    places = []  # one index a dimension; torch.unravel_index would wait for the device
+    places = []  # one index for each dimension; torch.unravel_index would wait for the device
     for size in reversed(leading):
         places.append(place % size)
         place = place // size
@@ -48,7 +50,7 @@ def cut(tensor: Tensor, dims: int, start: int, stop: int) -> Tensor:
 
 
 def _is_flat(tensor: Tensor, dims: int) -> bool:
-    """Whether the leading dimensions are one in memory."""
+    """Return True if the leading dimensions are one dimension in memory."""
     sizes, strides = tensor.shape[:dims], tensor.stride()[:dims]
     if tensor.numel() == 0:
         return True
@@ -56,11 +58,14 @@ def _is_flat(tensor: Tensor, dims: int) -> bool:
     return all(outer == size * stride for (_, outer), (size, stride) in pairwise(kept))
 
 
-# How many.
+# How many rows fit.
 
 
 def most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
-    """Up to `limit` rows of which a chunk takes no more than so many bytes; `peak` runs one and counts."""
+    """Return how many rows, up to `limit`, a chunk may have within the workspace.
+
+    `peak` runs a chunk of so many rows and returns its bytes.
+    """
     rows, held = 1, peak(1)
     if held > workspace:
         raise ArgumentError(
@@ -80,7 +85,7 @@ def most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of every tensor that an operator makes, from its making to its end."""
+    """Count the bytes of the tensors that operators return, from their creation to their end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,11 +115,11 @@ def _storage(tensor: Tensor) -> Any:
     return tensor.untyped_storage()
 
 
-# Once more.
+# State to compute a chunk again.
 
 
 class Replay:
-    """The state of the random number generators at the start of each chunk, and autocast."""
+    """Hold the generators' states at the start of each chunk, and the autocast settings."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
@@ -128,11 +133,12 @@ class Replay:
 
     @property
     def autocast_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the autocast that was enabled."""
         return {dtype for _, dtype, enabled in self.casts if enabled}
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """As it was when the loss was called."""
+        """Restore the autocast settings of the call."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
@@ -140,7 +146,7 @@ class Replay:
 
     @contextlib.contextmanager
     def no_autocast(self) -> Iterator[None]:
-        """A backward pass runs in the dtypes of its forward pass, whatever surrounds it."""
+        """Switch autocast off, since backward runs in the dtypes of its forward pass."""
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.casts:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -149,7 +155,10 @@ class Replay:
 
     @contextlib.contextmanager
     def chunk(self, place: int) -> Iterator[None]:
-        """The first time, the generators go on from where they are; from then on, as they did that time."""
+        """Draw the same random numbers every time a chunk is computed.
+
+        The first time, the generators go on from where they are, and their states are kept.
+        """
         if place not in self.states:
             if not (self.cuda and torch.cuda.is_current_stream_capturing()):
                 self.states[place] = self._state(self.states.get(place - 1))
@@ -163,22 +172,25 @@ class Replay:
             yield
 
     def drew(self) -> bool:
-        """Whether anything random has happened since the first chunk began."""
+        """Return True if random numbers were drawn since the first chunk began."""
         first = self.states.get(0)
         return first is not None and self._state(first) is not first
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """The last one again if nothing random has happened since: they are 5 KB each."""
+        """Return the generators' states, or the last ones if they are the same: 5 KB each."""
         now = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda))
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now
 
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Within, saved tensors are held as they are. Hooks from outside (activation checkpointing, offloading)
-    are for what waits for backward; a chunk's own graph is gone before. Where there are none, none are put
-    in their place: torch.func, which head or loss_fn may use, allows none. Forward mode, which they may use
-    as well, is off in an autograd.Function."""
+    """Keep a chunk's saved tensors out of the caller's hooks, and allow forward mode.
+
+    Hooks from outside (activation checkpointing, offloading) are for what waits for backward; a
+    chunk's own graph is gone by then. Where there are no hooks, none are installed, since
+    torch.func, which head or loss_fn may use, does not allow them. An autograd.Function switches
+    forward mode off, which they may use as well.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
         if _top_hooks() is not None:
@@ -187,7 +199,7 @@ def ours() -> Iterator[None]:
 
 
 def is_ours() -> bool:
-    """Whether nobody within has put hooks of their own on top, or transforms, or forward mode."""
+    """Return True unless head or loss_fn installed hooks, a transform or forward mode."""
     hooks = _top_hooks()
     transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
     return not transformed and (hooks is None or hooks[0] is _pack)
@@ -198,13 +210,13 @@ def _top_hooks() -> Any:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    # An output that held itself by its graph would live until garbage is collected.
+    # Detached: an output that held itself through its graph would live until garbage is collected.
     return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
-    if tensor._version != version:  # autograd's own check is off where there are hooks
+    if tensor._version != version:  # autograd's own check is off under hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of shape {list(tensor.shape)}, in head or loss_fn"

@@ -1,10 +1,11 @@
-"""The constants that the code of head and loss_fn reaches beside what it is given: in closures, defaults and
-globals, in containers, as attributes of modules and other objects. A chunk that is computed again must find
-the same ones.
+"""Find the constants that the code of head and loss_fn reaches beside its arguments.
 
-Only what the code names is looked at: of an object, the attributes that occur as a name (or as a string, for
-getattr) in the code that gets it. So a trainer that a module belongs to does not count, and neither does code
-of torch and of other installed packages.
+They are in closures, defaults and globals, in containers, and on modules and other objects. A chunk
+that is computed again must find the same ones.
+
+Only what the code names is looked at. Of an object, these are the attributes that occur in the code
+that gets it, as a name or as a string for getattr. So a trainer that a module belongs to does not
+count. Nor does the code of torch and of other installed packages.
 """
 
 import collections
@@ -32,7 +33,7 @@ MOST_VALUES = 20_000
 
 
 class Version:
-    """A tensor as it was; kept alive, or another might take its place."""
+    """Hold a tensor and its version; kept alive, or another tensor might take its id."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
@@ -44,8 +45,10 @@ class Version:
 
 
 def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any]:
-    """Return what these values reach, by name: something that differs once a constant does. `known`: of which
-    tensors, by id, somebody else takes care."""
+    """Return by name what these values reach, in a form that differs once a constant does.
+
+    `known`: ids of tensors that are checked elsewhere.
+    """
     found = dict[str, Any]()
     seen = dict[tuple[int, Names], Any]()
     waiting = [(name, value, Names()) for name, value in named.items()]
@@ -57,7 +60,8 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
             if id(value) not in known:
                 found[name] = Version(value)
         elif isinstance(value, PLAIN):
-            found[name] = value if isinstance(value, (str, bytes)) else repr(value)  # NaN is not NaN
+            # By its text, since NaN is not equal to NaN.
+            found[name] = value if isinstance(value, (str, bytes)) else repr(value)
         elif type(value).__module__ == "numpy":
             found[name] = _array(value)
         elif (id(value), names) not in seen:
@@ -67,7 +71,10 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
 
 
 def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Return what is found in a value, and the names of the code that gets it (`names`: that has it)."""
+    """Yield what is found in a value, each with the names of the code that gets it.
+
+    `names`: the names of the code that has the value.
+    """
     if callable(value) and hasattr(value, "__wrapped__"):
         yield "", value.__wrapped__, names
     elif isinstance(value, functools.partial):
@@ -99,10 +106,11 @@ def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
 
 
 def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
+    """Yield what a function's closure, defaults and globals hold under the names in its code."""
     code = function.__code__
     names = _names(code)
     for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # it is still empty
+        with contextlib.suppress(ValueError):  # a cell that is still empty
             yield f".{key}", cell.cell_contents, names
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)
@@ -115,6 +123,7 @@ def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
 
 
 def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
+    """Yield the attributes of an object that the code names, and the methods that they lead to."""
     cls: Any = type(value)
     members = _members(cls, names)
     own = getattr(value, "__dict__", {})
@@ -129,7 +138,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     for method in members.methods:
         yield "", method, members.names
     if isinstance(value, nn.Module):
-        # torch's own containers, and code that asks for all children.
+        # All children: of torch's own containers, and where the code asks for all of them.
         every = _root(type(value).__module__) == "torch" or not ALL_CHILDREN.isdisjoint(members.names)
         yield ".training", value.training, members.names
         for held in (value._parameters, value._buffers, value._modules):
@@ -139,7 +148,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
 
 
 class _Members:
-    """Return what these names stand for in a class: `names`, and those of the methods that they lead to."""
+    """Hold what the names stand for in a class, and the names that its methods lead to."""
 
     def __init__(self, cls: type, names: Names) -> None:
         self.methods, self.slots, self.constants = list[Any](), list[str](), list[tuple[type, str]]()
@@ -153,7 +162,8 @@ class _Members:
             member = vars(owner)[name]
             function = _function(member)
             if function is not None:
-                # Of torch's classes, what they compute alone: all other methods have names of tensors' too.
+                # Of torch's classes only what they compute: their other methods share names with
+                # tensors.
                 if name in ENTRIES or not _is_foreign(function):
                     self.methods.append(function)
                     waiting |= _names(function.__code__) - seen
@@ -166,11 +176,12 @@ class _Members:
 
 @functools.lru_cache(maxsize=1024)
 def _members(cls: type, names: Names) -> _Members:
+    """Return the members of a class under these names."""
     return _Members(cls, names)
 
 
 def _function(member: Any) -> Any:
-    """The code behind a method or a property; None if it is something else."""
+    """Return the function behind a method or a property; None for anything else."""
     for inner in ("fget", "func", "__func__"):
         member = getattr(member, inner, None) or member
     member = inspect.unwrap(member) if callable(member) else member
@@ -179,7 +190,7 @@ def _function(member: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> Names:
-    """All names in it, those of attributes included, and in the functions that it defines."""
+    """Return all names in the code, attributes and inner functions included."""
     found = {*code.co_names, *code.co_freevars}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -190,20 +201,23 @@ def _names(code: types.CodeType) -> Names:
 
 
 def _array(value: Any) -> Any:
+    """Return the contents of a small array, or the id of a large one."""
     if not hasattr(value, "tobytes") or value.nbytes > 1000 * MOST:
         return id(value)
     return str(value.dtype), value.shape, value.tobytes()
 
 
 def _is_foreign(function: Any) -> bool:
+    """Return True for code of torch, the standard library and other packages that are skipped."""
     return _root(function.__module__ or "") in SKIPPED
 
 
 def _is_installed(function: Any, by: Any) -> bool:
-    """Return whether it is of another installed package than the function that names it."""
+    """Return True if a function is of another installed package than the function naming it."""
     another = _root(function.__module__ or "") != _root(by.__module__ or "")
     return another and "site-packages" in function.__code__.co_filename
 
 
 def _root(name: str) -> str:
+    """Return the first part of a dotted name."""
     return name.partition(".")[0]

@@ -1,4 +1,4 @@
-"""A call's chunks, from checked arguments to the loss."""
+"""Run a call, from checked arguments to the loss."""
 
 import math
 import weakref
@@ -24,6 +24,7 @@ def run(
     arguments: Sequence[Any],
     *rest: Any,
 ) -> Any:
+    """Return the loss of a call, and its aux if asked for, alone on its modules among threads."""
     with alone((loss_fn, head, *arguments)):
         return _run_alone(loss_fn, head, parts, arguments, *rest)
 
@@ -36,8 +37,9 @@ def _run_alone(
     leading: torch.Size,
     options: dict[str, Any],
 ) -> Any:
+    """Return the loss of a call: build its job, check it, and choose the way to differentiate."""
     rows = (*parts, *(each for each in arguments if validation.is_cut(each)))
-    if not torch.is_inference_mode_enabled():  # autograd keeps no inference tensors
+    if not torch.is_inference_mode_enabled():  # autograd saves no inference tensors
         rows = tuple(each.clone() if each.is_inference() else each for each in rows)
     placed = tuple(ROW if validation.is_cut(each) else each for each in arguments)
     within_transforms = transformed()
@@ -82,15 +84,18 @@ _known: Any = (
 
 
 def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
-    """Measured once for these two functions and these kinds of tensors, then kept."""
+    """Return how many rows fit the workspace.
+
+    It is measured once for these functions and kinds of tensors, then kept.
+    """
     if job.rows < 2:
         return 1
-    # A bound method is made anew each time it is asked for.
+    # A bound method is a new object on each access, so its owner is the key.
     head, loss_fn = (getattr(function, "__self__", function) for function in functions)
     methods = tuple(getattr(function, "__func__", None) for function in functions)
     try:
         sizes = _known.setdefault(head, weakref.WeakKeyDictionary()).setdefault(loss_fn, {})
-    except TypeError:  # what has no weak references is measured every time
+    except TypeError:  # a function without weak references is measured every time
         sizes = {}
     dims = len(job.leading)
     shapes = tuple(tensor.shape[dims:] if k < job.cut else tensor.shape for k, tensor in enumerate(tensors))
@@ -98,7 +103,7 @@ def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[An
     key = (methods, workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
     rows, all_of_them = sizes.get(key, (0, True))
     if all_of_them and rows < job.rows:
-        # Whoever keeps saved tensors outside must not see these runs: the next call makes none.
+        # Hooks outside must not see these runs, since the next call makes none.
         with ours():
             rows = most_rows(workspace, job.rows, lambda rows: peak(job, tensors, rows))
         sizes[key] = rows, rows == job.rows

@@ -1,10 +1,11 @@
-"""The caller's two functions as a function of tensors alone.
+"""Turn the caller's two functions into a function of tensors alone.
 
-Autograd needs to know every tensor that a loss depends on. Those of an nn.Module are its parameters, those
-of a bound method its module's, those of a functools.partial its arguments: they can be found, and replaced
-while a chunk runs by detached copies that share their memory, so that no hook of theirs sees a chunk's
-gradient. What a closure brings along cannot be replaced: `unseen` finds what needs a gradient in the graph,
-and it is an error; constants are compared before a chunk is computed again.
+Autograd has to know every tensor that a loss depends on. The tensors of an nn.Module are its
+parameters, those of a bound method its module's, those of a functools.partial its arguments. They
+are found, and replaced while a chunk runs by detached copies that share their memory, so that none
+of their hooks sees a chunk's gradient. What a closure brings along cannot be replaced: `unseen`
+finds in the graph what needs a gradient and raises. Constants are compared before a chunk is
+computed again (constants.py).
 """
 
 import contextlib
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Call:
-    """loss_fn(head(*hidden), *arguments)."""
+    """Hold loss_fn(head(*hidden), *arguments), and the tensors that it reaches."""
 
     def __init__(
         self, loss_fn: Function, head: Function, arguments: tuple[Any, ...], every: bool = False
@@ -44,6 +45,7 @@ class Call:
             tensors += [(f"{prefix}.{name}", parameter) for name, parameter in parameters]
         places: dict[int, int] = {}
         learned: list[Tensor] = []
+        """The tensors that need a gradient (with `every`, those that may have one), each once."""
         self.names: list[str] = []
         for name, tensor in tensors:
             taken = tensor.is_floating_point() if every else tensor.requires_grad
@@ -62,7 +64,10 @@ class Call:
         }
 
     def __call__(self, hidden: Iterable[Tensor], rows: Iterable[Tensor], learned: tuple[Tensor, ...]) -> Any:
-        """(what the head gave, what loss_fn gave), within `within`; `rows` take the places of ROW."""
+        """Return what head returned and what loss_fn returned; to be called within `within`.
+
+        `rows` take the places of ROW.
+        """
         replaced = {key: learned[place] for key, place in self._places.items()}
         each = iter(rows)
         arguments = [
@@ -74,14 +79,16 @@ class Call:
         return found, loss_fn(found, *arguments)
 
     def within(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
-        """run(), with these in the places of the modules' parameters. A backward pass belongs inside as well:
-        a head that checkpoints runs once more in it."""
+        """Return run(), with these tensors in place of the modules' parameters.
+
+        A backward pass belongs inside as well: a head with checkpoints runs once more in it.
+        """
         swapped = {name: learned[place] for name, place in self._swapped.items()}
         found: Result = torch.func.functional_call(self._stage, swapped, (run,), tie_weights=False)
         return found
 
     def unseen(self, loss: Tensor, seen: Iterable[Tensor]) -> None:
-        """Raise if the graph of `loss` ends in anything but the tensors that were `seen`."""
+        """Raise if the graph of `loss` has leaves other than the tensors that were `seen`."""
         known = {id(tensor) for tensor in seen}
         others = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if not others:
@@ -90,11 +97,14 @@ class Call:
         raise closure_error([names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in others])
 
     def reached(self, wrongly: Callable[[Tensor], bool]) -> list[str]:
-        """What the functions' own code reaches, where that can be found out, and should not."""
+        """Return the names of tensors that the functions' own code should not reach.
+
+        Only what its closures and globals show is found.
+        """
         return list({id(tensor): name for name, tensor in self._reached() if wrongly(tensor)}.values())
 
     def _reached(self) -> Iterator[tuple[str, Tensor]]:
-        """As the functions' own code would write it."""
+        """Yield the tensors that the functions' own code reaches, named as in the code."""
         for function in (self.head, self.loss_fn):
             function = getattr(function, "func", function)
             function = inspect.unwrap(getattr(function, "__func__", function))
@@ -111,7 +121,7 @@ class Call:
                             yield f"{owner}.{key}", parameter
 
     def buffers(self) -> dict[str, tuple[int, int]]:
-        """Something that is different after any buffer was changed."""
+        """Return a value that differs after any buffer has changed."""
         return {
             f"{prefix}.{name}": _version(buffer)
             for prefix, module in self.modules.items()
@@ -119,7 +129,10 @@ class Call:
         }
 
     def state(self) -> dict[str, tuple[int, int]]:
-        """Something that is different once a chunk would be computed from other values, or in another way."""
+        """Return a value that differs once a chunk would be computed differently.
+
+        It covers tensors, modules' parameters and buffers, and training modes.
+        """
         found = {name: _version(tensor) for name, tensor in self._brought.items()} | self.buffers()
         for prefix, module in self.modules.items():
             found |= {f"{prefix}.{name}": _version(each) for name, each in module.named_parameters()}
@@ -129,7 +142,10 @@ class Call:
         return found | {name: _version(tensor) for name, tensor in zip(self.names, self.learned)}
 
     def constants(self) -> dict[str, Any]:
-        """Likewise, of what is in nobody's sight: closures, globals, numbers on modules (constants.py)."""
+        """Return a value that differs once a constant of the code does (constants.py).
+
+        Constants are in closures, in globals and on modules.
+        """
         known = {id(tensor) for tensor in (*self.learned, *self._brought.values())}
         for module in self.modules.values():
             known |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
@@ -138,10 +154,12 @@ class Call:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return a tensor's id and version."""
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def closure_error(names: Sequence[str]) -> ArgumentError:
+    """Return the error for tensors that need a gradient and are reached through a closure."""
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return ArgumentError(
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
@@ -152,13 +170,16 @@ def closure_error(names: Sequence[str]) -> ArgumentError:
 
 
 _lock = threading.Lock()
-_threads: dict[int, list[int]] = {}  # module -> which run chunks with it
+_threads: dict[int, list[int]] = {}  # module -> the threads that run chunks with it
 
 
 @contextlib.contextmanager
 def alone(functions: Iterable[Any]) -> Iterator[None]:
-    """Within, another thread may not run chunks with a module of these: it would find, and leave behind, the
-    copies that stand in for its parameters. A backward pass may have threads of its own and is let in."""
+    """Keep other threads from running chunks with any module of these functions.
+
+    Another thread would find, and leave behind, the copies that replace the parameters. A backward
+    pass may run in threads of its own and is let in.
+    """
     brought = [each for function in functions for _, each in _brought(function, "")]
     modules = {id(part) for each in brought if isinstance(each, nn.Module) for part in each.modules()}
     own = threading.get_ident()
@@ -182,15 +203,16 @@ def alone(functions: Iterable[Any]) -> Iterator[None]:
 
 
 ROW = object()
-"""Among a call's arguments: here comes a chunk of the next tensor that is cut."""
+"""Stands among a call's arguments for a chunk of the next tensor that is cut."""
 
 
 class _Stage(nn.Module):
-    """What torch.func.functional_call wants: one module that holds all the others."""
+    """Hold all modules in one, which torch.func.functional_call asks for."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        # Not an attribute: assigning would give the caller's modules to two parents, and scripts would mind.
+        # Not an attribute: that would give the caller's modules to two parents, and scripts would
+        # mind.
         for k, module in enumerate(modules):
             self.add_module(str(k), module)
 
@@ -199,6 +221,7 @@ class _Stage(nn.Module):
 
 
 def _brought(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield the modules and tensors that a function brings along, with their names."""
     if isinstance(function, (nn.Module, Tensor)):
         yield name, function
     elif isinstance(function, functools.partial):
@@ -213,6 +236,7 @@ def _brought(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tensor
 
 
 def _replaced(value: Any, replaced: dict[int, Tensor]) -> Any:
+    """Return a value with its tensors replaced, also inside partials and containers."""
     if isinstance(value, functools.partial):
         arguments = (_replaced(each, replaced) for each in value.args)
         keywords = {key: _replaced(each, replaced) for key, each in value.keywords.items()}
@@ -225,12 +249,13 @@ def _replaced(value: Any, replaced: dict[int, Tensor]) -> Any:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaves of a loss's graph."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     found, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
     while waiting:
         node = waiting.pop()
-        if hasattr(node, "variable"):  # where gradients of a leaf are accumulated
+        if hasattr(node, "variable"):  # the node that accumulates a leaf's gradient
             found.append(node.variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -239,26 +264,27 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return found
 
 
-# FSDP2: a module that fully_shard made a unit of gathers its parameters in hooks around its forward. Here the
-# loop over the chunks runs as one forward method of the unit, and inside it the unit's plain `forward` is
-# called, which no hook surrounds.
+# FSDP2 gathers the parameters of a unit (a module after fully_shard) in hooks around its forward.
+# Here the loop over the chunks runs as one forward method of the unit. Inside, the loop calls the
+# unit's plain `forward`, which has no hooks around it.
 
 METHOD = "_lowtide_chunks"
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """run(hidden), with the parameters of `head` gathered around it if they are sharded."""
+    """Return run(hidden), with head's parameters gathered around it if they are sharded."""
     unit = getattr(head, "__self__", head)
     _check_head(head)
     if not _is_unit(unit):
         return run(hidden)
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    # Where the caller has not said, torch frees the parameters after forward of all units but the root, which
-    # backward would need at once; so does a head's, and they would be gathered twice (decision 0011).
+    # By default torch frees the parameters after forward for all units but the root, which backward
+    # would need at once. A head's are needed at once too, and would be gathered twice (decision
+    # 0011).
     if unit._get_fsdp_state()._auto_reshard_after_forward:
         unit.set_reshard_after_forward(False, recurse=False)
-    # The hooks cast and look at the tensors among the arguments of the method, and at its result.
+    # The hooks cast the tensors among the method's arguments, and look at them and at its result.
     setattr(unit, METHOD, lambda *hidden: run(hidden))
     try:
         register_fsdp_forward_method(unit, METHOD)
@@ -268,7 +294,7 @@ def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor,
 
 
 def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
-    """Units that `gathered` does not know of would be gathered, and reduced, for each chunk."""
+    """Raise for units that `gathered` does not know: each chunk would gather and reduce them."""
     for name, module in modules.items():
         if _is_unit(module) and module is not getattr(head, "__self__", head):
             raise ArgumentError(
@@ -278,7 +304,7 @@ def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
 
 
 def forward_of(head: Any) -> Any:
-    """`head` as it is called for each chunk."""
+    """Return `head` as it is called for each chunk."""
     if not _is_unit(head):
         return head
     if len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
@@ -290,6 +316,7 @@ def forward_of(head: Any) -> Any:
 
 
 def _check_head(head: Any) -> None:
+    """Raise for a head that DDP wraps, or that has FSDP units inside."""
     if isinstance(head, DistributedDataParallel):
         raise ArgumentError(
             "head must not be a DistributedDataParallel, whose forward is once a step: pass "
@@ -306,5 +333,6 @@ def _check_head(head: Any) -> None:
 
 
 def _is_unit(module: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has a unit has imported it
+    """Return True for an FSDP2 unit."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a unit exists only if this is imported
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))

@@ -1,9 +1,11 @@
-"""The loss as a function of rows (rowwise.py): for a backward that is itself to be differentiated, for the
-transforms of torch.func, and for forward mode. Each derivative, of whatever order, is computed chunk by chunk
-like the loss itself, and nothing of a chunk outlives its turn.
+"""Compute the loss as a function of rows (core/row_function.py), for derivatives of any order.
 
-A chunk is differentiated by torch.autograd, inside and alone, so that head and loss_fn may do whatever they
-do in an ordinary backward pass: autocast, checkpoints, functions of their own.
+This serves a backward that is to be differentiated itself, the transforms of torch.func, and
+forward mode. Each derivative, of whatever order, is computed chunk by chunk like the loss itself,
+and nothing of a chunk outlives it.
+
+torch.autograd differentiates a chunk, inside and alone. So head and loss_fn may do what they do in
+an ordinary backward pass: autocast, checkpoints, autograd functions of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +34,12 @@ Both = tuple[Tensors, Tensors]
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or forward mode is at work."""
+    """Return True if a transform of torch.func or forward mode is at work."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def loss_within_transforms(job: Job, tensors: Tensors) -> Tensor:
-    """The loss (aux is in the job), to be differentiated in whatever way."""
+    """Return the loss, to be differentiated in any way; aux is in the job."""
     _check_closures(job, tensors)
     loss, *aux = First.of(job, 0)(*tensors)
     for name, total in zip(job.aux, aux):
@@ -46,8 +48,10 @@ def loss_within_transforms(job: Job, tensors: Tensors) -> Tensor:
 
 
 def _check_closures(job: Job, tensors: Tensors) -> None:
-    """Raise if a derivative would come in by any other way than `tensors`, where it would be lost: of a chunk
-    for which they stand still, nothing varies."""
+    """Raise if a derivative would come in by any other way than `tensors`, where it would be lost.
+
+    A chunk is run on tensors that stand still, so nothing of it may vary.
+    """
     still = tuple(_still(tensor) for tensor in tensors)
     sample = replace(job, aux={}, replay=Replay(still))
     sample.state = sample.state_of(still)
@@ -72,13 +76,14 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
 
 
 def _still(tensor: Tensor) -> Tensor:
-    """Its values, as no transform sees them; of a batch, the first's."""
+    """Return the values of a tensor without any transform; of a batch, the first element's."""
     for layer in _layers(tensor):
         tensor = layer
     return forward_ad.unpack_dual(tensor).primal.detach()
 
 
 def _varies(tensor: Tensor) -> bool:
+    """Return True if a tensor has a gradient, a batch or a tangent in any transform."""
     return any(
         layer.requires_grad
         or torch._C._functorch.is_batchedtensor(layer)
@@ -88,7 +93,10 @@ def _varies(tensor: Tensor) -> bool:
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as each transform sees it, from the last one in; of a batch, the first element."""
+    """Yield the tensor as each transform sees it, from the innermost transform out.
+
+    A batch is represented by its first element.
+    """
     functorch = torch._C._functorch
     yield tensor
     while functorch.is_functorch_wrapped_tensor(tensor):
@@ -100,7 +108,10 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
 
 @dataclass
 class Rows(RowFunction):
-    """A function of rows over the job's chunks, with their random numbers and autocast."""
+    """Represent a function of rows over the job's chunks.
+
+    Chunks have the random numbers and the autocast settings of the job.
+    """
 
     job: Job
     function: Callable[[int, Tensors, Tensors], Both]
@@ -110,7 +121,10 @@ class Rows(RowFunction):
 
     @classmethod
     def of(cls, job: Job, results: int) -> "Rows":
-        """The loss itself, as it was computed the first time: `results` 1 for a value a row, 0 for a sum."""
+        """Return the loss itself, as it was computed the first time.
+
+        `results` is 1 for a value a row, 0 for a sum.
+        """
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
             value = job.loss_again(place, rows, whole)
@@ -119,6 +133,7 @@ class Rows(RowFunction):
         return cls(job, function, job.cut, results)
 
     def run(self, *tensors: Tensor) -> Tensors:
+        """Return the results of all rows and the sums over rows, chunk by chunk."""
         job, dims = self.job, len(self.job.leading)
         job.check_unchanged()
         results: list[Tensor] = []
@@ -134,11 +149,12 @@ class Rows(RowFunction):
                     result[start:stop] = part
                 for total, term in zip(sums, terms):
                     total.add(term)
-                del parts, terms  # before the next are made
+                del parts, terms  # freed before the next are made
         shaped = (result.view(*job.leading, *result.shape[1:]) for result in results)
         return (*shaped, *(total.total for total in sums))
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rows":
+        """Return the function of rows that is this one's vector-Jacobian product."""
         of_rows = sum(place < self.results for place in upstream)
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
@@ -154,6 +170,7 @@ class Rows(RowFunction):
         return Rows(self.job, function, self.cut + of_rows, results)
 
     def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rows":
+        """Return the function of rows that is this one's Jacobian-vector product."""
         of_rows = sum(place < self.cut for place in moved)
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
@@ -171,7 +188,7 @@ class Rows(RowFunction):
     def _derived(
         self, place: int, rows: Tensors, whole: Tensors, derive: Callable[[Tensors, Tensors], Tensors]
     ) -> Tensors:
-        """derive(arguments, outputs) of one chunk."""
+        """Return derive(arguments, outputs) of one chunk."""
         rows, whole = as_variables(rows), as_variables(whole)
 
         def run() -> Tensors:
@@ -185,9 +202,10 @@ class Rows(RowFunction):
 
 @dataclass
 class First(Rows):
-    """The loss for the first time: everything about it is checked, and aux comes along."""
+    """Represent the loss for the first time: it is checked in full, and aux is added up."""
 
     def run(self, *tensors: Tensor) -> Tensors:
+        """Return the loss, then the values of aux."""
         job = self.job
         job.aux.clear()
         loss = loss_alone(job, tensors, graph=True)

@@ -1,7 +1,7 @@
-"""The loop: the loss of each chunk and its gradients, and nothing else of it.
+"""Loop over chunks: compute the loss of each and its gradients, and keep nothing else of it.
 
-Sums over chunks are float32 for half precision (accumulate.py). Gradients of rows are written once, in the
-rows' dtype.
+Sums over chunks are float32 for half precision (accumulate.py). Gradients of rows are written once,
+in the rows' dtype.
 """
 
 import contextlib
@@ -22,67 +22,76 @@ from lowtide.ops.chunked_loss.functional import Call, alone
 from lowtide.ops.chunked_loss.operators import Operators
 
 Tensors = tuple[Tensor, ...]
-Found = dict[int, Tensor | None]  # gradients by place among the tensors
+Found = dict[int, Tensor | None]  # gradients by their place among the tensors
 Result = TypeVar("Result")
 
 
 @dataclass
 class Job:
-    """Its tensors are those that are cut (hidden, then arguments), then those that are learned."""
+    """Hold a call and what its chunks need.
+
+    Its tensors are those that are cut (hidden, then arguments), then those that are learned.
+    """
 
     call: Call
     hidden: int
-    """How many of those that are cut go into the head."""
+    """How many of the tensors that are cut go into the head."""
     cut: int
-    """How many are cut."""
+    """How many tensors are cut."""
     leading: torch.Size
     chunks: tuple[tuple[int, int], ...]
     wanted: tuple[bool, ...]
     """Which tensors need a gradient."""
     per_row: bool
-    """Whether loss_fn may return a value a row."""
+    """True if loss_fn may return a value for each row."""
     has_aux: bool
     replay: Replay
     aux: dict[str, Sum] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    """Of what it is computed from, when it was first."""
+    """The state of the call's tensors and modules when it first ran."""
     constants: dict[str, Any] = field(default_factory=dict)
-    """What its code reaches beside that, when it was first; once it has run, what it has not changed."""
+    """The other constants of its code when it first ran, less those that its own code changed."""
     values: list[Tensor] = field(default_factory=list)
-    """The loss of each chunk, when it was first."""
+    """The loss of each chunk when it first ran."""
     meter: Callable[[int], Any] = contextlib.nullcontext
-    """Of a chunk's place: what surrounds its computation."""
+    """Returns the context of a chunk's computation, by the chunk's place."""
 
     @property
     def rows(self) -> int:
+        """Return the number of rows."""
         return math.prod(self.leading)
 
     def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
+        """Return rows [start, stop) of each tensor."""
         return tuple(cut(tensor, len(self.leading), start, stop) for tensor in tensors)
 
     def state_of(self, tensors: Tensors) -> dict[str, Any]:
-        """With the versions of what is cut; after the call these are for autograd to compare."""
+        """Return the call's state and the versions of what is cut.
+
+        Of what is cut, autograd compares the versions after the call.
+        """
         hidden, rows = self.hidden, tensors[: self.cut]
         names = [f"hidden[{k}]" if k < hidden else f"token_tensors[{k - hidden}]" for k in range(self.cut)]
         versions = {name: 0 if row.is_inference() else row._version for name, row in zip(names, rows)}
         return versions | self.call.state()
 
     def changed(self, tensors: Tensors = ()) -> list[str]:
-        """What is not as it was, by name."""
+        """Return the names of what has changed since the first time."""
         return validation.changed(self.state, self.state_of(tensors))
 
     def check_unchanged(self) -> None:
-        """Before a chunk is computed once more."""
+        """Raise if anything changed before a chunk is computed again."""
         constants = validation.changed(self.constants, self.call.constants())
         validation.check_unchanged([*self.changed(), *constants])
 
     def settle(self) -> None:
-        """After it is computed: what its own code changes, such as a counter, is no constant."""
+        """Drop the constants that the call's own code has changed, such as a counter."""
         now = self.call.constants()
         self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
 
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
-        """(what the head gave, the loss) of a chunk, for the first time: everything about it is checked."""
+        """Return what the head returned and the loss of a chunk, with the checks of the first
+        time."""
         before = self.call.buffers()
         out, value, aux = self._run(place, pieces, learned)
         validation.check_buffers(before, self.call.buffers())
@@ -94,9 +103,11 @@ class Job:
         return out, value
 
     def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
+        """Return the loss of a chunk that was checked before."""
         return self._run(place, pieces, learned)[1]
 
     def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
+        """Return what the head returned, the loss and the aux of a chunk."""
         with self.replay.chunk(place):
             out, value = self.call(pieces[: self.hidden], pieces[self.hidden :], learned)
         if not self.has_aux:
@@ -110,6 +121,7 @@ class Job:
         return out, value, aux
 
     def _add_aux(self, name: str, term: Any) -> None:
+        """Add a chunk's value of aux to its sum."""
         total = self.aux.setdefault(name, Sum())
         known = total.total
         if isinstance(known, Tensor) and isinstance(term, Tensor) and known.shape != term.shape:
@@ -121,8 +133,11 @@ class Job:
 
 
 def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] | None = None) -> Tensor:
-    """The loss, or the losses of rows; with `graph`, each chunk has its own for as long as it is checked.
-    `values` gets the loss of each chunk."""
+    """Return the loss, or the losses of rows, without gradients.
+
+    With `graph`, each chunk has a graph for as long as it is checked. `values` gets the loss of
+    each chunk.
+    """
     total, losses = Sum(), None
     learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
     with torch.set_grad_enabled(graph):
@@ -136,7 +151,7 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
 
 
 def form(job: Job, tensors: Tensors) -> tuple[Tensor, list[Kept | None]]:
-    """The loss, and the gradients of its sum that are wanted, from one pass."""
+    """Return the loss and the gradients asked for, from one pass."""
     loop = _Loop(job, tensors, job.wanted)
     total = Sum()
     for place, (start, stop) in enumerate(job.chunks):
@@ -148,7 +163,7 @@ def form(job: Job, tensors: Tensors) -> tuple[Tensor, list[Kept | None]]:
 def form_again(
     job: Job, tensors: Tensors, wanted: Sequence[bool], upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, given that of the loss."""
+    """Return the gradients asked for, from the upstream gradient of the loss."""
     job.check_unchanged()
     loop = _Loop(job, tensors, wanted)
     with job.replay.autocast(), alone(job.call.modules.values()):
@@ -158,7 +173,10 @@ def form_again(
 
 
 def peak(job: Job, tensors: Tensors, rows: int) -> int:
-    """Bytes that a chunk of so many rows takes, after a first one that makes room for the sums."""
+    """Return the bytes that a chunk of so many rows takes.
+
+    A first chunk of one row allocates the sums, which do not count.
+    """
     meter = Meter()
     sample = replace(
         job,
@@ -176,6 +194,8 @@ def peak(job: Job, tensors: Tensors, rows: int) -> int:
 
 
 class _Loop:
+    """Hold the gradients of one pass over the chunks."""
+
     def __init__(self, job: Job, tensors: Tensors, wanted: Sequence[bool]) -> None:
         self.job, self.tensors, self.wanted = job, tensors, wanted
         self.rows: list[Tensor | None] = [None] * job.cut
@@ -189,12 +209,14 @@ class _Loop:
         self.lifted = torch.float16 in dtypes
 
     def first(self, place: int, start: int, stop: int) -> Tensor:
+        """Return the loss of a chunk and add its gradients, for the first time."""
         leaves = self._pieces(start, stop)
 
         def run() -> tuple[Tensor, Found]:
             with torch.enable_grad(), ours():
                 out, value = self.job.loss(place, leaves, self.learned)
-                value = value.sum() if value.dim() else value  # of each row, while a workspace is measured
+                # A value for each row, while a workspace is measured.
+                value = value.sum() if value.dim() else value
             seed = self._lift(out, value, leaves) if self.lifted else None
             del out
             return value.detach(), self._pulled_back(value, leaves, seed)
@@ -204,6 +226,7 @@ class _Loop:
         return value
 
     def again(self, place: int, start: int, stop: int, upstream: Tensor) -> None:
+        """Add the gradients of a chunk that is computed again."""
         leaves = self._pieces(start, stop)
         rows = cut(upstream, upstream.dim(), start, stop) if upstream.dim() else upstream
 
@@ -216,9 +239,11 @@ class _Loop:
         self._take(start, stop, self._within(place, run))
 
     def _compared(self, place: int, value: Tensor, rows: int, upstream: Tensor) -> Tensor:
-        """The upstream gradient, if the chunk's loss is what it was the first time, to half the digits: what
-        changes in a way that cannot be seen (call.constants) changes it. An error; on CUDA, where looking
-        would mean waiting, NaN."""
+        """Return the upstream gradient, if the chunk's loss is the first one's to half the digits.
+
+        A change that call.constants cannot see shows here. It raises; on CUDA, where looking would
+        mean waiting, the gradient becomes NaN.
+        """
         was, now = self.job.values[place], value.sum(dtype=sum_dtype(value.dtype))
         differs = (now - was).abs() > self.digits * (was.abs() + rows)
         if type(differs) is not Tensor or differs.is_cuda:
@@ -228,10 +253,12 @@ class _Loop:
         return upstream
 
     def _within(self, place: int, run: Callable[[], Result]) -> Result:
+        """Run a chunk with the learned tensors and the operators in place."""
         with self.job.meter(place), self.operators:
             return self.job.call.within(self.learned, run)
 
     def kept(self) -> list[Kept | None]:
+        """Return the gradients of all tensors, with the factors that are left."""
         job, kept = self.job, list[Kept | None]()
         lifts = torch.stack(self.lifts) if self.lifts else None
         for tensor, gradient, wanted in zip(self.tensors, self.rows, self.wanted):
@@ -250,13 +277,15 @@ class _Loop:
                 kept.append(Kept(torch.zeros_like(tensor)))
             else:
                 kept.append(rounded(total.total, tensor.dtype, self.lifts[-1] if self.lifts else None))
-                total.total = None  # before the next is rounded
+                total.total = None  # freed before the next is rounded
         return kept
 
     def _pieces(self, start: int, stop: int) -> Tensors:
+        """Return a chunk's rows as leaves of its graph."""
         return _leaves(self.job.piece(self.tensors[: self.job.cut], start, stop), self.wanted)
 
     def _pulled_back(self, value: Tensor, leaves: Tensors, upstream: Tensor | None) -> Found:
+        """Return the gradients of a chunk by their place among the tensors."""
         if not value.requires_grad:
             return {}
         self.reached = True
@@ -266,13 +295,15 @@ class _Loop:
                 zip(asked, torch.autograd.grad(value, list(asked.values()), upstream, allow_unused=True))
             )
         for place, leaf in asked.items():
-            if leaf.grad is not None:  # by a backward pass that head or loss_fn ran within this one
+            # From a backward pass that head or loss_fn ran within this one.
+            if leaf.grad is not None:
                 term = found[place]
                 found[place] = leaf.grad if term is None else term + leaf.grad
                 leaf.grad = None
         return found
 
     def _take(self, start: int, stop: int, found: Found) -> None:
+        """Write a chunk's gradients of rows, and add those of learned tensors to their sums."""
         for place, term in enumerate([found.pop(place, None) for place in range(self.job.cut)]):
             if term is not None and self.rows[place] is None:
                 self.rows[place] = self._buffer(place, start)
@@ -287,17 +318,20 @@ class _Loop:
             del term
 
     def _buffer(self, place: int, start: int) -> Tensor:
-        """For the gradients of all rows; those before `start` had none."""
+        """Return memory for the gradients of all rows; those before `start` are 0."""
         like = self.tensors[place]
         buffer = like.new_empty((self.job.rows, *like.shape[len(self.job.leading) :]))
         buffer[:start].zero_()
         return buffer
 
     def _lift(self, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
-        """What the chunk's backward starts from, a power of two; what is summed already is brought to it."""
+        """Return the power of two that the chunk's backward starts from.
+
+        It also brings the sums so far to this power.
+        """
         previous = self.lifts[-1] if self.lifts else torch.ones((), device=self.tensors[0].device)
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
-        if not ends:  # an object that hides them
+        if not ends:  # head returned an object that hides its tensors
             ends = [each for each in (*leaves, *self.learned) if each.requires_grad]
         new = previous
         if value.requires_grad and ends:
@@ -306,7 +340,7 @@ class _Loop:
             limit = 14 if value.dtype == torch.float16 else 60
             new = lift([each for each in found if each is not None], previous, limit)
             for leaf in (*leaves, *self.learned):
-                leaf.grad = None  # where loss_fn's own backward put it
+                leaf.grad = None  # loss_fn's own backward put it there
         for total in self.sums if self.lifts else ():
             if total is not None and total.total is not None:
                 total.total.mul_(new / previous)
@@ -315,6 +349,7 @@ class _Loop:
 
 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
+    """Return the loss of a chunk without its gradients, for the first time."""
     leaves = _leaves(pieces, [graph and each for each in job.wanted])
     with ours(), job.meter(place), Operators():
         return job.call.within(learned, lambda: job.loss(place, leaves, learned)[1].detach())
@@ -323,6 +358,7 @@ def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: boo
 def _placed(
     job: Job, losses: Tensor | None, total: Sum, value: Tensor, start: int, stop: int
 ) -> Tensor | None:
+    """Add a chunk's loss to the total, or write the losses of its rows."""
     if (losses if value.dim() == 0 else total.total) is not None:
         raise ArgumentError(
             "loss_fn must return a sum for every chunk, or a value for each row for every chunk, got both; "
@@ -338,6 +374,7 @@ def _placed(
 
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> Tensors:
+    """Return detached copies that share the tensors' memory, with a gradient where asked for."""
     return tuple(
         tensor.detach().requires_grad_(grad and tensor.is_floating_point())
         for tensor, grad in zip(tensors, wanted)

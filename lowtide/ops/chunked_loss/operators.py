@@ -1,14 +1,15 @@
-"""What stands in for two of torch's operators while a chunk runs, in the caller's own code.
+"""Replace two of torch's operators while a chunk runs, inside the caller's own code.
 
-F.linear          Nearly every head is made of it. Autograd gives each chunk's gradient of the weight in the
-                  weight's dtype; here the product itself adds to the float32 sum: nothing is rounded, and no
-                  tensor of the weight's size is made for a chunk. It costs the 4 bytes an element of that sum
-                  until forward ends. The CPU has no such product for half precision: none is used there.
-F.cross_entropy   On CUDA, of float32 logits and classes, a sum or a value a row: it reads the logits once and
-                  keeps two numbers a row, where torch writes their log-softmax; backward reads them once more
-                  and writes their gradient, where torch takes three passes.
+F.linear          Nearly every head uses it. Autograd computes each chunk's weight gradient in the
+                  weight's dtype. Here the product itself adds to the float32 sum: nothing is
+                  rounded, and no tensor of the weight's size is made for a chunk. The sum takes 4
+                  bytes an element until forward ends. The CPU has no such product for half
+                  precision, so F.linear stays as it is there.
+F.cross_entropy   On CUDA, for float32 logits and classes, a sum or a value a row. It reads the
+                  logits once and keeps two numbers a row; torch writes their log-softmax. Backward
+                  reads them once more and writes their gradient; torch takes three passes.
 
-Both are differentiable once more, should head or loss_fn itself ask for gradients.
+Both can be differentiated once more, should head or loss_fn itself ask for gradients.
 
 Shapes: C rows, D features, V classes.
 """
@@ -31,7 +32,7 @@ PLAIN = Columns(0, None, None, None, (1.0, 0.0), None, 0.0)
 
 
 class Operators(TorchFunctionMode):
-    """Within, F.linear adds the gradients of these parameters to these sums, and autograd gives none."""
+    """Make F.linear add the gradients of these parameters to these sums; autograd returns none."""
 
     def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
         super().__init__()
@@ -41,8 +42,11 @@ class Operators(TorchFunctionMode):
 
     @contextlib.contextmanager
     def collect(self, value: Tensor) -> Iterator[None]:
-        """Around the backward pass from `value` that the sums are for. In any other (one that head or loss_fn
-        runs, even within this one; one that measures) gradients go where autograd sends them."""
+        """Mark the backward pass from `value` as the one that the sums are for.
+
+        In any other pass gradients go where autograd sends them: one that head or loss_fn runs,
+        even within this one, and one that measures.
+        """
 
         def enter(_: Any) -> None:
             if self.task is None:
@@ -58,8 +62,8 @@ class Operators(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Compiled code has its own backward. A checkpoint inside the head runs again in backward, where no
-        # mode is active: it must look the same.
+        # Compiled code has its own backward. A checkpoint inside the head runs again in backward,
+        # where no mode is active: both runs must look the same.
         if function in (F.linear, F.cross_entropy) and not torch.compiler.is_compiling() and is_ours():
             own = self._linear if function is F.linear else _cross_entropy
             found = own(*args, **kwargs)
@@ -68,6 +72,7 @@ class Operators(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+        """Return F.linear with gradients that go to the sums, or None where unsupported."""
         total = self.sums.get(id(weight))
         if total is None or weight.dim() != 2 or type(input) is not Tensor or type(weight) is not Tensor:
             return None
@@ -76,11 +81,11 @@ class Operators(TorchFunctionMode):
         if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
             dtype = torch.get_autocast_dtype(kind)
         elif weight.dtype != dtype:
-            return None  # torch's own error
+            return None  # torch raises
         if dtype in HALVES and kind != "cuda":
             return None
         if weight._backward_hooks or (bias is not None and (bias._backward_hooks or bias.dim() != 1)):
-            return None  # hooks that the head has put there see what autograd gives
+            return None  # hooks that the head has installed expect autograd's gradients
         own_bias = None if bias is None else self.sums.get(id(bias))
         if bias is not None and own_bias is None and bias.requires_grad:
             return None
@@ -88,7 +93,7 @@ class Operators(TorchFunctionMode):
         return Linear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Once for all chunks, as autocast's own cache would."""
+        """Return the weight in this dtype, cast once for all chunks as in autocast's cache."""
         if weight.dtype == dtype:
             return weight.detach()
         if (id(weight), dtype) not in self.casts:
@@ -97,7 +102,7 @@ class Operators(TorchFunctionMode):
 
 
 class Linear(torch.autograd.Function):
-    """F.linear; `weight` and `bias` are inputs for the sake of the graph."""
+    """Compute F.linear; `weight` and `bias` are inputs for the sake of the graph."""
 
     @staticmethod
     def forward(
@@ -144,6 +149,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
+    """Return F.cross_entropy in one pass, or None where unsupported."""
     if any(each is not None for each in (weight, size_average, reduce)) or label_smoothing:
         return None
     if reduction not in ("sum", "none") or type(input) is not Tensor or not runs_fused(input):
@@ -155,16 +161,20 @@ def _cross_entropy(
         return None
     ignored_C = target == ignore_index
     target_C = target.masked_fill(ignored_C, 0)
-    torch._assert_async(((target_C >= 0) & (target_C < input.shape[1])).all())  # as torch does, on the device
+    # As torch does, on the device.
+    torch._assert_async(((target_C >= 0) & (target_C < input.shape[1])).all())
     losses_C: Tensor = CrossEntropy.apply(input, target_C, ignored_C)
     return losses_C if reduction == "none" else losses_C.sum()
 
 
 def runs_fused(logits: Tensor) -> bool:
+    """Return True where the logits are on CUDA and Triton is installed."""
     return logits.is_cuda and find_spec("triton") is not None
 
 
 class CrossEntropy(torch.autograd.Function):
+    """Compute the cross entropy of each row from float32 logits in one pass."""
+
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, target_C: Tensor, ignored_C: Tensor) -> Tensor:
         from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_into

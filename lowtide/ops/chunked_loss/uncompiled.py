@@ -1,5 +1,8 @@
-"""A call's chunks, as they are, out of sight of torch.compile. To import this file is to import Dynamo, which
-takes as long as torch: api.py does it where Dynamo is there already."""
+"""Run a call's chunks hidden from torch.compile.
+
+Importing this module imports Dynamo, which takes as long as importing torch. So api.py imports it
+only where Dynamo is there already.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+"""Check the arguments of a call and what its functions return.
+
+Each error message names the argument, what was expected, what came, and what to do.
+"""
 
 import functools
 import inspect
@@ -17,6 +20,7 @@ MEANS = ("mean", "batchmean")
 
 
 def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode: Any) -> None:
+    """Raise unless the functions can be called and the options have values that fit."""
     for name, function in (("loss_fn", loss_fn), ("head", head)):
         if not callable(function):
             raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
@@ -37,7 +41,7 @@ def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode
 
 
 def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
-    """The leading dimensions, which all tensors that are cut have in common."""
+    """Return the leading dimensions that all tensors that are cut share."""
     first = hidden[0] if hidden else None
     if not all(isinstance(each, Tensor) for each in hidden) or first is None:
         kinds = ", ".join(type(each).__name__ for each in hidden) or "nothing"
@@ -69,6 +73,7 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
 
 
 def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
+    """Raise unless the parameters are dense, real and on hidden's device."""
     for name, tensor in zip(names, learned):
         _check_dense(name, tensor)
         if tensor.is_complex():
@@ -83,6 +88,7 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
 
 
 def check_wanted(wanted: Sequence[bool]) -> None:
+    """Raise if gradients are enabled and nothing needs one."""
     if torch.is_grad_enabled() and not any(wanted):
         raise ArgumentError(
             "nothing here needs a gradient: no parameter of head or loss_fn, and no tensor that is cut; to "
@@ -91,6 +97,7 @@ def check_wanted(wanted: Sequence[bool]) -> None:
 
 
 def check_no_workspace(workspace: int | None) -> None:
+    """Raise if a workspace is given where it cannot be measured."""
     if workspace is not None:
         raise ArgumentError(
             "workspace is measured by running a chunk, which torch.func's transforms and forward mode "
@@ -99,7 +106,7 @@ def check_no_workspace(workspace: int | None) -> None:
 
 
 def check_result(value: Any, rows: int, per_row: bool) -> None:
-    """What loss_fn returned for `rows` rows."""
+    """Raise unless loss_fn returned a sum over `rows` rows or, if allowed, a value a row."""
     if not isinstance(value, Tensor):
         hint = "; a pair (sum, dict) needs has_aux=True" if isinstance(value, tuple) else ""
         raise ArgumentTypeError(f"loss_fn must return a tensor, got {type(value).__name__}{hint}")
@@ -123,6 +130,7 @@ def check_result(value: Any, rows: int, per_row: bool) -> None:
 
 
 def check_aux(aux: Any) -> None:
+    """Raise unless aux is a dictionary of tensors and numbers."""
     if not isinstance(aux, dict):
         raise ArgumentTypeError(
             f"with has_aux, loss_fn must return (sum, dict), got {type(aux).__name__} as aux"
@@ -133,6 +141,7 @@ def check_aux(aux: Any) -> None:
 
 
 def check_modules(modules: Mapping[str, nn.Module]) -> None:
+    """Raise for batch normalisation that uses the statistics of its batch."""
     for prefix, module in modules.items():
         for name, each in module.named_modules():
             if isinstance(each, _BatchNorm) and (each.training or each.running_mean is None):
@@ -144,6 +153,7 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_buffers(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
+    """Raise if head or loss_fn changed a buffer."""
     changed = [name for name in after if after[name] != before.get(name)]
     if changed:
         raise ArgumentError(
@@ -154,11 +164,12 @@ def check_buffers(before: dict[str, tuple[int, int]], after: dict[str, tuple[int
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names whose values differ."""
     return [name for name in after if name in before and after[name] != before[name]]
 
 
 def check_unchanged(names: Sequence[str]) -> None:
-    """Before what a chunk is computed from is used once more."""
+    """Raise if a value has changed before a chunk is computed from it again."""
     if names:
         raise ArgumentError(
             "what the loss is computed from must not change until it is computed again, but did: "
@@ -170,6 +181,7 @@ def check_unchanged(names: Sequence[str]) -> None:
 
 
 def check_same_loss(was: float, now: float) -> None:
+    """Raise because a chunk's loss is another one the second time."""
     raise ArgumentError(
         f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
         "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "
@@ -179,18 +191,22 @@ def check_same_loss(was: float, now: float) -> None:
 
 
 def _check_dense(name: str, tensor: Tensor) -> None:
+    """Raise unless the tensor is dense."""
     reason = tensor_kinds.reason_against(tensor)
     if reason is not None:
         raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
 
 
 def is_cut(argument: Any) -> bool:
+    """Return True for a tensor that is cut along the rows."""
     return isinstance(argument, Tensor) and argument.dim() > 0
 
 
 def _is_mean(value: Tensor, rows: int) -> bool:
-    """Whether a mean over the rows is among the terms of a 0-d value. A mean over features may well be
-    summed, and a mean times a count is a sum."""
+    """Return True if a mean over the rows is among the terms of a 0-d value.
+
+    A mean over features may well be summed, and a mean times a count is a sum.
+    """
     waiting, seen = [value.grad_fn if value.dim() == 0 else None], set[Any]()
     while waiting:
         node: Any = waiting.pop()
@@ -203,7 +219,9 @@ def _is_mean(value: Tensor, rows: int) -> bool:
         if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
             return True
         if kind == "Div" and type(node._saved_other) is int and node._saved_other == rows:
-            return True  # only torch's own code divides by what is no tensor: cross_entropy of probabilities
+            # Only torch's own code divides by a number that is no tensor: cross_entropy of
+            # probabilities.
+            return True
         if kind in ("Add", "Sub", "Neg", "ToCopy") or (
             kind in ("Mul", "Div") and _is_fraction(kind, node._saved_other)
         ):
@@ -212,7 +230,10 @@ def _is_mean(value: Tensor, rows: int) -> bool:
 
 
 def _is_fraction(kind: str, other: Any) -> bool:
-    """Whether a product or a quotient with this is less than the whole: a count of rows may be any other."""
+    """Return True if a product or a quotient with this number is less than the whole.
+
+    Any other number may be a count of rows.
+    """
     if isinstance(other, Tensor):
         if (
             other.dim()
@@ -232,6 +253,7 @@ def _is_fraction(kind: str, other: Any) -> bool:
 
 
 def _reduces_by_mean(loss_fn: Any) -> bool:
+    """Return True for a loss of torch that reduces by the mean."""
     if isinstance(loss_fn, nn.Module):
         return type(loss_fn).__module__.startswith("torch.nn.") and getattr(loss_fn, "reduction", "") in MEANS
     function: Any = loss_fn
