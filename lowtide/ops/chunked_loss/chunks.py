@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.core.errors import ArgumentError
 
-GROWTH = 16  # the most that one measured size is of the one before it
+GROWTH = 16  # the largest factor from one measured size to the next
 
 # Rows, for any leading dimensions and strides.
 

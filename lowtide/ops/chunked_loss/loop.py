@@ -90,8 +90,7 @@ class Job:
         self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
 
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
-        """Return what the head returned and the loss of a chunk, with the checks of the first
-        time."""
+        """Return what the head returned and the loss of a chunk, with the first time's checks."""
         before = self.call.buffers()
         out, value, aux = self._run(place, pieces, learned)
         validation.check_buffers(before, self.call.buffers())

@@ -1,6 +1,23 @@
-"""Distillation between two heads without the logits of either.
+"""Compute the divergence between a student's and a teacher's head without the logits of either.
 
-Arguments that do not fit are a ValueError or a TypeError, each also a RuntimeError.
+It runs a chunk of rows at a time, in a bounded workspace, with the chunking and the accumulators of
+linear_cross_entropy.
+
+The modules, in the order of imports (each imports only those above it):
+
+    heads.py           the tensors of both heads, and the options
+    validation.py      errors for arguments that do not fit
+    divergences.py     the formulas, and the definition in torch
+    chunking.py        how the workspace is spent on chunks and blocks
+    softmax_torch.py   the pass over a tile of both heads' logits, in torch
+    softmax_triton.py  the same pass in Triton
+    engine.py          the walk over chunks: losses and gradients
+    ops.py             the registered operators
+    higher_order.py    derivatives of any order, forward mode and vmap
+    autograd.py        the operators' derivatives
+    api.py             the public functions; their docstrings are the contract
+
+An argument that does not fit raises a ValueError or a TypeError, each also a RuntimeError.
 """
 
 from lowtide.ops.distillation.api import forward_kl, jensen_shannon, reverse_kl

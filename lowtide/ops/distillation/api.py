@@ -1,4 +1,7 @@
-"""The public functions. Their docstrings are the contract; what all three share is said in `forward_kl`."""
+"""Provide the public functions of distillation. Their docstrings are the contract.
+
+`forward_kl` says what all three share.
+"""
 
 from torch import Tensor
 
@@ -23,7 +26,7 @@ def forward_kl(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""Compute KL(teacher ‖ student) of two heads over the same classes, without the logits of either.
+    r"""Compute KL(teacher ‖ student) of two heads over the same classes, without their logits.
 
     Example::
 
@@ -31,71 +34,92 @@ def forward_kl(
             teacher_hidden = teacher.model(tokens).last_hidden_state
         hidden = student.model(tokens).last_hidden_state
         loss = forward_kl(
-            hidden, student.lm_head.weight, teacher_hidden, teacher.lm_head.weight, ignored=labels == -100
+            hidden,
+            student.lm_head.weight,
+            teacher_hidden,
+            teacher.lm_head.weight,
+            ignored=labels == -100,
         )
 
-    With :math:`s = \log\mathrm{softmax}((W_s x_s + b_s) / T)` of the student, t likewise of the teacher, the
-    loss of a row and its gradient by the student's logits are
+    With :math:`s = \log\mathrm{softmax}((W_s x_s + b_s) / T)` of the student, and t likewise of the
+    teacher, the loss of a row and its gradient with respect to the student's logits are
 
     .. math::
-        L = \sum_v e^{t_v} (t_v - s_v), \qquad \frac{\partial L}{\partial z_v} = \frac{e^{s_v} - e^{t_v}}{T}.
+        L = \sum_v e^{t_v} (t_v - s_v), \qquad \frac{\partial L}{\partial z_v} = \frac{e^{s_v} -
+        e^{t_v}}{T}.
 
-    The teacher is a constant: its tensors get no gradient, whether they require one or not. (Teachers are
-    often run under ``no_grad`` with parameters that were never frozen, and in self-distillation the teacher's
-    weight is the student's; an error there would only ask for a ``detach()``.)
+    The teacher is a constant: its tensors get no gradient, whether they require one or not.
+    (Teachers are often run under ``no_grad`` with parameters that were never frozen. In
+    self-distillation the teacher's weight is the student's. An error in these cases would only ask
+    for a ``detach()``.)
 
-    `temperature` divides both heads' logits and does nothing else. To keep the size of gradients as T grows,
-    multiply by T² yourself: ``T**2 * forward_kl(..., temperature=T)`` (Hinton, arxiv.org/abs/1503.02531).
+    `temperature` divides both heads' logits and does nothing else. To keep the size of gradients as
+    T grows, multiply by T² yourself: ``T**2 * forward_kl(..., temperature=T)`` (Hinton,
+    arxiv.org/abs/1503.02531).
+
+    A class that one head excludes has a bias of -inf there (which a soft cap would turn into -c).
+    It adds nothing where its probability weights the term. Where the teacher gives probability to a
+    class that the student excludes, the loss is infinite.
 
     Shapes:
-        student_input [..., D_s], student_weight [V, D_s], student_bias [V], teacher_input [..., D_t],
-        teacher_weight [V, D_t], teacher_bias [V], ignored [...]; the result is 0-d, or [...] for
-        ``reduction="none"``. Any strides; a shifted slice, ``hidden[:, :-1]``, is not copied as a whole.
+        student_input [..., D_s], student_weight [V, D_s], student_bias [V], teacher_input
+        [..., D_t], teacher_weight [V, D_t], teacher_bias [V], ignored [...]; the result is 0-d, or
+        [...] for ``reduction="none"``. Any strides; a shifted slice, ``hidden[:, :-1]``, is not
+        copied as a whole.
 
     Args:
-        student_softcap, teacher_softcap: c of a head whose logits are :math:`c \tanh(u / c)` (Gemma 2: 30),
-            which the temperature then divides; None for none. The student's gradient takes the slope,
-            :math:`1 - \tanh^2(u / c)`. A head's own logit scale is no option: multiply
-            input and bias by it.
-        ignored: bool; rows where it is True count for nothing, whatever their input holds, NaN included.
+        student_softcap, teacher_softcap: c of a head whose logits are :math:`c \tanh(u / c)` (Gemma
+            2: 30); None for none. The temperature divides the capped logits. The student's gradient
+            includes the slope, :math:`1 - \tanh^2(u / c)`. There is no option for a head's own
+            logit scale: multiply input and bias by it.
+        ignored: bool; rows where it is True do not count, whatever their input holds, NaN included.
         temperature: T, above 0.
-        reduction: `"sum"` adds the rows up, `"mean"` divides that by the number of rows that count. (With
-            none that counts: NaN, and gradients of zero, as in torch's cross entropy.)
-        workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is 64 MiB on
-            the CPU; on CUDA 1 GiB and, beside it, the float32 sum of a half-precision student weight's
-            gradient (4 V D_s bytes, from forward to backward). But for compiled graphs and derivatives of
-            higher order, None is no more than dense logits of both heads would take in the same dtype, 64 KiB
-            (128 on CUDA) and 64 bytes (256) for each row, feature and class aside. Where that sum does
-            not fit an explicit workspace, the gradient is formed class block by class block, for two more
-            products. Not counted: on CUDA under autocast, one copy of each weight of another dtype, like
-            autocast's own.
+        reduction: `"sum"` adds the rows up, `"mean"` divides that by the number of rows that count,
+            and `"none"` returns the rows. If no row counts, the mean is NaN and its gradients are
+            zero, as in torch's cross entropy.
+        workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
+            the default below. An explicit workspace that has no room for the float32 sum of the
+            student weight's gradient costs two more products: the gradient is then formed class
+            block by class block. Not counted: on CUDA under autocast, one copy of each weight of
+            another dtype, like autocast's own.
+
+    Default workspace:
+        On the CPU 64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
+        gradient (4 V D_s bytes, from forward to backward). The default is no more than the dense
+        logits of both heads would take in the same dtype, apart from 64 KiB (128 KiB on CUDA) and
+        64 bytes (256 on CUDA) for each row, feature and class. This limit does not apply to
+        compiled graphs and derivatives of higher order.
 
     Precision:
-        Products take their operands in the input's dtype (autocast's under autocast; float32 for half
-        precision on the CPU) and are summed in float32, as are the logits, the loss and the gradient of the
-        weight; float64 stays float64. The gradient of the logits is formed in float32 and rounded once to the
-        dtype of the products. Each result is rounded once, the student's input gradient for mean and sum
-        twice if the upstream gradient is no power of two. Student and teacher may differ in dtype; the loss
-        is float32, or float64 if both are. A student close to its teacher has a loss closer to the truth than
-        that of dense logits, which carries the rounding of the normalisers (and is often negative): an error
-        of a few 1e-8 for the KL divergences, and digits and sign to the end for Jensen-Shannon.
-
-        A class that one head excludes (a bias of -inf, which a soft cap would make -c) adds nothing where its
-        probability weighs the term.
-        Where the teacher gives mass to a class that the student excludes, the loss is infinite.
+        Products take their operands in the input's dtype (autocast's under autocast; float32 for
+        half precision on the CPU). Products, logits, the loss and the weight's gradient are summed
+        in float32; float64 stays float64. The gradient of the logits is formed in float32 and
+        rounded once to the dtype of the products. Each result is rounded once. The student's input
+        gradient for mean and sum is rounded twice if the upstream gradient is no power of two.
+        Student and teacher may differ in dtype, but float64 is for both or none. The loss is
+        float32, or float64 for float64.
+        Where the student is close to its teacher, the loss is closer to the truth than that of
+        dense logits, which carries the rounding of the normalisers and is often negative. Its error
+        is a few 1e-8 for the KL divergences; Jensen-Shannon keeps its digits and its sign down to
+        0.
 
     Memory:
-        O(workspace), never N V: a chunk of rows at a time. For mean and sum the gradients are formed in
-        forward (four products) and held until backward; for none, backward recomputes the logits (six
-        products). Without gradients only the loss is computed (two). On CUDA the pass over both heads'
-        logits is one Triton kernel for the statistics and one for the gradient; without Triton, and in
-        float64, plain torch. With ``retain_graph=True`` (and under torch.compile) the gradients exist twice
-        in backward. Derivatives of higher order, forward mode and vmap differentiate the definition chunk by
-        chunk: O(workspace) as well, beside copies of the operands in the dtype of the sums; exact, not fast.
+        O(workspace), never N V: a chunk of rows at a time. For mean and sum, forward forms the
+        gradients (four products) and holds them until backward. For none, backward computes the
+        logits again (six products). Without gradients only the loss is computed (two products).
+        On CUDA, one Triton kernel takes the statistics of both heads' logits and one the gradient.
+        Without Triton, and in float64, the pass is plain torch.
+        With ``retain_graph=True``, and under torch.compile, the gradients exist twice in backward.
+        Derivatives of higher order, forward mode and vmap differentiate the definition chunk by
+        chunk: O(workspace) too, and copies of the operands in the dtype of the sums; exact, not
+        fast.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a workspace below
-            one row. Each is also a RuntimeError, which is what torch raises for most of these.
+        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a
+            workspace too small for one row. Each is also a RuntimeError, which torch raises for
+            most of these.
+
+    Source: Hinton et al., arxiv.org/abs/1503.02531.
     """
     student, teacher = (
         (student_input, student_weight, student_bias),
@@ -120,7 +144,7 @@ def reverse_kl(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""Compute KL(student ‖ teacher) of two heads over the same classes, without the logits of either.
+    r"""Compute KL(student ‖ teacher) of two heads over the same classes, without their logits.
 
     Example::
 
@@ -130,8 +154,9 @@ def reverse_kl(
         L = \sum_v e^{s_v} (s_v - t_v), \qquad
         \frac{\partial L}{\partial z_v} = \frac{e^{s_v} (s_v - t_v - L)}{T}
 
-    Everything else is as in :func:`forward_kl`, but for the class that is excluded: where the student gives
-    mass to a class that the teacher excludes, the loss is infinite, and its gradient NaN.
+    Where the student gives probability to a class that the teacher excludes, the loss is infinite,
+    and its gradient NaN. Shapes, arguments, precision, memory and errors are those of
+    :func:`forward_kl`.
 
     Source: MiniLLM, arxiv.org/abs/2306.08543.
     """
@@ -159,7 +184,7 @@ def jensen_shannon(
     reduction: Reduction = "mean",
     workspace: int | None = None,
 ) -> Tensor:
-    r"""Compute the generalised Jensen-Shannon divergence of two heads, without the logits of either.
+    r"""Compute the generalised Jensen-Shannon divergence of two heads, without their logits.
 
     Example::
 
@@ -174,12 +199,15 @@ def jensen_shannon(
         \frac{\partial L}{\partial z_v}
             = \frac{1-\beta}{T}\, e^{s_v} \bigl(s_v - m_v - \mathrm{KL}(s \,\|\, m)\bigr).
 
-    beta = 1/2 is the Jensen-Shannon divergence, at most log 2. Towards 0, L / beta tends to
-    KL(teacher ‖ student); towards 1, L / (1 - beta) tends to KL(student ‖ teacher). L itself vanishes at both
-    ends, so they are not taken for beta: call `forward_kl` or `reverse_kl`. (Some trainers let 0 and 1 stand
-    for those two, which makes the loss jump there.) It is finite even where one head excludes a class.
+    Args:
+        beta: in (0, 1), both ends excluded. 1/2 gives the Jensen-Shannon divergence, at most log 2.
+            Towards 0, L / beta tends to KL(teacher ‖ student); towards 1, L / (1 - beta) tends to
+            KL(student ‖ teacher). L itself is 0 at both ends, so they raise: call `forward_kl` or
+            `reverse_kl`. (Some trainers let 0 and 1 stand for those two, which makes the loss jump
+            there.)
 
-    Everything else is as in :func:`forward_kl`.
+    The loss is finite even where one head excludes a class. Shapes, other arguments, precision,
+    memory and errors are those of :func:`forward_kl`.
 
     Source: GKD, arxiv.org/abs/2306.13649, where P is the teacher and Q the student.
     """
@@ -193,6 +221,7 @@ def jensen_shannon(
 
 
 def _divergence(heads: Heads, options: Options) -> Tensor:
+    """Check a call and compute its divergence."""
     check_heads(heads)
     check_options(options)
     heads, options = heads.detached_teacher(), options.of(heads)

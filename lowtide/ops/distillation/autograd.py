@@ -1,11 +1,12 @@
-"""The derivatives of the operators. What backward needs depends on the reduction:
+"""Differentiate the operators; what backward needs depends on the reduction.
 
-mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
-            chunk of logits. Backward multiplies them by the upstream gradient: in place where the graph is
-            freed behind it, out of place where the caller retains it.
-none        Every row has its own upstream gradient: backward computes the logits again.
+mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it
+            holds each chunk of logits. Backward multiplies them by the upstream gradient: in place
+            where the graph is freed, out of place where the caller retains it.
+none        Every row has its own upstream gradient, so backward computes the logits again.
 
-Derivatives of higher order, and upstream gradients that a transform batches, differentiate the definition.
+Derivatives of higher order, and upstream gradients that a transform batches, differentiate the
+definition.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backen
 
 
 def distillation(heads: Heads, options: Options) -> Tensor:
+    """Compute the divergence, with gradients for the student's tensors that require one."""
     tracked = torch.is_grad_enabled()
     wanted = [tracked and each is not None and each.requires_grad for each in heads.student]
     loss: Tensor = _Distillation.apply(options.told(heads, wanted), wanted, *heads)
@@ -28,6 +30,8 @@ def distillation(heads: Heads, options: Options) -> Tensor:
 
 
 class _Distillation(torch.autograd.Function):
+    """Differentiate the operator `distillation`."""
+
     @staticmethod
     def forward(ctx: Any, options: Options, wanted: list[bool], *tensors: Tensor | None) -> Tensor:
         now = wanted if options.reduction != "none" else [False] * len(wanted)

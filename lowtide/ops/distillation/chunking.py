@@ -1,10 +1,11 @@
-"""What a call's shapes, dtypes and device decide: the pass, and how the workspace is spent on it.
+"""Decide from shapes, dtypes and device which pass runs and how it spends the workspace.
 
     fixed       vectors of N and V numbers, and the temporaries of one tile of the pass in torch
-    per row     the logits of both heads, copies of its features, and the student's gradient of these
+    per row     the logits of both heads, copies of its features, and the gradient of the student's
 
-The rest is as in linear_cross_entropy/workspace.py: where the float32 sum of a half-precision weight's
-gradient leaves too few rows, that gradient is formed class block by class block, for two more products.
+The rest is as in linear_cross_entropy/planning/chunking.py. Where the float32 sum of a
+half-precision weight's gradient leaves too few rows, that gradient is formed class block by class
+block, for two more products.
 
 Shapes: N rows, D features, V classes.
 """
@@ -21,31 +22,35 @@ from lowtide.ops.distillation.heads import Heads, Options
 from lowtide.ops.linear_cross_entropy.planning.chunking import Needs, granted, least, spend, weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 
-# The pass in torch takes so many bytes of logits at a time: what a CPU's cache keeps, what fills a GPU; and
-# holds so many tensors of that size at once.
+# Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
+# GPU. It holds so many tensors of that size at once.
 TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
 
-# Rows of logits begin at multiples of so many numbers: products of unaligned ones are slow.
+# Rows of logits begin at multiples of this many numbers, since unaligned products are slow.
 ALIGNMENT = 16  # decision 0034
 
 
 class Plan(NamedTuple):
+    """Hold what shapes, dtypes and device decide for a call."""
+
     backend: str
-    """Of the pass: triton, or torch."""
+    """Of the pass: "triton" or "torch"."""
     at_once: int
     """Logits that the pass in torch takes at a time."""
     rows: int
-    """Of a chunk."""
+    """Rows of a chunk."""
     operand_classes: int
-    """Whose weight rows are copied at a time; V where no copy is needed."""
+    """Classes whose weight rows are copied at a time; V where no copy is needed."""
     accumulate: bool
-    """Whether the weight's gradient is summed up chunk by chunk, or formed class block by class block."""
+    """True to sum the weight's gradient over chunks, False to form it block by block of
+    classes."""
     block_rows: int
     block_classes: int
 
 
 def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
+    """Return the plan of a call."""
     workspace, needs, backend, at_once = _needs(heads, options, wanted)
     sizes = spend(workspace, needs)
     return Plan(
@@ -60,24 +65,25 @@ def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
 
 
 def keeps_sum(heads: Heads, options: Options, wanted: Sequence[bool]) -> bool:
-    """Whether the weight's gradient is kept as a sum until backward."""
+    """Return True if the weight's gradient is kept as a sum until backward."""
     workspace, needs, *_ = _needs(heads, options, wanted)
     return weight_gradient(workspace, needs) == "accumulate"
 
 
 def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, Needs, str, int]:
-    """The workspace, what takes how much of it, the pass, and how many logits that takes at a time."""
+    """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = heads.device.type, options.sum_dtype
     N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize
     backend = choose_backend("auto", heads.device, sum_dtype)
     student_dtype = operand_dtype(options.student_dtype, device)
     teacher_dtype = operand_dtype(options.teacher_dtype, device)
     teacher_features = heads.teacher_input.shape[-1] * teacher_dtype.itemsize
-    features = 4 * (D * student_dtype.itemsize + teacher_features)  # rows of both, cut out and masked
+    # Rows of both, cut out and masked.
+    features = 4 * (D * student_dtype.itemsize + teacher_features)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
     tile_row = TEMPORARIES * V * number if backend == "torch" else 0
     weight_sum = V * D * number if wanted[1] and heads.student_weight.dtype != sum_dtype else 0
-    # A block's logits must have room in half of what its sum leaves.
+    # A block's logits must fit into half of what its sum leaves.
     class_sum = max(D, 4) * number
     # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
     fixed = 12 * N * number + 3 * biases * V * number + tile_row + (32768 if device == "cuda" else 8192)
@@ -86,7 +92,7 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
         D=D,
         V=V,
         device=device,
-        # What is enough for forward is enough for backward, which alone knows what is wanted of none.
+        # Forward's needs cover backward's, which alone knows the gradients of reduction "none".
         fixed=fixed if weight_sum else fixed + 2 * class_sum,
         row=2 * padded(V) * number + features + D * number,
         weight_sum=weight_sum,
@@ -99,7 +105,7 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
     )
     workspace, at_once = granted(options.workspace, options.dense, needs), V
     if tile_row and (spare := workspace - least(needs)) > 0:
-        # A quarter of what is to spare, for a larger tile; the rest is for rows.
+        # A quarter of the spare workspace goes to a larger tile, the rest to rows.
         tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)
         if tile_rows > 1:
             needs = replace(needs, fixed=needs.fixed + (tile_rows - 1) * tile_row)
@@ -108,16 +114,19 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
 
 
 def padded(V: int) -> int:
+    """Return the numbers from one row of logits to the next."""
     return -(-V // ALIGNMENT) * ALIGNMENT
 
 
 def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """torch has no half-precision product with a float32 result on the CPU."""
+    """Return the dtype of products: torch has none on the CPU from half precision to float32."""
     return dtype if device == "cuda" else torch.promote_types(dtype, torch.float32)
 
 
 def _copied(weight_VD: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of a class, where its dtype or strides do not suit the products. (On CUDA another dtype means
-    autocast, and a copy of the whole weight like its own: not the workspace's.)"""
+    """Return the bytes of a class that are copied where dtype or strides do not suit the products.
+
+    On CUDA another dtype means autocast, whose copy of the whole weight is not the workspace's.
+    """
     copies = (weight_VD.dtype != dtype and not weight_VD.is_cuda) or not multiplies(weight_VD)
     return weight_VD.shape[1] * dtype.itemsize if copies else 0

@@ -1,13 +1,14 @@
-"""The chunk engine: losses and the student's gradients from products of chunks, in bounded memory.
+"""Compute losses and the student's gradients from products of chunks, in bounded memory.
 
-For a chunk of C rows, the logits of student and teacher in float32, side by side; a pass over both takes the
-losses and puts the gradient G of the student's logits, formed in float32 and rounded once to the operands'
-dtype, where those logits were (softmax_torch.py, softmax_triton.py); then dX_c = G W and dW += G^T X_c,
-the sum kept in
-float32 by the product itself. Where that sum has no room, dW is formed block by block of classes over all
-rows, from logits computed again, and rounded once.
+For a chunk of C rows, two products give the logits of student and teacher in float32, side by side.
+A pass over both computes the losses. It writes the gradient G of the student's logits, formed in
+float32 and rounded once to the operands' dtype, over those logits (softmax_torch.py,
+softmax_triton.py). Then dX_c = G W, and dW += G^T X_c, where the product itself adds to a float32
+sum. Where that sum does not fit, dW is formed class block by class block over all rows, from logits
+that are computed again, and rounded once.
 
-What all rows share, 1 / (temperature n), stays out of G, where it would round all small numbers alike.
+The factor that all rows share, 1 / (temperature n), stays out of G. There it would round all small
+numbers alike.
 
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
@@ -30,8 +31,10 @@ ROOM = 64
 
 
 class Engine:
-    """One call's operands, to be walked in chunks. Gradients are those of the sum of upstream * loss
-    (None: 1 for each)."""
+    """Hold one call's operands and plan, and walk over its chunks.
+
+    Gradients are those of the sum of upstream * loss; None stands for 1 in each row.
+    """
 
     def __init__(
         self, heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor | None = None
@@ -44,7 +47,7 @@ class Engine:
         self.teacher = _Head(heads.teacher, options.teacher_dtype, options.teacher_softcap, self)
         if upstream is None:
             self.pull_N = self.new(self.N).fill_(1)
-        else:  # that of a sum is one number, expanded, which kernels would read beyond
+        else:  # a sum's is one number, expanded, and kernels would read beyond it
             self.pull_N = upstream.to(self.sum_dtype).reshape(-1).contiguous()
         self.counted = self.new().fill_(self.N)
         if self.ignored_N1 is not None:
@@ -56,33 +59,37 @@ class Engine:
 
     @property
     def sum_dtype(self) -> torch.dtype:
+        """Return the dtype of logits, losses and sums."""
         return self.options.sum_dtype
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return uninitialised memory on the call's device."""
         return torch.empty(shape, dtype=dtype or self.sum_dtype, device=self.heads.device)
 
     def run(self) -> tuple[Tensor, list[Kept]]:
-        """The loss, and the gradients that are wanted."""
+        """Return the loss, and the gradients asked for."""
         kept = self._gradients()
         loss = self.new(*self.heads.leading)
         vectors = [self.new(self.N) for _ in Statistics._fields[1:]]
         statistics = Statistics(loss.view(self.N), *vectors)
         dx, dw, db = kept
         self._sweep(statistics, dx, dw if self.plan.accumulate else None, db)
-        if dw is not None and not self.plan.accumulate and self.N:  # without rows it is zero already
+        # Without rows it is zero already.
+        if dw is not None and not self.plan.accumulate and self.N:
             self._sweep_classes(statistics, dw)
         return self._reduced(loss), [each for each in kept if each is not None]
 
     def _reduced(self, loss: Tensor) -> Tensor:
+        """Return the losses, reduced as the options say."""
         if self.heads.ignored is not None:
             loss.masked_fill_(self.heads.ignored, 0)
         if self.options.reduction != "none":
             loss = loss.sum()
-        # Of nothing: NaN, as in torch.
+        # If no row counts, NaN as in torch.
         return loss.div_(self.counted) if self.options.reduction == "mean" else loss
 
     def _gradients(self) -> list[Kept | None]:
-        """Memory for what is wanted, and what is still to be done to it."""
+        """Return memory for the gradients asked for, with the factors still to be applied."""
         dtypes = {
             self.options.student_dtype,
             *(each.dtype for each in self.heads.student if each is not None),
@@ -99,7 +106,7 @@ class Engine:
                 tensor.zero_()
             if summed:
                 return Kept(tensor, None, self.factor)
-            # By nothing more than the logits' gradient has been lifted.
+            # There is no lift beyond that of the logits' gradient, which the factor contains.
             rounding, pending = (
                 (self.factor, None) if self.final else pending_gradient.split(self.factor, like.dtype, 0)
             )
@@ -113,6 +120,7 @@ class Engine:
         ]
 
     def _sweep(self, statistics: Statistics, dx: Kept | None, dw: Kept | None, db: Kept | None) -> None:
+        """Walk over the chunks: losses, and the gradients that are given."""
         plan = self.plan
         s_CV, t_CV = (self.new(plan.rows, padded(self.V))[:, : self.V] for _ in range(2))
         rounds = dx is not None and dx.rounding is not None
@@ -126,7 +134,7 @@ class Engine:
             teacher_x_CD = self.teacher.masked(rows)
             for classes in blocks(self.V, plan.operand_classes):
                 self.teacher.product(t_CV[:C, classes], teacher_x_CD, classes)
-            del teacher_x_CD  # copies, some of them: gone before the next are made
+            del teacher_x_CD  # some are copies: freed before the next are made
             g_CV = self._divergence_(
                 s_CV[:C], t_CV[:C], statistics, rows, gradient=any((dx, dw, db)), take_statistics=True
             )
@@ -139,7 +147,10 @@ class Engine:
             del x_CD, g_CV
 
     def _sweep_classes(self, statistics: Statistics, dw: Kept) -> None:
-        """dW[v] = G[:, v]^T X over all rows, a block of classes at a time, rounded once; G anew."""
+        """Form dW[v] = G[:, v]^T X over all rows, a class block at a time, rounded once.
+
+        G is computed again.
+        """
         plan, size = self.plan, self.plan.block_classes
         sum_BD = self.new(size, self.student.D)
         s_CB, t_CB = (self.new(plan.block_rows, padded(size)) for _ in range(2))
@@ -157,10 +168,11 @@ class Engine:
                 )
                 product(sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
                 del x_CD, g_CB
-            del student_BD, teacher_BD  # before the next are made
+            del student_BD, teacher_BD  # freed before the next are made
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
 
     def _input_gradient(self, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice) -> None:
+        """Write a chunk's dX = G W."""
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: len(g_CV)]
         for classes in blocks(self.V, self.plan.operand_classes):
             product(dx_CD, g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
@@ -178,6 +190,7 @@ class Engine:
         gradient: bool,
         take_statistics: bool,
     ) -> Tensor:
+        """Run the pass over a tile of logits, in place."""
         return self._pass().divergence_(
             self.student.logits(s_CB, classes),
             self.teacher.logits(t_CB, classes),
@@ -190,6 +203,7 @@ class Engine:
         )
 
     def _pass(self) -> ModuleType:
+        """Return the module that has the pass."""
         if self.plan.backend == "triton":
             from lowtide.ops.distillation import softmax_triton
 
@@ -200,7 +214,7 @@ class Engine:
 
 
 class _Head(Operand):
-    """Student or teacher: operands of products, and what comes after."""
+    """Hold the operands of student or teacher, and the way from a product to its logits."""
 
     def __init__(self, side: Side, dtype: torch.dtype, softcap: float | None, engine: Engine) -> None:
         input, weight_VD, bias_V = side
@@ -210,13 +224,18 @@ class _Head(Operand):
         self.ignored_N1 = engine.ignored_N1
 
     def masked(self, rows: slice) -> Tensor:
-        """Zeros in place of what is ignored: it may be NaN, which no factor takes to 0."""
+        """Return some rows, with 0 in place of ignored ones.
+
+        Ignored rows may be NaN, which no factor takes to 0.
+        """
         x_CD = self.rows(rows)
         return x_CD if self.ignored_N1 is None else x_CD.masked_fill(self.ignored_N1[rows], 0)
 
     def product(self, out_CB: Tensor, x_CD: Tensor, classes: slice) -> None:
+        """Write the product of some rows and the weight of some classes."""
         product(out_CB, x_CD, self.weight(classes).t())
 
     def logits(self, product_CB: Tensor, classes: slice) -> Logits:
+        """Return the logits of a product, described by what is still to be applied."""
         bias_B = None if self.bias_V is None else self.bias_V[classes]
         return Logits(product_CB, bias_B, self.temperature, self.softcap)

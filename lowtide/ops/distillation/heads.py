@@ -1,4 +1,6 @@
-"""What is distilled: the tensors of both heads, and the options. No tensor data is looked at here.
+"""Define what is distilled: the tensors of both heads, and the options.
+
+No tensor data is looked at here.
 
 Shapes: N rows, D_s and D_t features of student and teacher, V classes.
 """
@@ -19,12 +21,15 @@ Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
 
 
-# Of the size of the logits, in the dense computation: the log-softmax of both heads and the divergence's
-# elements, or in backward the gradients of the student's logits and log-softmax.
+# Tensors of the size of the logits that the dense computation holds. Without gradients: the
+# log-softmax of both heads, and the divergence's elements. In backward: the log-softmax of both
+# heads, and the gradients of the student's logits and log-softmax.
 TENSORS = 3, 4
 
 
 class Heads(NamedTuple):
+    """Hold the tensors of both heads."""
+
     student_input: Tensor  # [..., D_s]
     student_weight: Tensor  # [V, D_s]
     student_bias: Tensor | None  # [V]
@@ -35,18 +40,22 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, student: Side, teacher: Side, ignored: Tensor | None) -> "Heads":
+        """Return the tensors of two sides."""
         return cls(*student, *teacher, ignored)
 
     @property
     def leading(self) -> torch.Size:
+        """Return the dimensions of the rows."""
         return self.student_input.shape[:-1]
 
     @property
     def rows(self) -> int:
+        """Return the number of rows."""
         return math.prod(self.leading)
 
     @property
     def classes(self) -> int:
+        """Return the number of classes."""
         return self.student_weight.shape[0]
 
     @property
@@ -55,15 +64,16 @@ class Heads(NamedTuple):
 
     @property
     def student(self) -> Side:
-        """What gets gradients."""
+        """Return the tensors that may get gradients."""
         return self.student_input, self.student_weight, self.student_bias
 
     @property
     def teacher(self) -> Side:
-        """What is constant."""
+        """Return the tensors that are constant."""
         return self.teacher_input, self.teacher_weight, self.teacher_bias
 
     def detached_teacher(self) -> "Heads":
+        """Return the same heads with a teacher that autograd does not follow."""
         bias = self.teacher_bias
         return self._replace(
             teacher_input=self.teacher_input.detach(),
@@ -73,29 +83,32 @@ class Heads(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Everything about a call that is no tensor, in the order of the operators' schema."""
+    """Hold everything about a call that is no tensor, in the order of the operators' schema."""
 
     beta: float
-    """Which divergence: 0 forward KL, 1 reverse KL, Jensen-Shannon between."""
+    """The divergence: 0 is forward KL, 1 reverse KL, Jensen-Shannon between."""
     temperature: float = 1.0
     reduction: str = "mean"
     workspace: int | None = None
     student_softcap: float | None = None
     teacher_softcap: float | None = None
     student_dtype: torch.dtype = torch.float32
-    """What the operands of its products are rounded to: the input's dtype, or autocast's."""
+    """The dtype of its products' operands: the input's, or autocast's."""
     teacher_dtype: torch.dtype = torch.float32
     dense: int | None = None
-    """Bytes that the dense computation would hold in place of a workspace, which bound the default one. None
-    in a graph, where the number of rows must decide nothing, and before."""
+    """Bytes that the dense computation would hold in place of a workspace.
+
+    They limit the default workspace. None until `told`, and in a graph, where the number of rows
+    must decide nothing.
+    """
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of logits, losses and accumulators."""
+        """Return the dtype of logits, losses and accumulators."""
         return torch.promote_types(self.student_dtype, torch.float32)
 
     def of(self, heads: Heads) -> "Options":
-        """With what follows from the tensors, and as the operators' schema takes it."""
+        """Return the options plus what follows from the tensors, as the operators take them."""
         return self._replace(
             temperature=float(self.temperature),
             workspace=capped(self.workspace),
@@ -104,7 +117,7 @@ class Options(NamedTuple):
         )
 
     def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
-        """With what the caller decides for forward and backward."""
+        """Return the options plus what the caller decides once for forward and backward."""
         if not tokens_decide(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)

@@ -1,5 +1,7 @@
-"""The way for everything that the operator cannot know: derivatives of higher order, forward mode, vmap. The
-definition itself, chunk by chunk of rows (rowwise.py): exact, in bounded memory, not fast.
+"""Compute what the operator does not support: derivatives of higher order, forward mode, vmap.
+
+This differentiates the definition itself, a chunk of rows at a time (core/row_function.py): exact,
+in bounded memory, not fast.
 
 Shapes: N rows, V classes; C rows of a chunk.
 """
@@ -23,12 +25,12 @@ CUT = ("student_input", "teacher_input", "ignored")
 
 
 def reference(heads: Heads, options: Options) -> Tensor:
-    """The definition, with all logits at once."""
+    """Compute the definition, with all logits at once."""
     return _reduced(_losses(_flat(heads.detached_teacher(), options), options), heads, options)
 
 
 def distillation(heads: Heads, options: Options) -> Tensor:
-    """The same, a chunk of rows at a time."""
+    """Compute the definition, a chunk of rows at a time."""
     flat = _flat(heads.detached_teacher(), options)
     present = [place for place, each in enumerate(flat) if each is not None]
     cut = [place for place in present if Heads._fields[place] in CUT]
@@ -48,7 +50,7 @@ def distillation(heads: Heads, options: Options) -> Tensor:
 def gradients(
     heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Of the student's tensors, differentiable in their turn."""
+    """Return the gradients of the student's tensors, in a form that can be differentiated."""
 
     def losses(student: list[Any]) -> Tensors:
         return (distillation(Heads._make((*student, *heads.teacher, heads.ignored)), options),)
@@ -57,7 +59,10 @@ def gradients(
 
 
 def _flat(heads: Heads, options: Options) -> Heads:
-    """By rows, with operands rounded as products take them, in the dtype in which they are summed."""
+    """Return the heads by rows, in the dtype of the sums.
+
+    Operands are rounded first as they are for products.
+    """
 
     def side(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Side:
         x_ND = input.to(dtype).to(options.sum_dtype).reshape(heads.rows, input.shape[-1])
@@ -74,6 +79,8 @@ def _flat(heads: Heads, options: Options) -> Heads:
 
 
 def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
+    """Return the divergence of each row of a chunk."""
+
     def log_probs(side: Side, softcap: float | None) -> Tensor:
         with torch.autocast(heads.device.type, enabled=False):
             logits_CV = F.linear(*side)
@@ -88,6 +95,7 @@ def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
 
 
 def _reduced(loss_N: Tensor, heads: Heads, options: Options) -> Tensor:
+    """Return the losses, reduced as the options say."""
     if options.reduction == "none":
         return loss_N.view(heads.leading)
     if options.reduction == "sum":

@@ -1,12 +1,11 @@
-"""The registered operators: what a graph sees of distillation, what comes out of them without running them,
-and FLOPs. They know no autograd.
+"""Register the operators that a graph sees of distillation, their outputs' shapes and their FLOPs.
 
-    distillation            the loss; of a mean or sum also the gradients that wait for its upstream gradient,
-                            each as two tensors: the sum of the products, or that sum rounded, and the factor
-                            still to be applied
-    distillation_backward   the gradients of none, from its upstream gradient
+    distillation            the loss. For mean and sum also the gradients asked for, each as two
+                            tensors: the sum of the products, or that sum rounded, and the factor
+                            still to be applied.
+    distillation_backward   for none, the gradients asked for, from the upstream gradient
 
-Sizes of chunks are chosen inside, so that no length compiles anew.
+They know no autograd. Sizes of chunks are chosen inside, so that no new length compiles anew.
 
 Shapes: N rows, D features, V classes.
 """
@@ -39,6 +38,7 @@ TYPES: dict[Any, str] = {
 
 
 def _schema(fields: type) -> str:
+    """Return the schema of a named tuple's fields."""
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
@@ -47,12 +47,14 @@ ARGUMENTS = f"{_schema(Heads)}, bool[] wanted, {_schema(Options)}"
 
 @operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
 def distillation(*arguments: Any) -> list[Tensor]:
+    """Run the engine; return the loss, then a gradient and a factor for each one asked for."""
     heads, wanted, options = _parsed(arguments)
     with on_device_of(heads.student_input):
         loss, gradients = Engine(heads, options, wanted).run()
         waiting = [loss]
         for kept in gradients:
-            # A graph's outputs are tensors of their own: the factor may be shared, or there may be none.
+            # A graph's outputs are tensors of their own. The factor may be shared, or there may be
+            # none.
             pending = torch.ones_like(loss) if kept.pending is None else kept.pending.clone()
             waiting += [kept.tensor, pending]
         return waiting
@@ -60,6 +62,7 @@ def distillation(*arguments: Any) -> list[Tensor]:
 
 @operator("distillation_backward", f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]")
 def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
+    """Run the engine on an upstream gradient; return the gradients asked for."""
     heads, wanted, options = _parsed(arguments)
     with on_device_of(heads.student_input):
         engine = Engine(heads, options, wanted, upstream)
@@ -72,11 +75,13 @@ def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:
+    """Return the operator's arguments as heads, gradients asked for, and options."""
     count = len(Heads._fields)
     return Heads(*arguments[:count]), list(arguments[count]), Options(*arguments[count + 1 :])
 
 
 def _wanted(heads: Heads, wanted: Sequence[bool]) -> list[Tensor]:
+    """Return the student's tensors that need a gradient."""
     return [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
 
 
@@ -101,7 +106,7 @@ def _(upstream: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _flops(arguments: Sequence[Any]) -> int:
-    """Tensors come as their shapes here."""
+    """Return the FLOPs of a call; tensors come as their shapes here."""
     heads, wanted, _ = _parsed(arguments)
     (*leading, D), (V, teacher_D) = heads.student_input, heads.teacher_weight
     return 2 * math.prod(leading) * V * (D * (1 + wanted[0] + wanted[1]) + teacher_D)

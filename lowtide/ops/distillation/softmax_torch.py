@@ -1,11 +1,13 @@
-"""The pass over a tile of both heads' logits, in plain torch: statistics of the rows, then, in the student's
-place, the gradient of what its product gave. `softmax_triton.py` has the same function in Triton; the
-formulas are in divergences.py.
+"""Take row statistics and the gradient from a tile of both heads' logits, in plain torch.
 
-A product gives u + bias; the logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft cap c,
-whose slope, temperature apart, is 1 / cosh^2((u + bias) / c).
+The gradient is written over the student's product. softmax_triton.py has the same function in
+Triton; divergences.py has the formulas.
 
-Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows at once.
+A product gives u + bias. The logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft
+cap c. Its slope, temperature apart, is 1 / cosh^2((u + bias) / c).
+
+Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows
+at once.
 """
 
 from typing import NamedTuple
@@ -17,7 +19,7 @@ from lowtide.core.soft_cap import slope_of_tanh
 
 
 class Logits(NamedTuple):
-    """A head's tile: what the product gave, and the way from there to the logits."""
+    """Hold a tile of one head: a product, and what turns it into logits."""
 
     product_CB: Tensor
     bias_B: Tensor | None
@@ -26,11 +28,13 @@ class Logits(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """What no capped logit exceeds; 0 without a cap."""
+        """Return a bound that no capped logit exceeds; 0 without a cap."""
         return (self.softcap or 0) / self.temperature
 
 
 class Statistics(NamedTuple):
+    """Hold the statistics of rows, in the notation of divergences.py."""
+
     loss_C: Tensor
     student_max_C: Tensor
     student_sum_C: Tensor  # S of divergences.py
@@ -40,6 +44,7 @@ class Statistics(NamedTuple):
     mean_C: Tensor  # M or K
 
     def of(self, rows: slice) -> "Statistics":
+        """Return the statistics of some rows."""
         return Statistics(*(vector[rows] for vector in self))
 
 
@@ -54,7 +59,11 @@ def divergence_(
     gradient_dtype: torch.dtype | None,  # None: statistics alone
     at_once: int,
 ) -> Tensor | None:  # [C, B]
-    """The gradient is multiplied by pull, a number a row. `at_once`: about as many logits at a time."""
+    """Take the statistics, and write the gradient over the student's product.
+
+    The gradient is multiplied by `pull_C`, one number for each row. `at_once`: about how many
+    logits are taken at a time.
+    """
     C, B = student.product_CB.shape
     # Over the products, in as many bytes or half of them.
     g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
@@ -71,12 +80,12 @@ def divergence_(
             if slope_cb is not None:
                 gradient_cb.mul_(slope_cb)
             torch.mul(gradient_cb, pull_C[rows, None], out=g_CB[rows])
-        del gradient_cb, slope_cb  # before the next is made
+        del gradient_cb, slope_cb  # freed before the next is made
     return g_CB
 
 
 def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
-    """z in the place of u; and, if it is to be had, the slope of a soft cap."""
+    """Write z over u; return it and, if `sloped`, the slope of a soft cap."""
     z_cb = head.product_CB[rows]
     if head.bias_B is not None:
         z_cb.add_(head.bias_B)
@@ -88,10 +97,10 @@ def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, T
 
 
 def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_statistics: bool) -> Tensor:
-    """The gradient by the student's logits."""
+    """Return the gradient with respect to the student's logits, after taking the statistics."""
     student_cb, teacher_cb = s_cb - stat.student_max_C[:, None], t_cb - stat.teacher_max_C[:, None]
     ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
-    # Excluded by the head that weighs the term; for Jensen-Shannon, by both.
+    # Excluded by the head that weights the term; for Jensen-Shannon, by both.
     weighs_cb = (
         student_cb if beta == 1 else teacher_cb if beta == 0 else torch.maximum(student_cb, teacher_cb)
     )
@@ -101,7 +110,7 @@ def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_
     if take_statistics:
         torch.sum(student_cb, 1, out=stat.student_sum_C)
         torch.sum(teacher_cb, 1, out=stat.teacher_sum_C)
-        # Term by term: a sum of numbers near each other's has lost the digits of the difference.
+        # Term by term: a difference of two sums that are close has lost its digits.
         excess_c = (student_cb - teacher_cb).sum(1).div_(stat.teacher_sum_C)
         log_ratio_c = (stat.student_sum_C / stat.teacher_sum_C).log_()
         torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_C)
@@ -124,10 +133,10 @@ def _jensen_shannon(
     beta: float,
     take_statistics: bool,
 ) -> Tensor:
-    """Consumes all of its tensors."""
+    """Return the same for Jensen-Shannon; consumes all of its tensors."""
     gap_cb = ahead_cb.neg_().add_(stat.log_ratio_C[:, None])
-    gap_cb.nan_to_num_(0)  # an infinite one: the largest number, which 0 takes to 0
-    # Whichever of both is the larger is the nearer to m: by log1p of something small.
+    gap_cb.nan_to_num_(0)  # an infinite one becomes the largest number, which 0 takes to 0
+    # m is nearer to the larger of the two, and log1p of a small number gives the distance.
     share_cb = (gap_cb >= 0).to(gap_cb.dtype).mul_(1 - 2 * beta).add_(beta)
     near_cb = gap_cb.abs().neg_().expm1_().mul_(share_cb).log1p_().neg_()
     del share_cb
@@ -136,7 +145,7 @@ def _jensen_shannon(
     if take_statistics:
         student_term_cb = student_cb * s_gap_cb
         torch.sum(student_term_cb, 1, out=stat.mean_C)
-        # Term by term: the two sums cancel at first order.
+        # Term by term, since the two sums cancel at first order.
         terms_cb = teacher_term_cb.mul_(beta).add_(student_term_cb, alpha=1 - beta)
         torch.sum(terms_cb, 1, out=stat.loss_C)
     return s_gap_cb.sub_(stat.mean_C[:, None]).mul_(student_cb).mul_(1 - beta)

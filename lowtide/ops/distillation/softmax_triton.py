@@ -1,10 +1,11 @@
-"""The pass over a tile of both heads' logits in two Triton kernels; softmax_torch.py says what it does, in
-torch.
+"""Take row statistics and the gradient from a tile of both heads' logits, in two Triton kernels.
 
-A program takes a row. The statistics of a KL divergence are taken in one read of both heads' logits, those of
-Jensen-Shannon, which need the normalisers, in two. The gradient takes one more. A half-precision gradient is
-written into the second half of its own row of float32 products, from the last class to the first, so that no
-write reaches a number that is still to be read.
+softmax_torch.py has the same function in torch, and says what it does.
+
+A program takes a row. The statistics of a KL divergence need one read of both heads' logits. Those
+of Jensen-Shannon need the normalisers, and so a second read. The gradient takes one more. A
+half-precision gradient is written into the second half of its own row of float32 products, from the
+last class to the first, so that no write reaches a number that is still to be read.
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
 """
@@ -17,13 +18,16 @@ from torch import Tensor
 from lowtide.ops.distillation.softmax_torch import Logits, Statistics
 from lowtide.ops.linear_cross_entropy.engines.softmax_triton import LOWEST, gradient_view, load_logits
 
-# Logits of each head to the tile; with a bias or a soft cap half as many, which is what the registers hold.
+# Logits of each head in a tile. With a bias or a soft cap half as many fit into the registers.
 BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16
 
 
 @triton.jit
 def log1p(x):
-    """By the series of 2 artanh(x / (2 + x)) near 0, where a logarithm near 1 has lost its digits."""
+    """Return log(1 + x), near 0 by the series of 2 artanh(x / (2 + x)).
+
+    A logarithm near 1 has lost its digits.
+    """
     y = x / (2.0 + x)
     square = y * y
     series = 2.0 * y * (1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
@@ -32,7 +36,7 @@ def log1p(x):
 
 @triton.jit
 def expm1(x):
-    """Of a number below 0, or 0: near it by Taylor's series."""
+    """Return exp(x) - 1 for x <= 0, near 0 by Taylor's series."""
     y = tl.maximum(x, -0.25)
     series = 1.0 + y * (1 / 5) * (1.0 + y * (1 / 6) * (1.0 + y * (1 / 7)))
     series = y * (1.0 + y * 0.5 * (1.0 + y * (1 / 3) * (1.0 + y * 0.25 * series)))
@@ -41,18 +45,22 @@ def expm1(x):
 
 @triton.jit
 def _weighted(weight_b, value_b):
-    """A probability of 0 times infinity is 0."""
+    """Return weight times value, where a weight of 0 times infinity is 0."""
     return weight_b * tl.where(weight_b == 0.0, 0.0, value_b)
 
 
 @triton.jit
 def _difference(a_b, b_b, excluded_b):
+    """Return a - b, or 0 where a class is excluded."""
     return tl.where(excluded_b, 0.0, a_b) - tl.where(excluded_b, 0.0, b_b)
 
 
 @triton.jit
 def _online(z_b, value_b, max_b, sum_b, total_b):
-    """The largest z, and relative to it the sums of exp(z) and exp(z) value, with one more z each."""
+    """Add one more z to the running maximum of z, sum of exp(z) and sum of exp(z) value.
+
+    Both sums are relative to the maximum.
+    """
     ratio_b = tl.exp(-tl.abs(z_b - max_b))
     new_b, old_b = tl.where(z_b > max_b, 1.0, ratio_b), tl.where(z_b > max_b, ratio_b, 1.0)
     return (
@@ -64,7 +72,7 @@ def _online(z_b, value_b, max_b, sum_b, total_b):
 
 @triton.jit
 def _gaps(s_b, t_b, log_ratio, beta):
-    """s - m and t - m, from a of divergences.py."""
+    """Return s - m and t - m, from a of divergences.py."""
     gap_b = _difference(t_b, s_b, tl.maximum(s_b, t_b) == -float("inf")) + log_ratio
     near_b = -log1p(tl.where(gap_b >= 0.0, 1.0 - beta, beta) * expm1(-tl.abs(gap_b)))
     return near_b - tl.maximum(gap_b, 0.0), tl.minimum(gap_b, 0.0) + near_b
@@ -93,7 +101,7 @@ def _statistics_kernel(
     JENSEN_SHANNON: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of KL(own || other); or of Jensen-Shannon, where own is the student."""
+    """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student."""
     row = tl.program_id(0).to(tl.int64)
     own_ptr, other_ptr = own_CV_ptr + row * own_stride, other_CV_ptr + row * other_stride
     own_max_b, other_max_b = tl.full([BLOCK], LOWEST, tl.float32), tl.full([BLOCK], LOWEST, tl.float32)
@@ -162,6 +170,7 @@ def _gradient_kernel(
     REVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Store the gradient with respect to the student's product, times `pull`."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr, teacher_ptr = student_CB_ptr + row * student_stride, teacher_CB_ptr + row * teacher_stride
     student_max, student_sum = tl.load(student_max_C_ptr + row), tl.load(student_sum_C_ptr + row)
@@ -202,10 +211,15 @@ def divergence_(
     gradient_dtype: torch.dtype | None,
     at_once: int = 0,  # all of them
 ) -> Tensor | None:  # [C, B]
+    """Take the statistics, and write the gradient over the student's product.
+
+    softmax_torch.py describes the arguments; `at_once` is not used here.
+    """
     (C, B), stat = student.product_CB.shape, statistics
     plain = all(each.bias_B is None and not each.softcap for each in (student, teacher))
     block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
-    # Fused, a product less a product is not 0 where both are the same: near the teacher all is small.
+    # With fused multiply-adds, a product minus an equal product is not 0, which matters near the
+    # teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}
     scale = 1 / student.temperature
     if take_statistics and C:

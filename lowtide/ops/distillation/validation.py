@@ -1,4 +1,7 @@
-"""What a call must look like: the argument, what was expected, what came, and what to do."""
+"""Check what a call looks like.
+
+Each error message names the argument, what was expected, what came, and what to do.
+"""
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 
 
 def check_heads(heads: Heads) -> None:
+    """Raise unless the tensors of both heads fit each other."""
     given = heads._asdict()
     named = {name: tensor for name, tensor in given.items() if name not in OPTIONAL or tensor is not None}
     check_tensors(named)
@@ -32,6 +36,7 @@ def check_heads(heads: Heads) -> None:
 
 
 def check_options(options: Options) -> None:
+    """Raise unless the options have values in their ranges."""
     hint = "; for that of torch's kl_div, take 'sum' and divide" if options.reduction == "batchmean" else ""
     check_choice("reduction", options.reduction, REDUCTIONS, hint)
     check_softcap("student_softcap", options.student_softcap)
@@ -43,6 +48,7 @@ def check_options(options: Options) -> None:
 
 
 def check_beta(beta: float) -> None:
+    """Raise unless beta is strictly between 0 and 1."""
     check_number("beta", beta)
     if not 0 < beta < 1:
         raise ArgumentError(
@@ -52,6 +58,7 @@ def check_beta(beta: float) -> None:
 
 
 def _check_shapes(named: dict[str, Tensor]) -> None:
+    """Raise unless classes and rows of both heads match."""
     leading, V = named["student_input"].shape[:-1], named["student_weight"].shape[0]
     if V == 0:
         raise ArgumentError("student_weight must have at least one class, got none")
@@ -77,6 +84,7 @@ def _check_shapes(named: dict[str, Tensor]) -> None:
 
 
 def _check_dtypes(named: dict[str, Tensor]) -> None:
+    """Raise unless the dtypes match, or autocast casts them."""
     if "ignored" in named and named["ignored"].dtype != torch.bool:
         raise ArgumentTypeError(
             f"ignored must be a bool tensor, True where a row does not count, got {named['ignored'].dtype}"
