@@ -1,9 +1,8 @@
-"""Compute losses of a language-model head, or of its log-probabilities, without holding the
-logits.
+"""Compute losses of a head or of log-probabilities, without holding the logits.
 
-Losses that take hidden states and a weight run in a bounded workspace; preference and policy losses
-take log-probabilities, [B] or [B, T] numbers, which a reference or an older policy can compute once
-and store.
+Losses that take hidden states and a weight run in a bounded workspace. Preference and policy losses
+take log-probabilities, [B] or [B, T] numbers; those of a reference or an older policy can be
+computed once and stored.
 
 The modules, in the order of imports (a module imports only those above it):
 

@@ -73,8 +73,8 @@ def grpo(
             alone.
         max_completion_length: a number of tokens; required by `"dr_grpo"`, and for it alone.
 
-    Precision: the result is float32, or float64 where an argument is float64. :math:`\log r` and d are
-    clamped at 20: a ratio beyond 5e8 takes that value, and no gradient.
+    Precision: the result is float32, or float64 where an argument is float64. :math:`\log r` and d
+    are clamped at 20: a ratio beyond 5e8 takes that value, and no gradient.
 
     Memory: O(B T), a few tensors of that shape.
 

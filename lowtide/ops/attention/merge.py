@@ -42,7 +42,8 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     gradients of the whole. A part in which a query sees no key (logsumexp -inf) has weight 0. A
     query that sees no key in any part gets 0 and -inf, and finite gradients.
 
-    Memory: O(P B M H) for the weights, and a few tensors of the size of out in the logsumexps' dtype.
+    Memory: O(P B M H) for the weights, and a few tensors of the size of out in the logsumexps'
+    dtype.
 
     Raises:
         ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.

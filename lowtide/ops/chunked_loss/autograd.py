@@ -86,7 +86,7 @@ class Recompute(torch.autograd.Function):
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Return True for a tensor that a vmap, or autograd's own batching, holds several of."""
+    """Return True for a tensor that vmap, or autograd under is_grads_batched, has batched."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
 
 
@@ -103,7 +103,7 @@ def _scaled(job: Job, kept: Kept, upstream: Tensor) -> Tensor:
     factor = upstream if factor is None else upstream * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)
-    # Hooks of saved tensors may bring it back in other strides.
+    # Hooks of saved tensors may bring the gradient back in other strides.
     if not in_place or not gradient.is_contiguous():
         gradient = gradient.clone(memory_format=torch.contiguous_format)
     flat = gradient.view(job.rows, *gradient.shape[len(job.leading) :])

@@ -1,9 +1,9 @@
 """Cut rows into chunks, find how many rows fit, and keep the state to compute a chunk again.
 
-Rows that fit a workspace are found by counting the tensors that operators return, in chunks of
-growing size. The count depends on shapes alone, so every rank finds the same number without asking
-the others. A chunk's memory is the largest of several sums, each linear in the number of rows. So
-between two measured sizes it stays below the line through both.
+Rows that fit a workspace are found by counting the bytes of the tensors that operators return, in
+chunks of growing size. The count depends on shapes alone, so every rank finds the same number
+without asking the others. A chunk's memory is the largest of several sums, each linear in the
+number of rows. So between two measured sizes it stays below the line through both.
 """
 
 import contextlib
@@ -206,15 +206,18 @@ def is_ours() -> bool:
 
 
 def _top_hooks() -> Any:
+    """Return the innermost hooks of saved tensors, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
+    """Save a tensor as it is, with its version."""
     # Detached: an output that held itself through its graph would live until garbage is collected.
     return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+    """Return a saved tensor; raise if it was changed in place."""
     tensor, version = packed
     if tensor._version != version:  # autograd's own check is off under hooks
         raise RuntimeError(

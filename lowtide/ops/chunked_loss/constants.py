@@ -28,12 +28,16 @@ CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 SKIPPED = {"torch", "lowtide", "numpy", "triton", *sys.stdlib_module_names} - {"__main__"}
 ENTRIES = frozenset({"forward", "__call__"})
 ALL_CHILDREN = {"children", "modules", "named_children", "named_modules", "parameters", "_modules"}
-MOST = 1000  # elements of a container that are looked at, and kilobytes of an array
+# The largest container that is looked into, in elements; and array, in kilobytes.
+MOST = 1000
 MOST_VALUES = 20_000
 
 
 class Version:
-    """Hold a tensor and its version; kept alive, or another tensor might take its id."""
+    """Hold a tensor and its version.
+
+    The tensor is kept alive, since another might take its id.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
@@ -71,7 +75,7 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
 
 
 def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Yield what is found in a value, each with the names of the code that gets it.
+    """Yield what is found in a value: its name, itself, and the names of the code that gets it.
 
     `names`: the names of the code that has the value.
     """

@@ -45,7 +45,6 @@ class Call:
             tensors += [(f"{prefix}.{name}", parameter) for name, parameter in parameters]
         places: dict[int, int] = {}
         learned: list[Tensor] = []
-        """The tensors that need a gradient (with `every`, those that may have one), each once."""
         self.names: list[str] = []
         for name, tensor in tensors:
             taken = tensor.is_floating_point() if every else tensor.requires_grad
@@ -54,7 +53,7 @@ class Call:
                 learned.append(tensor)
                 self.names.append(name)
         self.learned = tuple(learned)
-        """What needs a gradient (with `every`, what may have one), each once, however often it is tied."""
+        """The tensors that need a gradient (with `every`, those that may have one), each once."""
         self._places = places
         self._stage = _Stage(self.modules.values())
         self._swapped = {

@@ -43,8 +43,7 @@ class Plan(NamedTuple):
     operand_classes: int
     """Classes whose weight rows are copied at a time; V where no copy is needed."""
     accumulate: bool
-    """True to sum the weight's gradient over chunks, False to form it block by block of
-    classes."""
+    """True to sum the weight's gradient over chunks, False to form it block by block."""
     block_rows: int
     block_classes: int
 

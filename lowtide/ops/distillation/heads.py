@@ -93,13 +93,13 @@ class Options(NamedTuple):
     student_softcap: float | None = None
     teacher_softcap: float | None = None
     student_dtype: torch.dtype = torch.float32
-    """The dtype of its products' operands: the input's, or autocast's."""
+    """The dtype of the operands of the student's products: the input's, or autocast's."""
     teacher_dtype: torch.dtype = torch.float32
     dense: int | None = None
-    """Bytes that the dense computation would hold in place of a workspace.
+    """Bytes that the dense computation would hold beyond inputs, loss and gradients.
 
-    They limit the default workspace. None until `told`, and in a graph, where the number of rows
-    must decide nothing.
+    They limit the default workspace. None until `told`, and in a compiled graph, whose plan must
+    not depend on the number of rows.
     """
 
     @property

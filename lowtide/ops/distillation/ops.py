@@ -1,11 +1,12 @@
 """Register the operators that a graph sees of distillation, their outputs' shapes and their FLOPs.
 
     distillation            the loss. For mean and sum also the gradients asked for, each as two
-                            tensors: the sum of the products, or that sum rounded, and the factor
+                            tensors: the sum of the products, or that sum rounded; and the factor
                             still to be applied.
-    distillation_backward   for none, the gradients asked for, from the upstream gradient
+    distillation_backward   for reduction "none": the gradients asked for, from the upstream
+                            gradient
 
-They know no autograd. Sizes of chunks are chosen inside, so that no new length compiles anew.
+They know no autograd. Sizes of chunks are chosen inside, so a new number of rows compiles nothing.
 
 Shapes: N rows, D features, V classes.
 """

@@ -53,10 +53,12 @@ def rescale(dropout: float) -> float:
 
 
 def _range(seed: Tensor, size: int) -> Tensor:
+    """Return 0 to size - 1 on the seed's device."""
     return torch.arange(size, device=seed.device)
 
 
 def _seed_key(seed: Tensor) -> Tensor:
+    """Return the hash of both words of the seed."""
     low, high = seed & WORD, (seed >> 32) & WORD
     return _chained(_mixed(low), high)
 

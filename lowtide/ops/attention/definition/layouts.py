@@ -84,8 +84,10 @@ def from_xformers(
 def from_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Layout, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the layout, and query, key, value and mask, from [..., H, M, E] with leading
-    dimensions that broadcast."""
+    """Return the layout, and query, key, value and mask in [B, H, M, K].
+
+    The layout is [..., H, M, E]; the leading dimensions broadcast.
+    """
     named = {"query": query, "key": key, "value": value}
     check_tensors(named)
     for name, tensor in named.items():
@@ -123,7 +125,7 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
 
 
 def _padded(bias: Tensor, dims: int, wanted: str) -> Tensor:
-    """Return a bias with leading dimensions of size 1, so that it has `dims`."""
+    """Return a bias with leading dimensions of size 1 added, up to `dims` dimensions."""
     if bias.dim() > dims:
         raise ArgumentError(f"attn_bias must broadcast to {wanted}, got {list(bias.shape)}")
     return bias[(None,) * (dims - bias.dim())]

@@ -222,6 +222,7 @@ class BlockDiagonalMask(AttentionBias):
         return self._split(tensor, self.k_starts)
 
     def _split(self, tensor: Tensor, starts: Sequence[int]) -> list[Tensor]:
+        """Return the parts of a tensor between these starts, by the batches that were joined."""
         if tensor.shape[:2] != (1, starts[-1]):
             raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
         parts, sequence = [], 0

@@ -161,6 +161,7 @@ def check_numbers(p: object, scale: object, softcap: object) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
+    """Raise unless the value is a number, and no tensor."""
     if isinstance(value, Tensor):
         raise ArgumentTypeError(
             f"{name} must be a float, got a tensor; multiply query with it, or use .item()"

@@ -1,8 +1,8 @@
 """Differentiate the operators.
 
 Forward keeps its inputs, its result and the statistics of each row. Backward computes the scores
-again, tile by tile. A backward that is to be differentiated itself, or is batched, goes through
-higher_order.py.
+again, tile by tile. If backward is to be differentiated itself, or its upstream gradients are
+batched, higher_order.py computes the gradients.
 
 Shapes: B batches, H heads, M queries, E features of values.
 """
@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
 def again(
     operands: Operands, options: Options, wanted: Sequence[bool], upstream: Sequence[Tensor | None]
 ) -> Gradients:
-    """Return the gradients in a form that can be differentiated."""
+    """Return the gradients as differentiable functions of the operands."""
 
     def attended(own: list[Tensor | None]) -> tuple[Tensor, ...]:
         return higher_order.attention(operands._replace(**dict(zip(Operands._fields, own))), options)

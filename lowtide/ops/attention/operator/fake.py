@@ -13,7 +13,7 @@ from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.ops.attention.definition.operands import Operands, Options, sizes
-from lowtide.ops.attention.operator import ops  # noqa: F401  the operators that it speaks of
+from lowtide.ops.attention.operator import ops  # noqa: F401  imported to register the operators
 from lowtide.ops.attention.torch_backend.chunk import allocate
 
 

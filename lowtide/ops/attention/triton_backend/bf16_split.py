@@ -47,6 +47,7 @@ def precision() -> str:
 
 
 def _allows_tf32() -> bool:
+    """Return True if torch may use TF32 in float32 products."""
     # allow_tf32 raises once the newer setting has been used.
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

@@ -16,6 +16,7 @@ GOLDEN = tl.constexpr(dropout.GOLDEN)
 
 @triton.jit
 def mixed(bits):
+    """Return lowbias32 of uint32 numbers."""
     bits ^= bits >> 16
     bits *= FIRST
     bits ^= bits >> 15
@@ -25,6 +26,7 @@ def mixed(bits):
 
 @triton.jit
 def chained(key, value):
+    """Return the hash of a key and one more index."""
     return mixed((key + GOLDEN) ^ value.to(tl.uint32))
 
 

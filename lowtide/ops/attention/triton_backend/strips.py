@@ -1,19 +1,19 @@
 """Decide which scores backward stores in memory, and how many at a time.
 
-A gradient of scores serves up to four times: for the gradients of query, key and bias and, with the
-weights, for that of the value. Storing all of them would take O(M N). So backward works strip by
-strip. A strip has some batches, some heads and some keys, as many as fit, and all queries.
+A gradient of a score serves up to four times: for the gradients of query, key and bias and, with
+the weights, for that of the value. Storing all of them would take O(M N). So backward works strip
+by strip. A strip has some batches, some heads and some keys, as many as fit, and all queries.
 
 The gradients of a strip's keys are complete with the strip. Where a strip does not have all keys,
 the gradient of its queries is summed over strips, in float32. Each number of a bias's gradient is
 one sum in one program, so a strip has all batches, or all heads, that share a bias. The exception
-is float32 whose pieces of so many do not fit: there the bias's gradient is summed over strips, in
-float32.
+is float32, where the pieces of so many may not fit: then the bias's gradient is summed over strips,
+in float32.
 
-Only the kernel that computes the scores differs. With more features than fit into registers (half
-precision above 256) a kernel computes nothing else; the weights are stored too, and all gradients
-are products of what is stored. Otherwise it is the kernel of the gradients of key and value, or of
-the value alone where both are too many sums for its registers; the remaining gradients are
+Two kernels can compute the scores. With more features than fit into registers (half precision above
+256), it is one that computes nothing else: the weights are stored too, and all gradients are
+products of what is stored. Otherwise it is the one that computes the gradients of key and value, or
+of the value alone where both are too many sums for its registers; the remaining gradients are
 products.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
@@ -27,7 +27,7 @@ from lowtide.ops.attention.definition.operands import Operands, Options, Sizes
 from lowtide.ops.attention.triton_backend.bf16_split import padded
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv
 
-# Bytes that a strip holds, including its operands' pieces and a float32 sum of dq: 256 MiB of
+# Bytes that a strip may hold, including its operands' pieces and a float32 sum of dq: 256 MiB of
 # gradients, and the pieces and sums of some heads. A strip of the fewest keys may hold more. For
 # each number stored of a score it takes as much as a gradient of 128 features (decision 0050).
 ROOM = 304 << 20
@@ -77,13 +77,13 @@ class Kept(NamedTuple):
 def kept(operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool) -> Kept:
     """Return what backward stores of each score.
 
-    together: one kernel computes the gradients of key and value. many: no kernel does, of so many
-    features.
+    together: one kernel computes the gradients of key and value. many: there are too many features
+    for any kernel that computes one of them.
 
     A bias with rows and columns needs stored scores for its gradient. Otherwise scores are stored
-    where products are expensive. In float32 one product is six of half precision. Half precision
-    alone is faster when it computes the scores again (403 TFLOP/s on an H200, in 3 MiB; decision
-    0050).
+    where products are expensive: in float32, where one product takes six of half precision. Half
+    precision alone is faster when it computes the scores again (403 TFLOP/s on an H200, in 3 MiB;
+    decision 0050).
     """
     query, key, value = wanted[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
