@@ -36,9 +36,9 @@ def info_nce(
     ``reduction="none"``.
 
     Args:
-        query, key: floating-point, of one dtype (under autocast, any but float64 beside another)
-            and on one device. Both may require a gradient. They are not normalised here; see
-            :func:`torch.nn.functional.normalize`.
+        query, key: floating-point, on one device and of one dtype. Under autocast the dtypes may
+            differ, unless one is float64. Both may require a gradient. They are not normalised
+            here; see :func:`torch.nn.functional.normalize`.
         logit_scale: 1 / temperature; a 0-d tensor may require a gradient.
         reduction: `"mean"`, `"sum"` or `"none"`, over the B queries.
         workspace, backend: as for :func:`lowtide.linear_cross_entropy`; workspace is in bytes.
@@ -98,8 +98,9 @@ def contrastive(
     Shapes: image [B, D], text [B, D]; row i of image belongs to row i of text. The result is 0-d.
 
     Args:
-        image, text: floating-point, of one dtype (under autocast, any but float64 beside another)
-            and on one device. Both may require a gradient. They are not normalised here.
+        image, text: floating-point, on one device and of one dtype. Under autocast the dtypes may
+            differ, unless one is float64. Both may require a gradient. They are not normalised
+            here.
         logit_scale: the multiplier itself, a float or a 0-d tensor that may require a gradient.
             CLIP learns its logarithm and keeps the scale below 100: pass
             ``model.logit_scale.exp().clamp(max=100)``.

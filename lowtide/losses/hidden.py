@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 class HeadOptions(TypedDict, total=False):
-    """Name the options that are passed on to :func:`lowtide.linear_log_probs`, which explains
-    them."""
+    """Name the options of :func:`lowtide.linear_log_probs`, which explains them."""
 
     linear_bias: Tensor | None
     softcap: float | None
@@ -89,8 +88,8 @@ def sequence_log_probs(
     Shapes: input [B, T, D], linear_weight [V, D], target [B, T]; the result is [B].
 
     Args:
-        target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and ``tokens[:,
-            1:]``.
+        target: the token that each position predicts, so slice: ``hidden[:, :-1]`` and
+            ``tokens[:, 1:]``.
         reduction: `"sum"` for DPO and KTO, `"mean"` for ORPO and SimPO.
         ignore_index: positions with this target (prompt, padding) do not count; None means -100. A
             sequence in which no position counts has log-probability 0, without gradient.

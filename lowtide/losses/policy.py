@@ -43,8 +43,10 @@ def grpo(
                      \mathrm{clip}(r_{it}, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A_i\bigr)
                      + \beta (e^{d_{it}} - d_{it} - 1).
 
-    With ``importance_sampling_level="sequence"`` (GSPO) all tokens of a sequence share :math:`r_i =
-    \exp \frac{1}{|y_i|} \sum_t \log r_{it}`. `loss_type` says how the tokens are reduced:
+    With ``importance_sampling_level="sequence"`` (GSPO) all tokens of a sequence share
+    :math:`r_i = \exp \frac{1}{|y_i|} \sum_t \log r_{it}`.
+
+    `loss_type` says how the tokens are reduced:
 
     * `"grpo"`: the mean over each sequence, then the mean over the B sequences (as in GSPO);
     * `"dapo"`: the sum divided by `num_items_in_batch`, or by the number of tokens that count here

@@ -152,8 +152,8 @@ def memory_efficient_attention_with_lse(
     Shapes: the logsumexp is [B, H, M] ([B, M] or [B, G, H, M] in the other layouts), in float32, or
     in float64 for float64. It is -inf where a query sees no key. Dropout does not change it.
 
-    Both results are differentiable, alone or together: :math:`\partial\, \mathrm{lse}_i / \partial
-    z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
+    Both results are differentiable, alone or together:
+    :math:`\partial\, \mathrm{lse}_i / \partial z_{ij} = e^{z_{ij} - \mathrm{lse}_i}`.
 
     The arguments, memory, precision and errors are those of :func:`memory_efficient_attention`.
     torch's own kernels give no logsumexp, so `backend="sdpa"` raises.

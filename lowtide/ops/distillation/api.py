@@ -45,8 +45,8 @@ def forward_kl(
     teacher, the loss of a row and its gradient with respect to the student's logits are
 
     .. math::
-        L = \sum_v e^{t_v} (t_v - s_v), \qquad \frac{\partial L}{\partial z_v} = \frac{e^{s_v} -
-        e^{t_v}}{T}.
+        L = \sum_v e^{t_v} (t_v - s_v), \qquad
+        \frac{\partial L}{\partial z_v} = \frac{e^{s_v} - e^{t_v}}{T}.
 
     The teacher is a constant: its tensors get no gradient, whether they require one or not.
     (Teachers are often run under ``no_grad`` with parameters that were never frozen. In
@@ -57,9 +57,9 @@ def forward_kl(
     T grows, multiply by T² yourself: ``T**2 * forward_kl(..., temperature=T)`` (Hinton,
     arxiv.org/abs/1503.02531).
 
-    A class that one head excludes has a bias of -inf there (which a soft cap would turn into -c).
-    It adds nothing where its probability weights the term. Where the teacher gives probability to a
-    class that the student excludes, the loss is infinite.
+    A head excludes a class by a bias of -inf (which a soft cap would turn into -c). A class that
+    the teacher excludes adds 0 to the loss. A class that only the student excludes makes the loss
+    infinite.
 
     Shapes:
         student_input [..., D_s], student_weight [V, D_s], student_bias [V], teacher_input
@@ -92,10 +92,11 @@ def forward_kl(
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for
-        half precision on the CPU). Products, logits, the loss and the weight's gradient are summed
-        in float32; float64 stays float64. The gradient of the logits is formed in float32 and
-        rounded once to the dtype of the products. Each result is rounded once. The student's input
-        gradient for mean and sum is rounded twice if the upstream gradient is no power of two.
+        half precision on the CPU). They are accumulated in float32, and so are the logits, the loss
+        and the weight's gradient; float64 stays float64. The gradient of the logits is formed in
+        float32 and rounded once to the dtype of the products. Each result is rounded once. The
+        student's input gradient for mean and sum is rounded twice if the upstream gradient is no
+        power of two.
         Student and teacher may differ in dtype, but float64 is for both or none. The loss is
         float32, or float64 for float64.
         Where the student is close to its teacher, the loss is closer to the truth than that of
@@ -154,9 +155,10 @@ def reverse_kl(
         L = \sum_v e^{s_v} (s_v - t_v), \qquad
         \frac{\partial L}{\partial z_v} = \frac{e^{s_v} (s_v - t_v - L)}{T}
 
-    Where the student gives probability to a class that the teacher excludes, the loss is infinite,
-    and its gradient NaN. Shapes, arguments, precision, memory and errors are those of
-    :func:`forward_kl`.
+    A class that the student excludes adds 0 to the loss. A class that only the teacher excludes
+    makes the loss infinite, and its gradient NaN.
+
+    Shapes, arguments, precision, memory and errors are those of :func:`forward_kl`.
 
     Source: MiniLLM, arxiv.org/abs/2306.08543.
     """
