@@ -103,7 +103,8 @@ def _rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[An
     key = (methods, workspace, shapes, kinds, job.wanted, tuple(job.replay.casts))
     rows, all_of_them = sizes.get(key, (0, True))
     if all_of_them and rows < job.rows:
-        # Hooks outside must not see these runs, since the next call makes none.
+        # The caller's hooks of saved tensors must not see these runs, since the next call makes
+        # none.
         with ours():
             rows = most_rows(workspace, job.rows, lambda rows: peak(job, tensors, rows))
         sizes[key] = rows, rows == job.rows

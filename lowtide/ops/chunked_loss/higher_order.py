@@ -50,7 +50,7 @@ def loss_within_transforms(job: Job, tensors: Tensors) -> Tensor:
 def _check_closures(job: Job, tensors: Tensors) -> None:
     """Raise if a derivative would come in by any other way than `tensors`, where it would be lost.
 
-    A chunk is run on tensors that stand still, so nothing of it may vary.
+    A chunk is run on tensors that no transform varies, so its loss must not vary either.
     """
     still = tuple(_still(tensor) for tensor in tensors)
     sample = replace(job, aux={}, replay=Replay(still))

@@ -54,7 +54,7 @@ class Job:
     values: list[Tensor] = field(default_factory=list)
     """The loss of each chunk when it first ran."""
     meter: Callable[[int], Any] = contextlib.nullcontext
-    """Returns the context of a chunk's computation, by the chunk's place."""
+    """Maps a chunk's place to the context in which it is computed."""
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,8 @@
 """Decide from shapes, dtypes and device which pass runs and how it spends the workspace.
 
     fixed       vectors of N and V numbers, and the temporaries of one tile of the pass in torch
-    per row     the logits of both heads, copies of its features, and the gradient of the student's
+    per row     the logits of both heads, copies of their features, and the gradient of the
+                student's features
 
 The rest is as in linear_cross_entropy/planning/chunking.py. Where the float32 sum of a
 half-precision weight's gradient leaves too few rows, that gradient is formed class block by class
@@ -23,7 +24,7 @@ from lowtide.ops.linear_cross_entropy.planning.chunking import Needs, granted, l
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 
 # Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
-# GPU. It holds so many tensors of that size at once.
+# GPU. The pass holds TEMPORARIES tensors of that size at once.
 TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
 

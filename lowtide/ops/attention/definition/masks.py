@@ -100,8 +100,10 @@ class AttentionBias:
             raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
-        """Return where the sequences of a variable-length mask start, among queries and among
-        keys; None for other masks."""
+        """Return where the sequences start, among queries and among keys, or None.
+
+        None stands for a mask that has no sequences of its own.
+        """
         return None
 
     def __repr__(self) -> str:
@@ -115,8 +117,10 @@ class LowerTriangularMask(AttentionBias):
     band = Band(right=0)
 
     def add_bias(self, bias: Tensor) -> "LowerTriangularMaskWithTensorBias":
-        """Return the same mask with a tensor that is added to the scores; see
-        :class:`AttentionBias`."""
+        """Return the same mask with a tensor that is added to the scores.
+
+        Shapes and errors are those of :meth:`AttentionBias.add_bias`.
+        """
         if self.bias is not None:
             raise ArgumentError("this mask has a bias already; add the two tensors first")
         return LowerTriangularMaskWithTensorBias(bias)
@@ -140,8 +144,8 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
 class LocalAttentionFromBottomRightMask(AttentionBias):
     """Represent a window of keys around each query, counted from the bottom right.
 
-    Query i sees the keys from i + N - M - window_left to i + N - M + window_right. Both sides are
-    ints of at least 0; -1 is no limit.
+    Query i sees the keys from i + N - M - window_left to i + N - M + window_right. Each side is an
+    int of at least 0, or -1 or None for no limit.
     """
 
     def __init__(self, window_left: int, window_right: int) -> None:
@@ -159,7 +163,7 @@ class BlockDiagonalMask(AttentionBias):
 
     Example::
 
-        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # each [1, M_i, H, K]; x
+        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # [1, M_i, H, K] to
         [1, sum, H, K]
         y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
 
@@ -202,8 +206,10 @@ class BlockDiagonalMask(AttentionBias):
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> "tuple[BlockDiagonalMask, Tensor]":
-        """Return the mask of tensors [B_i, M_i, ...], of B_i sequences each, and all of them as
-        one tensor [1, sum, ...]."""
+        """Return the mask of several tensors, and all of them as one tensor [1, sum, ...].
+
+        Shapes: each tensor is [B_i, M_i, ...] and holds B_i sequences.
+        """
         lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
         mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
         flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]
@@ -301,8 +307,7 @@ def intervals(
     if starts is None and not bands:
         return None
     row_M = torch.arange(M, dtype=torch.int32, device=device)
-    # Plain numbers where there is one sequence: on CUDA each operation on a vector takes the host 5
-    # us.
+    # Plain numbers where there is one sequence: on CUDA a vector operation takes the host 5 us.
     low: Any = 0
     high: Any = N
     offset: Any = N - M
