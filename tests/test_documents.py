@@ -1,0 +1,44 @@
+"""The pages that a newcomer reads: narrow lines, and names that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [path for top in ("lowtide", "tests", "examples") for path in (ROOT / top).rglob("*.py")]
+COLUMNS = 100
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_prose_are_narrow(page):
+    """Code, tables and pictures cannot be wrapped; tests/integrations/table.py writes transformers.md."""
+    if page.name == "transformers.md":
+        pytest.skip("it is generated")
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+    long = [line for line in prose if len(line) > COLUMNS and not line.startswith(("    ", "|", "!["))]
+    assert not long
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    assert all("://" in target or (page.parent / target).exists() for target in targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_functions_are_where_a_page_says(page):
+    """`folder/file.py::name`, or `file.py::Class.method`."""
+    for file, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", page.read_text()):
+        texts = [path.read_text() for path in FILES if f"/{path.as_posix()}".endswith(f"/{file}")]
+        defined = [re.compile(rf"^ *(def|class) {part}\b", re.MULTILINE) for part in name.split(".")]
+        assert any(all(each.search(text) for each in defined) for text in texts), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_exist_that_a_page_names(page):
+    """A file by its name, or by the end of its path; NAME stands for any."""
+    known = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
+    for file in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
+        assert "NAME" in file or any(path.endswith(f"/{file}") for path in known), file
