@@ -160,7 +160,8 @@ def _softmax(name: str) -> None:
         with torch.no_grad():  # autocast may widen it, and does not know what is on the meta device
             one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
         node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
-        return input.like(node, input.meta.to(one.dtype))
+        # Torch's is contiguous, whatever it is of.
+        return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"))
 
 
 for _name in expression.MIX_CLASSES:

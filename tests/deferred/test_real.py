@@ -318,6 +318,8 @@ VIEWS = {
     "split": lambda z: z.split(2, 1)[1],
     "in another order": lambda z: z[:, [2, 0]],
     "half as many": lambda z: z[:, 1:] / 2,
+    "log-softmax of some": lambda z: z[:, 1:].log_softmax(-1),
+    "softmax of rows swapped": lambda z: z.transpose(0, 1).softmax(-1),
 }
 
 

@@ -131,10 +131,10 @@ def linear_cross_entropy(
         gradients, or o N V if that is more; 2 s N V where no gradient is wanted. o is the size of an operand,
         s that of a logit in the loss, o again or under autocast 4. Options make eager torch hold more, and
         are not counted.
-        Above that a call may hold 64 KiB (128 KiB on CUDA) and 64 bytes (256 on CUDA) for each of N + D + V,
-        which vectors and one row need however few the logits are; on CUDA under autocast up to o N V, where
+        Above that a call may hold 4 MiB (16 MiB on CUDA) and 64 bytes (256 on CUDA) for each of N + D + V,
+        so that a small call is not made of single rows and classes; on CUDA under autocast up to o N V, where
         N is below D; and, as with any workspace, what products pack, the float32 sums and copies of further
-        linear terms, and what a K-dimensional loss with ``reduction="none"`` holds (see `Memory`).
+        linear terms, and what a K-dimensional loss holds (see `Memory`).
         Where the gradients are large beside the logits (N below about D), that leaves less than the whole
         default, and a call may take four products instead of three: pass a workspace for speed.
         None is the whole default, whatever N is, in compiled and exported graphs, which serve every N, and

@@ -35,9 +35,13 @@ from lowtide.ops.linear_cross_entropy.planning.class_blocks import ClassBlocks
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
-# The default workspace is no more than the dense computation would hold, but at least this. It
-# covers the vectors and scalars beside few logits and, on CUDA, the allocation granularity.
-LEAST_DEFAULT = {"cpu": 1 << 16, "cuda": 1 << 17}
+# The default workspace is no more than the dense computation would hold, but at least this much above
+# the smallest plan: on CUDA, the allocation granularity.
+LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
+# And at least this much where it would be spent on few rows or few classes at a time. Such a plan was
+# 10 to 100 times slower on the CPU; with this room it takes at most 1.5 times as long as with the
+# whole default.
+ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
 # With a single GEMM over all tokens, the dense computation may hold nothing but their exponentials
 # beside a larger weight gradient. This GEMM takes as many bytes more per token, per feature and per
 # class.
@@ -189,16 +193,28 @@ def granted(workspace: int | None, dense: int | None, needs: Needs, narrow: int 
     """Return the workspace of this call in bytes: what was asked for, or else the default.
 
     The default is limited to what the dense computation would hold, where that is known, as long as
-    the vectors leave room for rows. (With few classes a token's vectors take more than its logits.
-    Without this exception such a call would run one row at a time, far too slowly.)
+    there is room for enough rows and classes at a time.
     """
     most = allowed(workspace, needs.device, needs.weight_sum, narrow)
     if workspace is not None or dense is None or dense >= most:
         return most
-    beside_vectors = needs.fixed + min(dense, needs.fixed)
     if needs.at_once:
         dense += BESIDE_ONE_PRODUCT * (needs.N + needs.D + needs.V)
-    return min(most, max(dense, beside_vectors, least(needs), LEAST_DEFAULT[needs.device]))
+    smallest = least(needs)
+    limited = min(most, max(dense, smallest + LEAST_ROOM[needs.device]))
+    if _runs_in_few_pieces(spend(limited, needs), needs):
+        return limited
+    return min(most, max(limited, smallest + ROOM[needs.device]))
+
+
+def _runs_in_few_pieces(sizes: "Sizes", needs: Needs) -> bool:
+    """Return whether chunks and blocks are large enough for GEMMs, or as large as the call."""
+    rows, classes = min(max(ROWS, needs.N // CHUNKS), needs.N), min(CLASSES, needs.V)
+    if sizes.weight_gradient == "by_class":
+        rows_at_once, classes_at_once = sizes.block_rows, sizes.block_classes
+    else:
+        rows_at_once, classes_at_once = sizes.rows, sizes.operand_classes
+    return sizes.rows >= rows and rows_at_once >= rows and classes_at_once >= classes
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:
