@@ -1,3 +1,28 @@
+"""Compute a model's losses by its own code, but without its logits: see `defer_logits`.
+
+The model's head returns an object that records the operations on the logits, and a loss of that
+object runs the fused operator.
+
+Modules, in the order of imports (each imports only from those above it):
+
+* frames: find the callers, by the interpreter's frames.
+* counting: count fused losses and materialised logits, in compiled code too.
+* steps: warn when training never calls the deferred head.
+* proxy: Python's operators and the search for proxies among arguments.
+* operands: record tensors, and refuse those that have changed since.
+* expression: the recorded operations, a tree that can run on any of its rows.
+* logits: `DeferredLogits`, the proxy for logits.
+* elementwise: operations that are recorded number by number.
+* indexing: operations that select, reshape or permute rows and classes.
+* match_head: the head that the fused operators take, if an expression is one.
+* chunks: functions of the rows, chunk by chunk, where the fused operators do not apply.
+* reductions: losses and other functions of the rows, by the fused operators or by chunks.
+* pytree: deferred logits as a node of torch's pytrees.
+* hidden: the proxy for the hidden states, given to the head's own forward.
+* locate_head: find the head of a model, and check that it can be deferred.
+* api: `defer_logits` and `Deferral`.
+"""
+
 from lowtide.deferred.api import Deferral, defer_logits
 from lowtide.deferred.counting import RealLogitsWarning
 from lowtide.deferred.steps import HeadNotCalledWarning

@@ -1,4 +1,4 @@
-"""defer_logits: one line, any model. Its docstring is the contract."""
+"""Define `defer_logits`, whose docstring is the contract, and its handle `Deferral`."""
 
 import copyreg
 from types import MethodType
@@ -19,14 +19,14 @@ __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "red
 
 
 class Deferral:
-    """What `defer_logits` returns: the way back, and a count of what happened.
+    """Undo a deferral, and count what it did; `defer_logits` returns one.
 
     Attributes:
         head: the module whose logits are deferred.
-        fused: how many losses have been computed without logits.
-        materialized: by operation, how often real logits were made for it.
+        fused: the number of losses computed without logits.
+        materialized: for each operation, how often it materialised the logits.
 
-    What torch.compile has compiled counts when it runs; what a CUDA graph replays does not.
+    Code compiled by torch.compile counts when it runs. A replayed CUDA graph does not count.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
@@ -36,7 +36,7 @@ class Deferral:
         self._plain = type(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
-        vars(head).pop("forward", None)  # the plain class's own, or check_head had refused it
+        vars(head).pop("forward", None)  # The plain class's own; check_head refuses any other.
 
     @property
     def fused(self) -> int:
@@ -50,16 +50,16 @@ class Deferral:
         return f"Deferral(head={self._plain.__name__}, fused={self.fused}, materialized={self.materialized})"
 
     def undo(self) -> None:
-        """The head is again as it was. A second call does nothing."""
+        """Restore the head's class. A second call does nothing."""
         if self._class is None:
             return
         self._watch.end()
         own = vars(self.head).get("forward")
         if own == MethodType(self._class.forward, self.head):  # type: ignore[attr-defined]
-            del self.head.forward  # of hooks that came and went in between
+            del self.head.forward  # Hooks that were added and removed meanwhile leave it behind.
         if type(self.head) is self._class:
             self.head.__class__ = self._plain
-        else:  # somebody has made a class of this one: fully_shard does
+        else:  # A class was derived from this one, as fully_shard does.
             for name in ("forward", "__reduce_ex__", "lowtide_deferral"):
                 delattr(self._class, name)
         self._class = None
@@ -75,7 +75,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
-        # Undone, it may still be what a hook calls.
+        # A hook may still call this after undo().
         if deferral._class is None or not args or not _defers(self, args[0]):
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
@@ -91,10 +91,11 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         return plain.forward(self, counts.on(args[0], reason), *args[1:], **kwargs)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """A copy or a pickle is of the plain class: it is not deferred, and loads without this package."""
+        """Reduce to the plain class: a copy is not deferred, a pickle loads without lowtide."""
         reduced: Any = plain.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         function, arguments, *rest = reduced
-        if function.__name__ == "__newobj__":  # which pickle allows of an object's own class alone
+        # pickle allows __newobj__ only of the object's own class.
+        if function.__name__ == "__newobj__":
             function, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
         return function, tuple(plain if each is type(self) else each for each in arguments), *rest
 
@@ -103,7 +104,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
 
 
 def _reason_against(head: nn.Module) -> str | None:
-    """Return what needs real logits of this call of the head; None if nothing does."""
+    """Return what needs real logits in this call of the head, or None if nothing does."""
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     if any((head._backward_hooks, head._backward_pre_hooks, *everywhere)):
         return "a backward hook of the head"
@@ -115,65 +116,82 @@ def _defers(head: nn.Module, input: object) -> bool:
 
 
 def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral:
-    """From here on the model's losses are computed without its logits: by its own, unmodified code, and by
-    the training loop around it, in training mode alone.
+    """Compute the model's losses without its logits, from its own, unmodified code.
 
-    The head's class is swapped for a subclass of it whose `forward`, in training mode, returns a small
-    object instead of logits z = x W^T + b [..., V]. That knows its shape, dtype and device, and records
+    The deferral is active in training mode only. It also covers a training loop that computes the
+    loss outside the model.
 
-    * what is done to its numbers: scale, division, tanh (so soft caps), casts, `+ b` [V], another product
-      of the same rows (LoRA), softmax and log-softmax, exp, sums and products of such;
-    * which it still has: views, rows by any index or mask, ranges of classes, transpositions.
+    The head's class is replaced by a subclass of it. In training mode the subclass's `forward`
+    returns a small object instead of the logits z = x W^T + b [..., V]. The object knows its shape,
+    dtype and device. It records
 
-    It becomes a loss, by the operator of :func:`lowtide.linear_cross_entropy`, in `F.cross_entropy`
-    (class indices or probabilities, weight, label_smoothing, ignore_index, any reduction; class dimension
-    last or second), :class:`torch.nn.CrossEntropyLoss`, and `F.nll_loss` of a log-softmax. What that operator
-    would compute in fewer digits than torch (a float32 adapter beside a bfloat16 head, float64), or cannot
-    (a vector behind a scale, a product with a vector), becomes a loss a chunk of rows at a time, by the
-    recorded operations. So do `logsumexp`, `gather`, `log_softmax` + `gather` (where it can, by the operator
-    of :func:`lowtide.linear_log_probs`), `argmax`, `max`, `topk`, `sum` and `mean` over the classes. Anything
-    else makes real logits, once, exactly as the model would have, and gives one :class:`RealLogitsWarning`
-    that names the operation.
+    * arithmetic: scale, division, tanh (so soft caps), casts, `+ b` [V], another product of the
+      same rows (LoRA), softmax and log-softmax, exp, sums and products of such;
+    * selection and layout: views, rows by any index or mask, ranges of classes, transpositions.
 
-    Operands are those of their time: a number, or a number a class, is copied when it is recorded; hidden
-    states and weight are shared, and an error if they have been changed in place since.
+    The operator of :func:`lowtide.linear_cross_entropy` computes the loss in `F.cross_entropy`
+    (class indices or probabilities, weight, label_smoothing, ignore_index, any reduction; class
+    dimension last or second), in :class:`torch.nn.CrossEntropyLoss`, and in `F.nll_loss` of a
+    log-softmax. Some heads the operator would compute in fewer digits than torch (a float32 adapter
+    beside a bfloat16 head, float64), or not at all (a vector behind a scale, a product with a
+    vector). Their loss is computed from the recorded operations, one chunk of rows at a time.
+
+    These are computed in chunks as well: `logsumexp`, `gather`, `log_softmax` + `gather`, `argmax`,
+    `max`, `topk`, and `sum` and `mean` over the classes. `logsumexp` and `log_softmax` + `gather`
+    use the operator of :func:`lowtide.linear_log_probs` where it supports the head. Any other
+    operation materialises the logits once, exactly as the model would have computed them, and gives
+    one :class:`RealLogitsWarning` that names the operation.
+
+    Operands keep the values that they had when they were recorded. A number, or a number a class,
+    is copied. Hidden states and weight are shared; using the logits is an error if these have been
+    changed in place since.
 
     Args:
         model: any module, bare or within DistributedDataParallel, FSDP2 or torch.compile.
-        head: the module whose `forward` multiplies hidden states, its first argument, by a weight [V, D].
-            None asks the model for it (`get_output_embeddings()`, of Transformers); failing that it is the
-            one :class:`torch.nn.Linear` with as many outputs as an embedding of the model has rows.
+        head: the module whose `forward` multiplies hidden states, its first argument, by a weight
+            [V, D]. None takes the model's `get_output_embeddings()` (Transformers); without one,
+            the only :class:`torch.nn.Linear` with as many outputs as an embedding of the model has
+            rows.
 
     Returns:
-        :class:`Deferral`, to `undo()` it, or to be used as a context manager. It counts what was fused. If an
-        optimizer steps twice over the head's parameters and the head has never been called in training,
-        one :class:`HeadNotCalledWarning` says so.
+        A :class:`Deferral`, which counts fused losses. Call its `undo()`, or use it as a context
+        manager.
 
-    Unharmed: parameters and state_dict, hooks, `isinstance`, tied weights, torch.compile(fullgraph=True). A
-    copy or a pickle of the model is the plain model. In eval mode (`generate`, a Trainer's evaluation) and
-    for a head with backward hooks logits are real. No name of torch or of any library is patched.
+    Warns:
+        HeadNotCalledWarning: once, if an optimizer has stepped twice over the head's parameters and
+            the head has never been called in training.
 
-    Precision: that of the operators: products summed in float32, so that half-precision logits are not
-    rounded; the loss, logsumexp and log-probabilities that are picked are float32 then. Other dtypes are
-    torch's own, with autocast as it was where the head was called.
+    Unchanged: parameters and state_dict, hooks, `isinstance`, tied weights,
+    torch.compile(fullgraph=True). A copy or a pickle of the model is the plain model. Logits are
+    real in eval mode (`generate`, a Trainer's evaluation) and for a head with backward hooks. No
+    name of torch or of another library is patched.
 
-    Memory: O(workspace) of :func:`lowtide.linear_cross_entropy`, never N V. Hidden states and weight live as
-    long as the logits do.
+    Precision: that of the operators. Products are summed in float32, so half-precision logits are
+    not rounded, and the loss, logsumexp and picked log-probabilities are then float32. Other dtypes
+    follow torch, with autocast as it was where the head was called.
+
+    Memory: O(workspace) of :func:`lowtide.linear_cross_entropy`, never N V. Hidden states and
+    weight live as long as the logits do.
 
     Raises:
-        ValueError, TypeError: no linear head; more than one; a head that is not the model's own; deferred
-            already; a `forward` replaced on the instance; a head that DeepSpeed ZeRO-3 partitions.
-        RuntimeError: when logits are used, if the weight has been freed since (FSDP2 resharded the head after
-            its forward: the message says what to set) or hidden states or weight have been changed in place
-            since (an optimizer's step), which only eager code can see; for an in-place change of logits that
-            others depend on; for `register_hook` and `retain_grad` of logits, which the loss does not go
-            through; for logits passed to an :class:`torch.autograd.Function`, or read by `torch.as_tensor`,
-            which would lose their gradient (pass `logits.materialize()`); for logits that leave an
-            autograd.Function (a reentrant checkpoint) or a transform of torch.func.
+        ValueError, TypeError: no linear head; more than one; a head that is not the model's own;
+            deferred already; a `forward` replaced on the instance; a head that DeepSpeed ZeRO-3
+            partitions.
+        RuntimeError: when logits are used,
+            * if the weight has been freed since (FSDP2 resharded the head after its forward: the
+              message says what to set);
+            * if hidden states or weight have been changed in place since (an optimizer's step), which
+              only eager code can see;
+            * for an in-place change of logits that others depend on;
+            * for `register_hook` and `retain_grad`: the loss does not go through these logits;
+            * for logits passed to an :class:`torch.autograd.Function`, or read by `torch.as_tensor`,
+              which would lose their gradient (pass `logits.materialize()`);
+            * for logits that leave an autograd.Function (a reentrant checkpoint) or a transform of
+              torch.func.
 
-    Not seen: `isinstance(logits, torch.Tensor)` is False. Code that takes the head's `weight` and
-    multiplies by itself never calls the head: `deferral.fused` stays 0. A weight that is changed through its
-    `.data` has the version that it had, as everywhere in torch.
+    Limits: `isinstance(logits, torch.Tensor)` is False. Code that multiplies by the head's `weight`
+    itself never calls the head, and `deferral.fused` stays 0. A change of a weight through its
+    `.data` does not change its version, as everywhere in torch, and is not noticed.
 
     Example::
 

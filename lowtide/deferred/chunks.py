@@ -1,5 +1,7 @@
-"""Evaluate functions of the rows of deferred logits, a chunk of rows at a time, by the recorded operations.
-They serve where the fused operators do not apply.
+"""Evaluate functions of the rows of deferred logits, one chunk of rows at a time.
+
+A chunk's logits come from the recorded operations. This serves where the fused operators do not
+apply.
 
 Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked of each.
 """
@@ -24,9 +26,12 @@ RowFunction = Callable[..., Tensors]
 def by_rows(
     node: expression.Node, results: int, function: RowFunction, *row_tensors: Tensor, others: Tensors = ()
 ) -> Tensors:
-    """Return the results [...] of function(logits [C, V], rows of each of row_tensors [..., K], *others),
-    computed chunk by chunk. They are differentiable, and nothing of a chunk is kept. A half-precision
-    parameter's gradient is summed over the chunks in float32."""
+    """Return the results [...] of a function of the rows, computed chunk by chunk.
+
+    It is called as function(logits [C, V], rows of each of row_tensors [..., K], *others). The
+    results are differentiable, and nothing of a chunk is kept. A half-precision parameter's
+    gradient is summed over the chunks in float32.
+    """
     cut: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []

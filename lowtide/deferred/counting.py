@@ -1,5 +1,6 @@
-"""Count what happens to deferred logits. In compiled code an operator counts whenever it runs; a CUDA graph
-that is replayed runs no operator.
+"""Count what happens to deferred logits.
+
+In compiled code an operator counts whenever it runs. A replayed CUDA graph runs no operator.
 """
 
 import itertools
@@ -13,15 +14,15 @@ from torch.library import register_autograd, register_fake
 from lowtide.core.operator import operator
 from lowtide.deferred.frames import user_stacklevel
 
-FUSED = ""  # the event that is no operation
+FUSED = ""  # Names the event that is not an operation.
 
 
 class RealLogitsWarning(UserWarning):
-    """An operation has made real logits of deferred ones."""
+    """Warns that an operation has materialised deferred logits."""
 
 
 class Counts:
-    """The counts of one head: losses without logits, and operations that made real ones."""
+    """Count one head's losses without logits, and the operations that materialised logits."""
 
     def __init__(self) -> None:
         self.fused = 0
@@ -30,7 +31,7 @@ class Counts:
         _by_number[self.number] = self
 
     def add(self, event: str) -> None:
-        """Count a loss (`FUSED`) or an operation that has made real logits, which the first time warns."""
+        """Count a loss (`FUSED`) or a materialising operation, and warn of the latter's first."""
         if event == FUSED:
             self.fused += 1
             return
@@ -45,7 +46,7 @@ class Counts:
             )
 
     def on(self, tensor: Tensor, event: str) -> Tensor:
-        """Return the tensor, whose making is counted: now, or whenever a graph that it is part of runs."""
+        """Return the tensor and count the event: now, or whenever a compiled graph runs."""
         if not torch.compiler.is_compiling():
             self.add(event)
             return tensor

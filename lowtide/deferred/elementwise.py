@@ -1,4 +1,4 @@
-"""What is recorded, number by number."""
+"""Record operations that act on each number alone, and softmax over the classes."""
 
 from typing import Any
 
@@ -11,21 +11,26 @@ from lowtide.deferred.operands import copied
 
 
 def record(name: str, *operands: Any) -> Any:
-    """Record FUNCTIONS[name](*operands), the first of which is deferred. Return NotImplemented if another
-    mixes rows."""
+    """Record FUNCTIONS[name](*operands), the first of which is deferred.
+
+    Return NotImplemented if another operand would mix rows.
+    """
     input = operands[0]
     nodes = [_node(each, input) for each in operands]
     if any(each is None for each in nodes):
         return NotImplemented
     autocast = expression.autocast_dtype(input.device)
     dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
-    # The function itself, of meta tensors, imports Dynamo, which takes 2 s. It has these strides, too.
+    # Calling the function on meta tensors imports Dynamo (2 s). Its strides are the same.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
     return input.like(expression.Apply(name, tuple(nodes), autocast, dtype), meta)
 
 
 def _node(operand: Any, input: DeferredLogits) -> Any:
-    """As an operand of tree.Apply, which knows no rows' shape; None if it can't be one."""
+    """Return the operand in the form of expression.Apply, or None if it has none.
+
+    An Apply does not know the shape of the rows.
+    """
     if isinstance(operand, DeferredLogits):
         together = (
             operand.source is input.source
@@ -39,9 +44,9 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
     if not _is_plain(operand) or not operand.is_floating_point():
         return None
     if operand.device != input.device and operand.dim() > 0:
-        return None  # torch has the message
+        return None  # torch has the error message.
     if operand.numel() == 1 and operand.dim() <= input.dim():
-        shape = (1,) if operand.dim() else ()  # which says whose dtype counts
+        shape = (1,) if operand.dim() else ()  # The number of dimensions decides the promotion.
         return copied(operand.reshape(shape).to(input.device))
     vector = 0 < operand.dim() <= input.dim() and operand.shape[-1] == input.classes
     if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
@@ -54,8 +59,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
-    """Return the dtype of the result, which promotion and autocast decide, by computing one number: on this
-    device, or where the operands are."""
+    """Return the dtype of the result, by computing one number on `device`.
+
+    Promotion and autocast decide it. None computes where the operands are.
+    """
 
     def one(each: Any) -> Any:
         if not isinstance(each, (DeferredLogits, Tensor)):
@@ -113,7 +120,7 @@ for _name, _dtype_of_name in (
 
 @handles("to")
 def to(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Another dtype; another device makes real logits."""
+    """Record a cast; another device materialises the logits."""
     dtype = input.dtype
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor | DeferredLogits):
@@ -148,7 +155,7 @@ def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
 def _softmax(name: str) -> None:
     @handles(name)
     def softmax(input: Any, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-        """Of torch and of torch.nn.functional, which has a stacklevel before dtype."""
+        """Record a softmax; that of torch.nn.functional has a stacklevel before dtype."""
         dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
         if not isinstance(input, DeferredLogits) or not is_class_dim(input, dim) or len(args) > 2:
             return NotImplemented
@@ -157,7 +164,7 @@ def _softmax(name: str) -> None:
         if input is NotImplemented:
             return NotImplemented
         autocast = expression.autocast_dtype(input.device)
-        with torch.no_grad():  # autocast may widen it, and does not know what is on the meta device
+        with torch.no_grad():  # Autocast may widen the dtype, and ignores meta tensors.
             one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
         node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
         # Torch's is contiguous, whatever it is of.
@@ -169,7 +176,9 @@ for _name in expression.MIX_CLASSES:
 
 
 def is_class_dim(input: DeferredLogits, dim: Any) -> bool:
-    """Return whether `dim` names the dimension of the classes. One that does not exist is torch's to refuse,
-    when the logits are real."""
+    """Return whether `dim` names the dimension of the classes.
+
+    If no such dimension exists, torch raises the error once the logits are real.
+    """
     whole = isinstance(dim, int) and not isinstance(dim, bool) and -input.dim() <= dim < input.dim()
     return whole and dim % input.dim() == input.class_dim

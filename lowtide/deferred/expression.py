@@ -1,6 +1,8 @@
-"""What makes logits: a small tree of products and of elementwise operations on them, as the model's code
-spelled them. Run on all rows it gives the logits to the bit; it can as well be run on some of the rows, or on
-some of the classes, as no operation in it mixes rows.
+"""Represent logits as a small tree of products and of elementwise operations on them.
+
+The tree has the operations as the model's code called them. Run on all rows, it gives the logits
+bit for bit. No operation mixes rows, so that the tree can also run on some of the rows, or on some
+of the classes.
 
 Shapes: [...] are the rows, D features, V classes.
 """
@@ -35,31 +37,34 @@ MIX_CLASSES = ("log_softmax", "softmax")
 
 
 class Linear(NamedTuple):
-    """One product, as F.linear would have made it where the head was called."""
+    """Hold one product, as F.linear would have made it where the head was called."""
 
     input: Recorded  # [..., D]
     weight: Recorded  # [V, D]
     bias: Tensor | None  # [V]
     autocast: torch.dtype | None
-    """Autocast's dtype there, None where it was off."""
+    """Autocast's dtype there; None if it was off."""
     dtype: torch.dtype
-    """Of the product."""
+    """The product's dtype."""
 
 
 class Vector(NamedTuple):
-    """An operand with a number for each class."""
+    """Hold an operand with one number for each class."""
 
     tensor: Tensor  # [V]
 
 
 class Apply(NamedTuple):
-    """FUNCTIONS[name](*operands): nodes, vectors, and what suits any row and class (numbers, dtypes)."""
+    """Hold FUNCTIONS[name](*operands).
+
+    Operands are nodes, vectors, and what suits any row and class (numbers, dtypes).
+    """
 
     name: str
     operands: tuple[object, ...]
     autocast: torch.dtype | None
     dtype: torch.dtype
-    """Of the result, by torch's own promotion."""
+    """The result's dtype, by torch's own promotion."""
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -67,7 +72,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def run(node: Node) -> Tensor:
-    """The logits of the rows and classes that the tree has."""
+    """Return the logits of the tree's rows and classes."""
     with as_recorded(device(node), node.autocast):
         if isinstance(node, Linear):
             return F.linear(node.input.value(), node.weight.value(), node.bias)
@@ -75,12 +80,12 @@ def run(node: Node) -> Tensor:
 
 
 def as_recorded(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast as it was: the loss is often computed elsewhere."""
+    """Set autocast as it was when recorded; the loss is often computed elsewhere."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def leading(node: Node) -> torch.Size:
-    """Return the shape of the rows in the tree; the logits may arrange them in another."""
+    """Return the shape of the rows in the tree; the logits may arrange them differently."""
     return next(linears(node)).input.tensor.shape[:-1]
 
 
@@ -121,8 +126,10 @@ def mixes_classes(node: Node) -> bool:
 def changed(
     node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
 ) -> Node:
-    """The same tree of other tensors: `rows` of the inputs, `classes` of weights, biases and vectors,
-    `scalars` of all other tensors. All of the old ones are checked."""
+    """Return the same tree with other tensors; all of the old ones are checked.
+
+    `rows` maps the inputs, `classes` the weights, biases and vectors, `scalars` all other tensors.
+    """
 
     if isinstance(node, Linear):
         input, weight = node.input.value(), node.weight.value()
@@ -147,7 +154,7 @@ def _by(change: Change | None, tensor: Tensor) -> Tensor:
 
 
 def check(node: Node) -> None:
-    """Raise where a tensor that the logits are made of has changed."""
+    """Raise an error if a tensor that the logits depend on has changed."""
     for each in linears(node):
         each.input.value()
         each.weight.value()

@@ -1,4 +1,4 @@
-"""Look at the interpreter's frames for what nothing else tells: who is calling."""
+"""Find out who is calling from the interpreter's frames, where no other interface tells."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,10 @@ APPLY: CodeType = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def enclosing_function() -> FrameType | None:
-    """Return the frame of the autograd.Function whose forward is running; nothing has a gradient in it."""
+    """Return the frame of the autograd.Function whose forward is running, or None.
+
+    Nothing has a gradient in such a forward.
+    """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None
     inner = None
@@ -23,8 +26,10 @@ def enclosing_function() -> FrameType | None:
 
 
 def _is_differentiated(forward: FrameType | None) -> bool:
-    """Return whether what the forward of an autograd.Function returns may have gradients; if it has no
-    context to ask, True."""
+    """Return whether the results of an autograd.Function's forward may need gradients.
+
+    Return True if the forward has no context to ask.
+    """
     names = () if forward is None else forward.f_code.co_varnames[:1]
     contexts = [forward.f_locals.get(name) for name in names if forward is not None]
     return all(any(getattr(each, "needs_input_grad", None) or (True,)) for each in contexts)
@@ -43,7 +48,7 @@ def functions_of_arguments() -> Iterator[tuple[type, tuple[object, ...]]]:
 
 
 def user_stacklevel() -> int:
-    """Return the stacklevel at which a warning names the nearest caller outside lowtide and torch."""
+    """Return the stacklevel that names the nearest caller outside lowtide and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lowtide", "torch"):
         level, frame = level + 1, frame.f_back

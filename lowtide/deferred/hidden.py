@@ -1,7 +1,7 @@
-"""What a deferred head's forward is given in place of its hidden states.
+"""Define the proxy that a deferred head's forward is given in place of its hidden states.
 
-The product with as many outputs as there are classes becomes deferred logits; anything else that the head
-does on the way to one (dropout, an adapter's first product, a norm) is done at once, on the tensor.
+The product with as many outputs as there are classes becomes deferred logits. Any other operation
+of the head before it (dropout, an adapter's first product, a norm) runs at once, on the tensor.
 """
 
 import functools
@@ -22,10 +22,12 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 
 class NotDeferred(Exception):
-    """For what the exception says, the head's forward is to be run on the tensor."""
+    """Signal that the head's forward must run on the tensor; the message gives the reason."""
 
 
 class DeferredHidden:
+    """Stand for the hidden states within the head's forward."""
+
     def __init__(self, tensor: Tensor, classes: int, source: Source, grad: bool) -> None:
         self.tensor, self.classes, self.source, self.grad = tensor, classes, source, grad
 
@@ -47,7 +49,8 @@ class DeferredHidden:
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
     if hidden.grad and not torch.is_grad_enabled():
-        # Within an autograd.Function (a quantised head's), which sees no tensor to take a gradient for.
+        # An autograd.Function of the head (as a quantised head has) finds no tensor to
+        # differentiate.
         raise NotDeferred("the head's own autograd.Function")
     weight, bias = _factors(function, hidden, args, kwargs)
     if weight is not None and _product(hidden, weight, bias):
@@ -56,7 +59,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     found = function(*args, **kwargs)
     if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() == 0:
         return found
-    if found.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:  # a product of another kind
+    # A product of a kind that is not recorded.
+    if found.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
         return hidden.source.counts.on(found, spelled(getattr(function, "__name__", str(function))))
     return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad)
 
@@ -64,7 +68,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def _factors(
     function: Callable[..., Any], hidden: DeferredHidden, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return weight [V, D] and bias of the function, if it multiplies the hidden states by a matrix."""
+    """Return weight [V, D] and bias if the function multiplies the hidden states by a matrix."""
     if function is F.linear:
         given = dict(zip(("input", "weight", "bias"), args)) | kwargs
         first, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
@@ -80,7 +84,11 @@ def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether it is the one with the classes, and will not raise."""
+    """Return whether this is the product with the classes, and runs without an error.
+
+    Raises:
+        NotDeferred: it is that product, but its operands cannot be recorded.
+    """
     x = hidden.tensor
     autocast = expression.autocast_dtype(x.device) is not None and x.dtype != torch.float64
     fits = (
@@ -93,9 +101,10 @@ def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> boo
     )
     if not fits:
         return False
-    if not torch.compiler.is_compiling() and weight.is_inference():  # which may change unnoticed
+    # Without a version counter a change would go unnoticed.
+    if not torch.compiler.is_compiling() and weight.is_inference():
         raise NotDeferred("a weight made in inference mode")
-    if hasattr(weight, "ds_id"):  # gathered for as long as the head's forward runs
+    if hasattr(weight, "ds_id"):  # It is gathered only while the head's forward runs.
         raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
     for name, each in (("a weight", weight), ("hidden states", x), ("a bias", bias)):
         if each is not None and is_traceable_wrapper_subclass(each):

@@ -1,4 +1,4 @@
-"""What changes only which rows and which classes there are, and how they are laid out."""
+"""Record operations that only select, reshape or permute rows and classes."""
 
 import itertools
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from lowtide.deferred.logits import DeferredLogits, handles
 def _reshaping(name: str) -> None:
     @handles(name)
     def reshape(input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Other rows, in the same order, of the same classes."""
+        """Arrange the same rows, in the same order, in another shape; the classes stay."""
         args = tuple(each.meta if isinstance(each, DeferredLogits) else each for each in args)
         if not isinstance(input, DeferredLogits) or any(isinstance(each, Tensor) for each in args[1:]):
             return NotImplemented
@@ -32,9 +32,9 @@ for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
 def _permuting(name: str, method: str) -> None:
     @handles(name)
     def permute(input: Any, *dims: Any, **kwargs: Any) -> Any:
-        """Another order of the dimensions, and perhaps of the rows."""
+        """Permute the dimensions; this may reorder the rows."""
         meta = getattr(Tensor, method)(input.meta, *dims, **kwargs)
-        # One dimension after the other, so that where each went shows by its index.
+        # Probe one dimension at a time: the index of its size tells where it went.
         order = [
             getattr(Tensor, method)(_probe(input.meta.dim(), dim), *dims, **kwargs).shape.index(2)
             for dim in range(input.meta.dim())
@@ -65,7 +65,7 @@ def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredL
 
 @handles("__getitem__")
 def getitem(input: DeferredLogits, index: Any) -> Any:
-    """Rows by any index; of the classes a range, or a target for each row."""
+    """Select rows by any index; of the classes a range, or one target for each row."""
     entries = _entries(index, input) if input.classes_last else None
     if entries is None:
         return NotImplemented
@@ -73,7 +73,7 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
     if isinstance(classes, Tensor) and rows and all(isinstance(each, Tensor) for each in rows):
         if any(each.dtype == torch.bool or each.shape != classes.shape for each in entries):
             return NotImplemented
-        # An index may count from the end, which gather does not know.
+        # A negative index counts from the end; gather does not support it.
         classes = torch.where(classes < 0, classes + input.classes, classes).long()
         return _rows(input, tuple(rows)).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
     if not isinstance(classes, slice):
@@ -88,8 +88,10 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
 
 
 def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
-    """One a dimension (a mask: one for several, not the last); None for an index that is something else, and
-    for one that torch is to refuse."""
+    """Return one entry a dimension; a mask stands for several, but not for the last.
+
+    Return None for any other index, including one that torch has to refuse.
+    """
     entries = [_as_tensor(each, input.device) for each in (index if isinstance(index, tuple) else (index,))]
     width = 0
     for each in entries:
@@ -110,20 +112,22 @@ def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
     return None if isinstance(last, Tensor) and last.dtype == torch.bool else entries
 
 
-# A byte is a mask or an index, depending on the version of torch.
+# A byte tensor is a mask or an index, depending on the version of torch.
 INDEX_DTYPES = (torch.bool, torch.int64, torch.int32)
 
 
 def _as_tensor(entry: Any, device: torch.device) -> Any:
-    """Return the tensor that a list of integers or truth values stands for. Other lists mean different things
-    in different versions of torch."""
+    """Return the tensor that a list of integers or truth values stands for.
+
+    Other lists mean different things in different versions of torch.
+    """
     kinds = {type(each) for each in entry} if isinstance(entry, list) else set()
     return torch.tensor(entry, device=device) if kinds in ({int}, {bool}) else entry
 
 
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     node = expression.changed(_in_shape(input), rows=lambda x: x[index])
-    if all(isinstance(each, (int, slice)) for each in index):  # a view, with the strides of one
+    if all(isinstance(each, (int, slice)) for each in index):  # A view, with a view's strides.
         meta = input.meta[index]
     else:
         meta = torch.empty((*expression.leading(node), input.classes), dtype=input.dtype, device="meta")
@@ -131,11 +135,11 @@ def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
 
 
 def _in_shape(input: DeferredLogits) -> expression.Node:
-    """The node, its inputs having the rows' shape."""
+    """Return the node with its inputs in the shape of the logits' rows."""
     return expression.changed(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
 
 
-# Each asks the meta tensor first, so that torch checks dimensions, sizes and indices.
+# Each handler calls the meta tensor first, so that torch checks dimensions, sizes and indices.
 
 
 @handles("select")
@@ -191,7 +195,7 @@ def _at(input: DeferredLogits, dim: int, entry: Any) -> tuple[Any, ...]:
 def _creating(name: str) -> None:
     @handles(name)
     def create(input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        """A tensor of its own, which takes from the logits at most the shape, dtype and device."""
+        """Create a tensor that takes at most shape, dtype and device from the logits."""
         if name.endswith("_like"):
             return getattr(torch, name)(input.meta, *args, **{"device": input.device} | kwargs)
         return getattr(torch.empty(0, dtype=input.dtype, device=input.device), name)(*args, **kwargs)

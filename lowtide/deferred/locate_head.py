@@ -1,4 +1,4 @@
-"""Which module of a model is its head, and whether its logits can be deferred."""
+"""Find the head of a model, and check that its logits can be deferred."""
 
 from types import MethodType
 from typing import Any
@@ -10,6 +10,7 @@ from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
 def find_head(model: nn.Module) -> nn.Module:
+    """Return the model's output embedding, or the only linear layer that can be one."""
     model = _unwrapped(model)
     own = getattr(model, "get_output_embeddings", None)
     found = own() if callable(own) else None
@@ -22,10 +23,11 @@ def find_head(model: nn.Module) -> nn.Module:
         for name, each in model.named_modules()
         if isinstance(each, nn.Linear) and each.out_features in vocabularies
     }
-    for name in list(heads):  # an adapter's second product is inside the head
+    for name in list(heads):  # An adapter's second product is inside the head.
         if any(name.startswith(f"{outer}.") for outer in heads):
             del heads[name]
-    # Positions may be as many as features: then layers are as wide as an embedding, but not tied to one.
+    # If there are as many positions as features, layers are as wide as an embedding, but not tied
+    # to one.
     tied = [each for each in heads.values() if any(each.weight is other.weight for other in embeddings)]
     for found in (list(heads.values()), tied):
         if len(found) == 1:
@@ -51,7 +53,7 @@ def check_model(model: object, head: object) -> None:
 
 
 def classes(head: nn.Module) -> int:
-    """How many outputs its product has."""
+    """Return the number of outputs of the head's product."""
     weight = getattr(head, "weight", None)
     if weight is not None and weight.dim() == 2:
         return weight.shape[0]
@@ -73,7 +75,8 @@ def check_head(head: Any) -> None:
                 "lowtide.linear_cross_entropy on the hidden states under deepspeed.zero.GatheredParameters"
             )
     own = vars(head).get("forward")
-    if own is not None and own != MethodType(type(head).forward, head):  # which removed hooks leave behind
+    # Removed hooks leave such a forward behind.
+    if own is not None and own != MethodType(type(head).forward, head):
         raise ArgumentError(
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
             "so), past which a deferral would not be called; remove it, or call defer_logits first"

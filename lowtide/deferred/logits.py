@@ -1,4 +1,4 @@
-"""Logits that are not there until somebody insists."""
+"""Define `DeferredLogits`, which stand for logits until an operation needs real ones."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from lowtide.deferred.proxy import (
     spelled,
 )
 
-# What a tensor on the meta device, of the same shape, dtype and strides, can tell.
+# A meta tensor of the same shape, dtype and strides answers these.
 METADATA = {
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "itemsize", "layout"),
     *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
@@ -33,13 +33,17 @@ METADATA = {
 
 Handler = tuple[Callable[..., Any], frozenset[str] | None]
 HANDLERS: dict[str, Handler] = {}
-"""By the name of the torch function, with the keywords that it knows: elementwise.py, indexing.py and
-reductions.py fill it."""
+"""Map the name of a torch function to its handler and the keywords that this accepts.
+
+elementwise.py, indexing.py and reductions.py fill it.
+"""
 
 
 def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The function runs in place of torch's functions and methods of these names, unless it returns
-    NotImplemented."""
+    """Run the function in place of torch's functions and methods of these names.
+
+    The function returns NotImplemented where it does not apply; then the logits are materialised.
+    """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(handler).parameters.values()
@@ -61,35 +65,39 @@ NO_READER = (
 
 
 class Source:
-    """What all logits of one call of the head have in common."""
+    """Hold what all logits of one call of the head share."""
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
         self.made = 0
         """How many of them are real."""
         self.changed: str | None = None
-        """The operation that has changed real ones in place."""
+        """The operation that changed real ones in place."""
         self.function = frames.enclosing_function()
-        """The call of an autograd.Function that they were made in, where they have no gradient."""
+        """The frame of the autograd.Function that made them in its forward, without a gradient."""
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class DeferredLogits:
-    """Stands for the tensor that the head would have returned. It knows its shape, dtype and device, records
-    what is done with it, and becomes a number (a loss) or a number a row without ever being a tensor.
-    Whatever else is asked of it makes the tensor, once, exactly as the model's code would have.
+    """Stand for the tensor that the head would have returned.
 
-    Not a subclass of Tensor: those are made real by whoever clones or wraps a module's outputs.
+    They know their shape, dtype and device, and record what is done with them. They reduce to a
+    number (a loss) or a number a row without ever being a tensor. Any other operation materialises
+    the tensor, once, exactly as the model's code would have.
+
+    This is not a subclass of Tensor: code that clones or wraps a module's outputs would materialise
+    one.
     """
 
-    # A dataclass, as DistributedDataParallel looks into those for what a forward's outputs depend on; FSDP1
-    # hangs its work before backward on the tensors that it finds in one.
+    # A dataclass, because DistributedDataParallel searches these for the tensors that a forward's
+    # outputs depend on, and FSDP1 attaches its work before backward to the tensors that it finds in
+    # one.
     node: Node
     meta: Tensor
     source: Source
     class_dim: int
 
-    __array_priority__ = 1000  # a NumPy number on the left leaves the operation to this one
+    __array_priority__ = 1000  # NumPy leaves `number * logits` to this class.
 
     def __init__(self, node: Node, meta: Tensor, source: Source, class_dim: int) -> None:
         if not torch.is_grad_enabled() and expression.requires_grad(node):
@@ -97,7 +105,7 @@ class DeferredLogits:
         self.node, self.meta, self.source, self.class_dim = node, meta, source, class_dim
         self.tensor: Tensor | None = None
         self.one_of_several = False
-        """Whether torch would have made it a view beside others by one call, and refuse to change it."""
+        """True for one of several views by one torch call, which torch refuses to change."""
 
     @property
     def shape(self) -> torch.Size:
@@ -137,7 +145,7 @@ class DeferredLogits:
 
     @property
     def rows(self) -> torch.Size:
-        """The shape without the classes."""
+        """Return the shape without the classes."""
         return torch.Size((*self.shape[: self.class_dim], *self.shape[self.class_dim + 1 :]))
 
     @property
@@ -148,7 +156,7 @@ class DeferredLogits:
         return DeferredLogits(node, meta, self.source, self.class_dim if class_dim is None else class_dim)
 
     def check_function(self) -> None:
-        """Raise an error if these have left an autograd.Function, whose forward gave them no gradient."""
+        """Raise an error if these have left an autograd.Function, which gave them no gradient."""
         function = self.source.function
         if function is not None and not frames.is_at_work(function):
             raise RuntimeError(
@@ -158,7 +166,7 @@ class DeferredLogits:
             )
 
     def checked(self) -> Node:
-        """The node, if what it stands for is still what it was when it was recorded."""
+        """Return the node; raise an error if its tensors have changed since it was recorded."""
         self.check_function()
         if self.source.changed is not None:
             raise RuntimeError(
@@ -170,12 +178,12 @@ class DeferredLogits:
         return self.node
 
     def real(self, operation: str) -> Tensor:
-        """The tensor; `operation` is what needs it."""
+        """Return the tensor, materialised if need be; `operation` names what needs it."""
         self.check_function()
         if self.tensor is None:
             node = self._counted(self.checked(), operation)
-            # With gradients, which the tree detaches where there are none: a view that is made without them
-            # cannot be changed in place where they are on.
+            # Gradients are on, and the tree detaches where there are none: a view made without
+            # gradients could not be changed in place where they are on.
             with torch.inference_mode(False), torch.enable_grad():
                 tensor = expression.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
                 self.tensor = _laid_like(self.meta, tensor)
@@ -183,7 +191,7 @@ class DeferredLogits:
         return self.tensor
 
     def _counted(self, node: Node, operation: str) -> Node:
-        """Count with the hidden states: a compiled graph copies what it counts, and they are few numbers."""
+        """Count on the hidden states: a compiled graph copies the tensor, and they are small."""
         first = True
 
         def count(x: Tensor) -> Tensor:
@@ -196,12 +204,17 @@ class DeferredLogits:
         return expression.changed(node, rows=count)
 
     def materialize(self) -> Tensor:
-        """The tensor, for code that takes no other thing."""
+        """Return the tensor, for code that accepts only a tensor."""
         return self.real("materialize")
 
     def about_to_change(self, operation: str) -> None:
-        """In place: no other logits may have been made that should change with these, and none may be made
-        later as if these had not."""
+        """Record an in-place change, after which other logits of this call must not be
+        materialised.
+
+        Raises:
+            RuntimeError: torch refuses the change, or other logits that should change with these
+                have been materialised already.
+        """
         if self.one_of_several:
             raise RuntimeError(
                 f"{operation} would change one of several views that were made by one call (split, chunk, "
@@ -269,7 +282,7 @@ class DeferredLogits:
 
 
 def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor in the strides of `meta`: they decide whether a later reshape is a view of it."""
+    """Return the tensor in the strides of `meta`; they decide whether a reshape is a view."""
     strides = zip(meta.shape, meta.stride(), tensor.stride())
     if all(wanted == found for size, wanted, found in strides if size > 1):
         return tensor
@@ -278,13 +291,13 @@ def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A torch function some of whose arguments are deferred logits."""
+    """Call a torch function some of whose arguments are deferred logits."""
     name = getattr(function, "__name__", str(function))
     handler, keywords = HANDLERS.get(name, (None, None))
     deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
     _check_gradients(deferred)
     known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
-    # Of no classes the real ones take no memory.
+    # Logits without classes take no memory; torch handles them.
     if handler is not None and known and all(each.tensor is None and each.classes for each in deferred):
         result = handler(*args, **kwargs) if is_torchs(function, name) else NotImplemented
         if result is not NotImplemented:
@@ -292,7 +305,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if name in METADATA and isinstance(args[0], DeferredLogits):
         return function(args[0].meta, *args[1:], **kwargs)
     operation = spelled(name)
-    if name == "detach_":  # torch refuses it for views, which real logits are or are not by chance
+    # torch refuses detach_ of views, and whether real logits are one is chance.
+    if name == "detach_":
         raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
     target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
     args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
@@ -302,7 +316,10 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def _check_gradients(deferred: list[DeferredLogits]) -> None:
-    """Within an autograd.Function that was given them: it takes no gradient for what is no tensor."""
+    """Raise an error within an autograd.Function that was given them.
+
+    Such a Function computes no gradient for an argument that is not a tensor.
+    """
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return
     sources = {id(each.source) for each in deferred if each.requires_grad}

@@ -1,8 +1,9 @@
-"""From a tree to the head that the fused operators take, where it is one:
+"""Match an expression with the head that the fused operators support:
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
-A tree that they would compute in fewer digits than torch does, or by dividing by what may be 0, is none.
+An expression does not match if the operators would compute it in fewer digits than torch does, or
+would divide by what may be 0.
 
 Shapes: [...] are the rows, D_k features of term k, V classes.
 """
@@ -14,22 +15,22 @@ from torch import Tensor
 
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
 
-# A float that float16 inputs can be multiplied with: they keep most of their range.
+# float16 inputs can be multiplied by a float in this range and keep most of theirs.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6
-# A float that float32 holds with all its digits.
+# float32 represents a float in this range with all its digits.
 NORMAL = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class Formula(NamedTuple):
-    """cap tanh(scale u / divisor), or scale u / divisor, of u = sum_k x_k W_k^T + b."""
+    """Hold cap tanh(scale u / divisor), or scale u / divisor, of u = sum_k x_k W_k^T + b."""
 
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     bias: Tensor | None
-    """In the dtype of the products, or that of their sums."""
+    """In the dtype of the products, or of their sums."""
     autocast: torch.dtype | None
     dtype: torch.dtype
-    """Of the products."""
+    """The products' dtype."""
     scale: float | Tensor = 1.0
     divisor: float = 1.0
     """Apart from the scale, so that / 30 and * 30 leave exactly 1."""
@@ -37,16 +38,19 @@ class Formula(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What the operators compute in."""
+        """Return the dtype that the operators compute in."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def factor(self) -> float | Tensor:
-        """All that u is multiplied with."""
+        """Return the product of all that u is multiplied by."""
         return self.scale * (self.cap or 1.0) / self.divisor
 
     def arguments(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any]]:
-        """Of lowtide.ops.linear_cross_entropy.dispatch's functions, but for the target."""
+        """Return inputs, weights and options for lowtide.ops.linear_cross_entropy.dispatch.
+
+        The target is not among them.
+        """
         factor = self.factor
         options = {
             "linear_bias": self.bias,
@@ -57,7 +61,7 @@ class Formula(NamedTuple):
 
 
 def formula(node: Node) -> Formula | None:
-    """None where the tree is something else."""
+    """Return the formula of the expression, or None if it has none."""
     if isinstance(node, Linear):
         head = node.input.value(), node.weight.value()
         return Formula((head[0],), (head[1],), node.bias, node.autocast, node.dtype)
@@ -97,8 +101,10 @@ def _applied(found: Formula, name: str, rest: list[object]) -> Formula | None:
 
 
 def _is_sound(found: Formula, dtype: torch.dtype) -> bool:
-    """Return whether the operators compute with at least the digits of `dtype`, which torch gives the result.
-    float64 must stay float64, and nothing else may become it."""
+    """Return whether the operators keep the digits of `dtype`, the dtype of torch's result.
+
+    float64 must stay float64, and nothing else may become it.
+    """
     wide, sum_dtype = torch.float64, found.sum_dtype
     digits = torch.promote_types(dtype, sum_dtype) == sum_dtype and (dtype == wide) == (sum_dtype == wide)
     factors = (found.factor, found.cap or 1.0)
@@ -128,7 +134,7 @@ def _divided(found: Formula, divisor: object) -> Formula | None:
 
 
 def _shifted(found: Formula, bias_V: Tensor) -> Formula | None:
-    """Add a bias, unless there is a scale already: the bias would have to be divided by it."""
+    """Add a bias, unless there is a scale already, by which it would have to be divided."""
     if found.cap is not None or not _is_one(found.factor):
         return None
     return found._replace(bias=_sum_of_biases(found, found.bias, bias_V))
@@ -138,7 +144,7 @@ def _sum(one: Formula, other: Formula | None) -> Formula | None:
     if other is None or one.cap is not None or other.cap is not None:
         return None
     if (one.autocast, one.dtype) != (other.autocast, other.dtype):
-        return None  # a float32 adapter beside a bfloat16 head
+        return None  # A float32 adapter beside a bfloat16 head.
     left, right = _unscaled(one), _unscaled(other)
     if left is None or right is None:
         return None
@@ -156,8 +162,10 @@ def _sum_of_biases(found: Formula, one: Tensor | None, other: Tensor | None) -> 
 
 
 def _unscaled(found: Formula) -> Formula | None:
-    """Move the scale into the inputs, which are few numbers for an adapter. Half-precision inputs must not
-    underflow or overflow by it."""
+    """Multiply the inputs by the scale; an adapter's inputs are small.
+
+    Half-precision inputs must not underflow or overflow by it.
+    """
     factor = found.factor
     if _is_one(factor):
         return found

@@ -1,7 +1,7 @@
 """Keep tensors as they were when they were recorded.
 
-The only way from a record to a tensor is `Recorded.value`, which refuses one that has changed since. Small
-operands (a number, a number a class) are copied instead, so that they may change.
+`Recorded.value` is the only way from a record to a tensor, and refuses one that has changed since.
+Small operands (a number, a number a class) are copied instead, so that they may change.
 """
 
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from lowtide.core.autodiff import active
 
 
 class Recorded(NamedTuple):
-    """Hidden states or a weight, shared with the model."""
+    """Hold hidden states or a weight, shared with the model."""
 
     tensor: Tensor
     version: int | None
-    """None while torch.compile traces, where there is none."""
+    """The version counter; None while torch.compile traces, where there is none."""
 
     def value(self) -> Tensor:
-        """Return the tensor, if nobody has changed or freed it since it was recorded."""
+        """Return the tensor; raise an error if it has since been changed or freed."""
         if _freed(self.tensor):
             raise RuntimeError(
                 "the head's weight has been freed since the head was called: it is sharded, and gathered "
@@ -38,18 +38,17 @@ class Recorded(NamedTuple):
 
 
 def record(tensor: Tensor) -> Recorded:
-    """Record a tensor that nobody else can exchange."""
+    """Record a tensor whose data no other code can replace."""
     return Recorded(tensor, _version(tensor))
 
 
 def record_shared(tensor: Tensor) -> Recorded:
-    """Record a tensor of the model: an alias of its own, which keeps the memory that it has now when
-    `tensor.data` is exchanged."""
+    """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
     if torch.compiler.is_compiling():
         return record(tensor)
-    if active(tensor):  # an alias would have no tangent, and no level
+    if active(tensor):  # An alias would lose the tangent, and the level.
         return record(tensor)
-    if tensor.is_inference():  # which has no version to tell a change by
+    if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())
     tracked = tensor.requires_grad and torch.is_grad_enabled()
     return record(_Alias.apply(tensor) if tracked else tensor.detach())
@@ -71,8 +70,10 @@ def _freed(tensor: Tensor) -> bool:
 
 
 class _Alias(torch.autograd.Function):
-    """Give a tensor a node of its own in the graph, as an output of the head has one: FSDP2 hangs hooks
-    there, DDP follows it to the weight."""
+    """Give a tensor a node of its own in the graph, as an output of the head has one.
+
+    FSDP2 attaches hooks to it, and DDP follows it to the weight.
+    """
 
     generate_vmap_rule = True
 

@@ -1,6 +1,4 @@
-"""Share what both stand-ins for a tensor need: Python's operators, and the search for stand-ins among the
-arguments of torch's functions.
-"""
+"""Share what both proxies need: Python's operators, and the search for proxies in arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Operators, which Python looks up on the type. torch calls them by these names, too.
+# Python looks operators up on the type. torch calls them by these names, too.
 BINARY = (
     *("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv"),
     "xor",
@@ -34,15 +32,17 @@ def add_operators(kind: type, names: tuple[str, ...], call: Callable[..., Any]) 
 
 
 def is_torchs(function: Callable[..., Any], name: str) -> bool:
-    """Return whether it is torch's function of that name, and not a namesake of another library."""
-    if torch.compiler.is_compiling():  # which knows no identity of functions
+    """Return whether this is torch's function of that name, not another library's namesake."""
+    if torch.compiler.is_compiling():  # Dynamo cannot compare functions by identity.
         return True
     return any(getattr(owner, name, None) is function for owner in OWNERS)
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ... (That of /=
-    calls itself __idiv__.)"""
+    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ...
+
+    The operator /= calls itself __idiv__.
+    """
     return name[2:-2] in (*IN_PLACE, "idiv") if name[:2] == "__" else name[-1] == "_"
 
 
@@ -54,7 +54,7 @@ def spelled(name: str) -> str:
 
 
 def flat(value: Any) -> list[Any]:
-    """List what is in a value, in lists, tuples and dicts in it."""
+    """List the leaves of a value made of lists, tuples and dicts."""
     if isinstance(value, dict):
         value = list(value.values())
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, (list, tuple)) else [value]

@@ -1,8 +1,10 @@
-"""Make deferred logits a node of torch's pytrees, with one leaf. Whoever maps a function over a model's
-outputs calls it with the leaf, and the leaf hands the logits to it.
+"""Make deferred logits a node of torch's pytrees, with one leaf.
 
-FSDP2 and DistributedDataParallel look among the leaves for the tensors that their work before backward hangs
-on. So a leaf is a tensor: an alias of the hidden states, with their place in the graph.
+Code that maps a function over a model's outputs calls it with the leaf, and the leaf passes the
+logits to it.
+
+FSDP2 and DistributedDataParallel search the leaves for the tensors to which they attach their work
+before backward. So a leaf is a tensor: an alias of the hidden states, at their place in the graph.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +21,11 @@ from lowtide.deferred.proxy import replaced
 
 
 class LogitsLeaf(Tensor):
-    """Deferred logits among the leaves of a pytree."""
+    """Represent deferred logits among the leaves of a pytree."""
 
     logits: DeferredLogits
     copied = False
-    """Whether an autograd.Function has made it of another (DistributedDataParallel's copies it)."""
+    """True if an autograd.Function copied it from another leaf (DistributedDataParallel does)."""
 
     @classmethod
     def __torch_function__(
@@ -48,22 +50,22 @@ def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
 
 
 def _is_given_to_a_function(leaf: LogitsLeaf) -> bool:
-    """Return whether this is within the forward of an autograd.Function that has the leaf as an argument."""
+    """Return whether an autograd.Function with this leaf as an argument is in its forward."""
     if torch.is_grad_enabled():
         return False
     return any(each is leaf for _, args in functions_of_arguments() for each in args)
 
 
 def _attribute(leaf: LogitsLeaf, name: str) -> Any:
-    if name == "grad_fn":  # what hangs on it hangs on the graph, which goes through the hidden states
+    if name == "grad_fn":  # Hooks on it belong to the graph, which goes through the hidden states.
         with torch._C.DisableTorchFunctionSubclass():
             return leaf.grad_fn
     return getattr(leaf.logits, name)
 
 
 def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
-    """Register a hook of torch.distributed, which asks when backward comes here, not for a gradient."""
-    own = getattr(hook, "func", hook)  # of a partial
+    """Register a hook of torch.distributed, which needs the time of backward, not a gradient."""
+    own = getattr(hook, "func", hook)  # A functools.partial.
     own = getattr(own, "__func__", own)
     if not str(getattr(own, "__module__", "")).startswith("torch."):
         raise RuntimeError(f"register_hook: {NO_GRADIENT}")
@@ -83,7 +85,7 @@ def _flatten(logits: DeferredLogits) -> tuple[list[Any], DeferredLogits]:
             "what is made of them there, or logits.materialize()"
         )
     hidden = _hidden(logits)
-    if type(hidden) is not Tensor:  # a fake one cannot be of another class, and has nothing to map over
+    if type(hidden) is not Tensor:  # A fake tensor cannot change its class, and needs no mapping.
         return [], logits
     return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], logits
 
@@ -103,7 +105,7 @@ def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
 
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
-    """Return whether the leaf is the hidden states, as a Function that returns its input makes it."""
+    """Return whether the leaf is the hidden states, as returned by a Function of identity."""
     hidden = _hidden(logits)
     return (
         type(leaf) is Tensor
@@ -125,5 +127,5 @@ def _hidden(logits: DeferredLogits) -> Tensor:
     return next(expression.linears(logits.node)).input.tensor
 
 
-# Where DistributedDataParallel and FSDP2 look for tensors.
+# DistributedDataParallel and FSDP2 search pytrees for tensors.
 register_pytree_node(DeferredLogits, _flatten, _unflatten)

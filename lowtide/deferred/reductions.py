@@ -1,5 +1,7 @@
-"""What becomes a number, or a number a row: the losses by the fused operators, all else a chunk of rows at a
-time.
+"""Reduce deferred logits to a number, or to a number a row.
+
+The fused operators compute losses and log-probabilities. All else is computed one chunk of rows at
+a time.
 
 Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked of each.
 """
@@ -17,7 +19,7 @@ from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import Formula, formula
 from lowtide.ops.linear_cross_entropy import dispatch
 
-NO_CLASS = -(1 << 63)  # an index that nobody has
+NO_CLASS = -(1 << 63)  # No class has this index.
 
 
 @handles("cross_entropy")
@@ -69,13 +71,14 @@ def _loss(
         return NotImplemented
     probabilities = target.is_floating_point()
     if not probabilities and target.dtype not in (torch.int64, torch.uint8):
-        return NotImplemented  # torch has the message
+        return NotImplemented  # torch has the error message.
     if target.shape != (input.shape if probabilities else input.rows) or (
         probabilities and ignore_index >= 0
     ):
         return NotImplemented
     other = weight is not None and not probabilities and weight.dtype != input.dtype
-    if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):  # which casts both
+    # This autocast casts both.
+    if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
         return NotImplemented
     found, rows = formula(node), expression.leading(node)
     if probabilities:
@@ -104,15 +107,17 @@ def _fused(
 
 
 def _takes_chunks(weight: Tensor | None) -> bool:
-    """Return whether a loss can be computed chunk by chunk: outside a compiled graph, and without a gradient
-    for class weights."""
+    """Return whether a loss can be computed chunk by chunk.
+
+    It cannot in a compiled graph, nor with a gradient for class weights.
+    """
     differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     return not differentiated and not torch.compiler.is_compiling()
 
 
 @handles("grad")
 def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """torch.autograd.grad."""
+    """Refuse torch.autograd.grad with respect to deferred logits."""
     if any(isinstance(each, DeferredLogits) for each in inputs):
         raise RuntimeError(f"torch.autograd.grad: {NO_GRADIENT}")
     return NotImplemented
@@ -150,7 +155,7 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
 
 
 def _picked(node: expression.Node, index: Tensor) -> Tensor | None:
-    """The log-probability of class `index` of each row, and what follows it, number by number."""
+    """Return each row's log-probability of class `index`, after the operations on it."""
     if isinstance(node, expression.Linear) or any(
         isinstance(each, expression.Vector) for each in node.operands
     ):
@@ -168,8 +173,11 @@ def _picked(node: expression.Node, index: Tensor) -> Tensor | None:
 
 
 def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
-    """What lowtide.linear_log_probs gives, of logits [..., V], deferred or real, and targets [...]; in one
-    sweep if they are deferred, and of a head that it takes. That counts as a loss."""
+    """Return the results of lowtide.linear_log_probs for logits [..., V] and targets [...].
+
+    The logits are deferred or real. Deferred ones take one pass if the operators support the head;
+    that counts as a fused loss.
+    """
     found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
     if found is not None:
         results = _log_probs(found, target.reshape(found.inputs[0].shape[:-1]))
@@ -245,7 +253,7 @@ def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], T
 
 
 def _class_dim(input: Any, dim: Any) -> int | None:
-    """The dimension of the classes, if `dim` names that and no other."""
+    """Return the dimension of the classes, if `dim` names that and no other."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         (dim,) = dim
     return input.class_dim if isinstance(input, DeferredLogits) and is_class_dim(input, dim) else None

@@ -1,4 +1,4 @@
-"""Warn those whose training never calls the deferred head."""
+"""Warn if training never calls the deferred head."""
 
 import functools
 import warnings
@@ -13,12 +13,15 @@ from lowtide.deferred.frames import user_stacklevel
 
 
 class HeadNotCalledWarning(UserWarning):
-    """A model has been trained for two steps without a call of its deferred head."""
+    """Warns that a model has been trained for two steps without a call of its deferred head."""
 
 
 class Watch:
-    """Warns once when an optimizer has stepped twice over the head's parameters (if it is frozen, over any of
-    the model), and the head has not been called with gradients since the deferral began."""
+    """Warn once if an optimizer steps twice and the head has not been called with gradients.
+
+    Only steps over the head's parameters count; if it is frozen, steps over any of the model's.
+    Calls count from the start of the deferral.
+    """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         self.called, self.steps = False, 0
@@ -31,15 +34,15 @@ class Watch:
         _watches.discard(self)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Take note of an optimizer's step."""
+        """Count an optimizer's step."""
         model, head = self.model(), self.head()
         if self.called or model is None or head is None:
             return self.end()
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        # Of a frozen head any step of the model's tells.
+        # If the head is frozen, any step of the model counts.
         own = [each for each in head.parameters() if each.requires_grad] or list(model.parameters())
         self.steps += any(id(each) in trained for each in own)
-        if self.steps < 2:  # one may only make the optimizer's states
+        if self.steps < 2:  # The first step may only create the optimizer's state.
             return None
         self.end()
         return warnings.warn(
@@ -58,8 +61,10 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 @functools.cache
 def _listen() -> None:
-    """Register one hook for all, which stays: one that is removed while it runs changes what torch walks
-    over."""
+    """Register one hook for all watches, and keep it.
+
+    A hook that is removed while it runs would change the dict that torch iterates over.
+    """
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for watch in list(_watches):
