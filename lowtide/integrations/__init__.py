@@ -1,2 +1,11 @@
-"""For other people's frameworks, through their public hooks. Each module imports its framework; lowtide
-itself imports none of them."""
+"""Connect lowtide with other frameworks, through their public hooks.
+
+Each module imports its framework; lowtide itself imports none of them.
+
+Modules, in the order of imports:
+
+* counts: the counts that every callback offers.
+* lightning: a callback for Lightning.
+* transformers: a callback for Transformers' Trainer, and an attention implementation.
+* trl: a callback for the trainers of TRL.
+"""

@@ -1,8 +1,8 @@
-"""A callback for Lightning:
+"""Define a callback for Lightning:
 
     lightning.Trainer(..., callbacks=[DeferLogits()])
 
-`lowtide.defer_logits(module)` before `fit` does the same, without an end.
+`lowtide.defer_logits(module)` before `fit` does the same, but does not end with the fit.
 """
 
 from typing import Any
@@ -15,21 +15,22 @@ from lowtide.integrations.counts import DeferralCounts
 
 
 class DeferLogits(DeferralCounts, Callback):
-    """Defers the module's logits while it is fitted; they are real again afterwards.
+    """Defer the module's logits while it is fitted; they are real again afterwards.
 
     Args:
-        head: the name of the module that makes the logits; None looks for it, as `lowtide.defer_logits` does.
+        head: the name of the module that makes the logits. None finds it as `lowtide.defer_logits`
+            does.
 
     Attributes:
-        fused: how many losses have been computed without logits.
-        materialized: by operation, how often real logits were made for it.
+        fused: the number of losses computed without logits.
+        materialized: for each operation, how often it materialised the logits.
     """
 
     def __init__(self, head: str | None = None) -> None:
         self.head = head
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.on_fit_end(trainer, pl_module)  # of a run that ended in an error
+        self.on_fit_end(trainer, pl_module)  # After a run that ended in an error.
         head = None if self.head is None else pl_module.get_submodule(self.head)
         self.deferral = defer_logits(pl_module, head=head)
 

@@ -1,11 +1,11 @@
-"""A callback for the trainers of TRL (1.16 and later): SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and
-RLOOTrainer:
+"""Define a callback for the trainers of TRL (1.16 and later):
 
     GRPOTrainer(..., callbacks=[DeferLogits()])
 
-They ask their model for log-probabilities, `model(..., labels=labels, fused_lm_head=True)`, of a forward that
-they put on it, and that multiplies by `lm_head.weight` itself, past the head. While this callback is at work,
-the answer comes from the model's own forward instead, with deferred logits.
+It supports SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer. They ask their model
+for log-probabilities, `model(..., labels=labels, fused_lm_head=True)`. A forward that they put on
+the model answers: it multiplies by `lm_head.weight` itself and does not call the head. While this
+callback is active, the model's own forward answers instead, with deferred logits.
 
 Shapes: B sequences, T tokens (one less after the shift), V vocabulary; n tokens that have a label.
 """
@@ -30,20 +30,22 @@ REFUSED = {
 
 
 class DeferLogits(DeferralCounts, TrainerCallback):
-    """Computes log-probabilities, entropies and losses without logits, by the operator of
-    :func:`lowtide.linear_log_probs`, after whatever the model's own code does to its logits (scale, soft
-    cap); in training and in evaluation.
+    """Compute log-probabilities, entropies and losses without logits, in training and evaluation.
+
+    The operator of :func:`lowtide.linear_log_probs` computes them, after the model's own operations
+    on its logits (scale, soft cap).
 
     Args:
-        ref_model: that of the trainer, if it has one, to be asked in the same way. (Else by TRL's.)
+        ref_model: the trainer's reference model, if it has one, to be treated in the same way.
+            Without it TRL's own forward answers for the reference model.
 
     Attributes:
-        fused: how many losses of the trained model have been computed without logits.
-        materialized: by operation, how often real logits of it were made for it.
+        fused: the number of losses of the trained model that were computed without logits.
+        materialized: for each operation, how often it materialised that model's logits.
 
     Raises:
-        ValueError: when training begins, for a model that no trainer of TRL has prepared, and for options
-            whose results would differ (`cast_lm_head_to_fp32`, `use_weighting`).
+        ValueError: when training begins, for a model that no trainer of TRL has prepared, and for
+            options whose results would differ (`cast_lm_head_to_fp32`, `use_weighting`).
     """
 
     def __init__(self, ref_model: nn.Module | None = None) -> None:
@@ -56,7 +58,7 @@ class DeferLogits(DeferralCounts, TrainerCallback):
                 raise ArgumentError(
                     f"lowtide's DeferLogits cannot take {name}=True: {reason}; leave it False"
                 )
-        self.on_train_end(args, state, control)  # of a run that ended in an error
+        self.on_train_end(args, state, control)  # After a run that ended in an error.
         self.forwards = [Forward(model, args)]
         if self.ref_model is not None:
             self.forwards.append(Forward(self.ref_model, args))
@@ -69,10 +71,10 @@ class DeferLogits(DeferralCounts, TrainerCallback):
 
 
 class Forward:
-    """The forward of a model of TRL's: its own but for `fused_lm_head`, until `undo()`."""
+    """Replace the forward of a model of TRL's until `undo()`; only `fused_lm_head` changes."""
 
     def __init__(self, model: Any, args: Any) -> None:
-        model = getattr(model, "module", model)  # of DistributedDataParallel
+        model = getattr(model, "module", model)  # The model within DistributedDataParallel.
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "forward" not in vars(self.model):
             raise ArgumentError(
@@ -90,7 +92,7 @@ class Forward:
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
-            # Without gradients it is generate that asks, and that needs real logits.
+            # Without gradients the caller is generate, which needs real logits.
             return self._called(torch.is_grad_enabled() and self.deferral.head.training, *args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         if labels is None and shifted is None:
@@ -104,7 +106,8 @@ class Forward:
 
     def _called(self, deferring: bool, *args: Any, **kwargs: Any) -> Any:
         head = self.deferral.head
-        mode, head.training = head.training, deferring  # which is all that tells a head whether to defer
+        # A head defers in training mode only; nothing else tells it.
+        mode, head.training = head.training, deferring
         try:
             return self.theirs(*args, **kwargs)
         finally:

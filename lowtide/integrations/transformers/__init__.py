@@ -1,4 +1,14 @@
-"""For Transformers: a callback of its Trainer, and an attention of its AttentionInterface."""
+"""Connect lowtide with Transformers.
+
+It offers a callback for the Trainer, and an implementation for the AttentionInterface.
+
+Modules, in the order of imports:
+
+* bands: recognise a mask function that is a band of diagonals.
+* masks: the masks that a model hands to its layers.
+* attention: `register_attention`, and the function that a layer calls.
+* callback: `DeferLogits`, a callback of the Trainer.
+"""
 
 from lowtide.integrations.transformers.attention import register_attention
 from lowtide.integrations.transformers.callback import DeferLogits

@@ -1,4 +1,4 @@
-"""lowtide's attention for models of Transformers: `attn_implementation="lowtide"`.
+"""Provide lowtide's attention to models of Transformers: `attn_implementation="lowtide"`.
 
 Shapes: B sequences; H query heads, G key heads; M queries, N keys; K features, E of values.
 """
@@ -20,7 +20,7 @@ from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTri
 
 NAME = "lowtide"
 HIDDEN = 1e4  # decision 0028
-"""As a score below any other, e^-HIDDEN is 0; and a sum of such scores still has digits."""
+"""Lowers a hidden key's score: e^-HIDDEN is 0, and a sum of such scores keeps digits."""
 SPARSE = "it sees all keys that the mask shows; use attn_implementation='eager' for a choice of them"
 REFUSED = {
     "output_attentions": "it never has the attention weights; use attn_implementation='eager' for these",
@@ -31,26 +31,33 @@ REFUSED = {
 
 
 def register_attention() -> None:
-    """Registers :func:`lowtide.memory_efficient_attention` as "lowtide" with Transformers' AttentionInterface
-    and its masks with the AttentionMaskInterface (without which no mask is built, and results are wrong).
+    """Register lowtide's attention as "lowtide" with Transformers.
 
-    Then ``from_pretrained(..., attn_implementation="lowtide")`` or, for a model that is there already,
-    ``model.set_attn_implementation("lowtide")``. To call this again changes nothing.
+    :func:`lowtide.memory_efficient_attention` is registered with the AttentionInterface, and its
+    masks with the AttentionMaskInterface. Without the latter Transformers would build no mask, and
+    results would be wrong.
 
-    Logits and gradients are those of "eager", for any model whose attention goes through the interface:
-    grouped key heads, soft cap, sliding window, sinks, position bias (and its gradient), padding, a cache
-    and `generate`, several sequences in a row. Dropout has the same rate and drops other scores. A query
-    that sees no key, as in padding on the left, gets 0, where "eager" averages over all values
-    (beside a position bias: an average over hidden keys).
+    Afterwards pass ``attn_implementation="lowtide"`` to ``from_pretrained``, or call
+    ``model.set_attn_implementation("lowtide")`` on an existing model. A second call changes
+    nothing.
 
-    Memory: O(M). The scores never exist; a mask is a few numbers, padding [B, 1, 1, N]. docs/transformers.md
-    says what else is made when; a mask of [B, 1, M, N] never without a :class:`DenseMaskWarning`, unless the
-    caller has passed one. A position bias has the size that the model gives it.
+    Logits and gradients equal those of "eager", for any model whose attention uses the interface:
+    grouped key heads, soft cap, sliding window, sinks, position bias (and its gradient), padding, a
+    cache and `generate`, several sequences in a row. Dropout has the same rate and drops other
+    scores. A query that sees no key, as in padding on the left, gets 0; "eager" averages over all
+    values. Beside a position bias such a query gets an average over hidden keys.
+
+    Memory: O(M). The scores never exist. A mask is a few numbers, padding is [B, 1, 1, N];
+    docs/transformers.md lists what else is allocated and when. A mask of [B, 1, M, N] always gives
+    a :class:`DenseMaskWarning`, unless the caller has passed one. A position bias has the size that
+    the model gives it.
 
     Raises:
-        ImportError: for versions of Transformers that make masks of other arguments (before `q_length`).
-        ValueError: when the model runs, with `output_attentions=True`, with a paged cache, and for a few
-            models that choose keys (sparse attention), compute with their mask, or add keys to what it has.
+        ImportError: for versions of Transformers whose masks take other arguments (before
+            `q_length`).
+        ValueError: when the model runs, with `output_attentions=True`, with a paged cache, and for
+            a few models that choose keys (sparse attention), compute with their mask, or add keys
+            that it does not have.
 
     Example::
 
@@ -80,13 +87,17 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, M, H, E]
-    """What a model's layer calls. A sink (s_aux of each head, or sinks of each query) is a score that has no
-    value: the result is out * sigmoid(lse - sink)."""
+    """Compute the attention of a model's layer, with Transformers' arguments.
+
+    A sink (s_aux of each head, or sinks of each query) is a score without a value: the result is
+    out * sigmoid(lse - sink).
+    """
     for name, reason in REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ArgumentError(f"attn_implementation='lowtide' cannot take {name}: {reason}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is None and query.shape[2] > 1:  # of a model that makes none: as in "sdpa"
+    # The model makes no masks; do as "sdpa" does.
+    if attention_mask is None and query.shape[2] > 1:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = LowerTriangularMask() if causal else None
     if isinstance(attention_mask, DenseMask):
@@ -104,7 +115,7 @@ def attention(
         q, k, v = (each.flatten(0, 1)[None] for each in (q, k, v))
     elif isinstance(attention_mask, AttentionBias) and attention_mask.band == Band():
         attention_mask.check(query.shape[2], key.shape[2])
-        attention_mask = attention_mask.bias  # no mask at all, for the fastest way
+        attention_mask = attention_mask.bias  # Without a mask the call can take the fastest kernel.
     drop = dropout if module.training else 0.0
     if s_aux is not None:
         sinks = s_aux[:, None, None]
@@ -115,7 +126,7 @@ def attention(
             q, k, v, attention_mask, drop, scaling, softcap=softcap
         )
         sinks_BHM = sinks[..., 0]
-        if packed:  # as the rows are: one after the other
+        if packed:  # The rows are one after the other, so the sinks must be too.
             sinks_BHM = sinks_BHM.expand(query.shape[:-1]).transpose(0, 1).flatten(1)[None]
         share_BHM = torch.sigmoid(lse_BHM - sinks_BHM)
         out = (out * share_BHM.transpose(1, 2)[..., None]).to(out.dtype)
@@ -127,9 +138,12 @@ def attention(
 def _biased(
     query: Tensor, key: Tensor, mask: AttentionBias | Tensor | None, bias: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, AttentionBias | Tensor]:
-    """The bias put on the mask. If that has padding, [B, 1, 1, N], this becomes one feature more: 1 in each
-    query, and in a key that is hidden so low that its score vanishes. One tensor of both would have all of
-    [B, H, M, N]."""
+    """Return query and key, and the mask with the bias added.
+
+    Padding of the mask, [B, 1, 1, N], becomes one more feature. It is 1 in each query; in a hidden
+    key it is so low that the key's score vanishes. One tensor of bias and padding would need all of
+    [B, H, M, N].
+    """
     if mask is None:
         return query, key, bias
     if isinstance(mask, Tensor):

@@ -1,8 +1,8 @@
-"""Which diagonals a mask function shows, found by calling it once with two symbols in place of indices.
+"""Find the diagonals that a mask function shows, by calling it once with two symbols as indices.
 
-Transformers has a mask as a function of a query's place i and a key's place j, `(j > i - window) & (j <= i)`,
-which it evaluates at every (i, j). Of symbols that know their coefficients of i and j it is a band, exactly:
--left <= j - i <= right; or it fails (decision 0027).
+Transformers represents a mask as a function of a query's place i and a key's place j, `(j > i -
+window) & (j <= i)`, and evaluates it at every (i, j). Called with symbols that know their
+coefficients of i and j, it gives a band exactly, -left <= j - i <= right, or fails (decision 0027).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 
 class NotABand(TypeError):
-    """The function is of something else than the difference of the two places."""
+    """Signal that the function depends on more than the difference of the two places."""
 
 
 class Symbol:
-    """Has no truth value: `a and b` and `if a` would choose one without a word."""
+    """Refuse a truth value: `a and b` and `if a` would silently choose one side."""
 
     def __bool__(self) -> bool:
         raise NotABand
@@ -25,7 +25,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Shown(Symbol):
-    """-left <= j - i <= right, where None is no limit."""
+    """Represent -left <= j - i <= right, where None is no limit."""
 
     left: int | None = None
     right: int | None = None
@@ -42,7 +42,7 @@ class Shown(Symbol):
 
 @dataclass(frozen=True, eq=False)
 class Place(Symbol):
-    """i_times * i + j_times * j + plus."""
+    """Represent i_times * i + j_times * j + plus."""
 
     i_times: int
     j_times: int
@@ -82,6 +82,8 @@ class Place(Symbol):
 
 @dataclass(frozen=True)
 class Distance(Symbol):
+    """Represent the absolute value of a place."""
+
     signed: Place
 
     def __le__(self, other: int) -> Shown:
@@ -92,10 +94,10 @@ class Distance(Symbol):
 
 
 def band(mask_function: Callable[..., Any]) -> Shown | None:
-    """What mask_function(batch, head, i, j) shows; None if that is no band."""
+    """Return what mask_function(batch, head, i, j) shows, or None if that is not a band."""
     try:
         found = mask_function(None, None, Place(1, 0), Place(0, 1))
-    except Exception:  # symbols are no tensors: whatever fails with them is no band
+    except Exception:  # Symbols are not tensors: a function that fails with them is not a band.
         return None
     return found if isinstance(found, Shown) else None
 
@@ -114,7 +116,7 @@ def _at_most_zero(place: Place) -> Shown:
         return Shown(right=-place.plus)
     if factors == (1, -1):  # i - j <= -plus
         return Shown(left=-place.plus)
-    if max(factors) <= 0 and place.plus <= 0:  # of any i and j, which are at least 0
+    if max(factors) <= 0 and place.plus <= 0:  # True of any i and j, which are at least 0.
         return Shown()
     raise NotABand
 

@@ -1,8 +1,8 @@
-"""A callback for `transformers.Trainer`:
+"""Define a callback for `transformers.Trainer`:
 
     Trainer(..., callbacks=[DeferLogits()])
 
-`lowtide.defer_logits(model)` before the Trainer is made does the same, without an end.
+`lowtide.defer_logits(model)` before the Trainer is made does the same, but does not end.
 """
 
 from typing import Any
@@ -15,13 +15,14 @@ from lowtide.integrations.counts import DeferralCounts
 
 
 class DeferLogits(DeferralCounts, TrainerCallback):
-    """Defers the model's logits while it trains; they are real again afterwards. In between, evaluation has
-    real logits, as the model is in eval mode then. (For trainers of TRL there is one of the same name in
-    `lowtide.integrations.trl`.)
+    """Defer the model's logits while it trains; they are real again afterwards.
+
+    Evaluation in between has real logits, because the model is in eval mode. The trainers of TRL
+    need the callback of the same name in `lowtide.integrations.trl`.
 
     Attributes:
-        fused: how many losses have been computed without logits.
-        materialized: by operation, how often real logits were made for it.
+        fused: the number of losses computed without logits.
+        materialized: for each operation, how often it materialised the logits.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -31,7 +32,7 @@ class DeferLogits(DeferralCounts, TrainerCallback):
                 "logits of each to the first; start one process a GPU (torchrun, accelerate launch), or let "
                 "it see one GPU (CUDA_VISIBLE_DEVICES)"
             )
-        self.on_train_end(args, state, control)  # of a run that ended in an error
+        self.on_train_end(args, state, control)  # After a run that ended in an error.
         self.deferral = defer_logits(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

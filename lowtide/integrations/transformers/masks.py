@@ -1,4 +1,6 @@
-"""What a model of Transformers hands to its layers as their mask: not [B, 1, M, N] numbers, but a few.
+"""Define the masks that a model of Transformers hands to its layers.
+
+A mask is a few numbers in place of a tensor [B, 1, M, N].
 
 Shapes: B sequences, M queries, N keys; i counts queries, j keys.
 """
@@ -22,24 +24,24 @@ from lowtide.ops.attention.definition.masks import (
 
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22
-"""Of a mask that is looked at a few rows at a time."""
+"""The most elements of a mask that are examined at a time."""
 
 
 class DenseMaskWarning(UserWarning):
-    """A mask of [B, 1, M, N] has been made."""
+    """Warns that a mask of [B, 1, M, N] has been made."""
 
 
 class Handed:
-    """A mask as a model hands it from where it is made to its layers, which must not compute with it."""
+    """Represent a mask on its way from the model to its layers, which must not compute with it."""
 
     ndim = 4
-    """By which Transformers knows one that has been made: generate makes them itself, for a static cache."""
+    """Tells Transformers that the mask is made: generate makes it itself, for a static cache."""
 
     lengths: tuple[int, int]
 
     @property
     def shape(self) -> tuple[None, int, int, int]:
-        """For Transformers, where a model has one made of one. How many sequences it is for is not known."""
+        """Return the shape, for models that make a mask from it; the batch size is unknown."""
         return (None, 1, *self.lengths)
 
     def contiguous(self) -> Any:
@@ -54,7 +56,7 @@ class Handed:
 
 
 class ModelsMask(Handed, AttentionBias):
-    """A band, and the keys that take part in it."""
+    """Represent a band, and the keys that take part in it."""
 
     def __init__(self, M: int, N: int, left: int | None, right: int | None, keys: Tensor | None) -> None:
         self.lengths, self.band = (M, N), Band(left, right)
@@ -68,7 +70,7 @@ class ModelsMask(Handed, AttentionBias):
             )
 
     def __getitem__(self, index: Any) -> "ModelsMask":
-        """[:, :, rows, :keys], which some models take where they drop queries; nothing else."""
+        """Return [:, :, rows, :keys], which some models take to drop queries; refuse others."""
         M, N = self.lengths
         if isinstance(index, tuple) and len(index) == 4 and all(isinstance(each, slice) for each in index):
             first, end, step = index[2].indices(M)
@@ -82,11 +84,14 @@ class ModelsMask(Handed, AttentionBias):
 
 
 class CausalMask(ModelsMask, LowerTriangularMask):
-    """Query i sees the keys j <= i."""
+    """Show each query i the keys j <= i."""
 
 
 class DenseMask(ModelsMask):
-    """What is neither, for each query and key. A model that added it to its scores would add 1, not hide."""
+    """Represent any other mask, for each query and key.
+
+    A model that added it to its scores would add 1 instead of hiding a key.
+    """
 
     def __init__(self, seen: Tensor) -> None:  # [B, 1, M, N], bool
         M, N = seen.shape[-2:]
@@ -99,7 +104,7 @@ class DenseMask(ModelsMask):
 
 
 class PackedMask(Handed, BlockDiagonalCausalMask):
-    """Several sequences side by side in each row of the batch; all of its rows, one after the other."""
+    """Represent several sequences in each row of the batch; the rows follow each other."""
 
     def __init__(self, lengths: list[int], window: int | None, M: int) -> None:
         super().__init__(lengths, lengths)
@@ -113,9 +118,11 @@ def mask(
     attention_mask: Tensor | ModelsMask | PackedMask | None = None,
     **sizes: Any,
 ) -> ModelsMask | PackedMask:
-    """Transformers calls this for each kind of layer, with a function that says which keys query i sees. A
-    band (causal, a window, all) becomes two numbers; padding [B, 1, 1, N] besides; several sequences in a
-    row their lengths; what a single query sees [B, 1, 1, N]; anything else, with a warning, [B, 1, M, N].
+    """Return the mask of one kind of layer; Transformers calls this.
+
+    `mask_function` tells which keys query i sees. A band (causal, a window, all) becomes two
+    numbers, and padding adds [B, 1, 1, N]. Several sequences in a row become their lengths. A
+    single query becomes [B, 1, 1, N]. Anything else becomes [B, 1, M, N], with a warning.
     """
     if isinstance(attention_mask, ModelsMask | PackedMask):
         return attention_mask
@@ -127,7 +134,7 @@ def mask(
 
 def _mask(
     mask_function: Callable[..., Any],
-    attention_mask: Tensor | None,  # [B, keys], bool: True takes part
+    attention_mask: Tensor | None,  # [B, keys], bool: True for a key that takes part
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -140,7 +147,7 @@ def _mask(
 ) -> ModelsMask | PackedMask:
     M, N = q_length, kv_length
     compiling = torch.compiler.is_compiling()
-    if isinstance(q_offset, Tensor) and M > 1 and not compiling:  # of a static cache
+    if isinstance(q_offset, Tensor) and M > 1 and not compiling:  # A static cache has a tensor.
         q_offset = int(q_offset)
     if isinstance(q_offset, int) and (shown := band(mask_function)) is not None:
         return _banded(shown, q_offset - kv_offset, M, N, _padding(attention_mask, kv_offset, N))
@@ -181,7 +188,10 @@ _uncompiled = torch.compiler.disable(
 
 
 def _banded(shown: Shown, shift: int, M: int, N: int, keys: Tensor | None) -> ModelsMask:
-    """Query i stands at the key i + shift. What the shape allows anyway is no limit."""
+    """Return the mask of a band where query i stands at key i + shift.
+
+    A limit that the shape implies is dropped.
+    """
     left = None if shown.left is None or shown.left - shift >= M - 1 else shown.left - shift
     right = None if shown.right is None or shown.right + shift >= N - 1 else shown.right + shift
     kind = CausalMask if (left, right) == (None, 0) else ModelsMask
@@ -192,14 +202,18 @@ def _padding(attention_mask: Tensor | None, kv_offset: int, N: int) -> Tensor | 
     if attention_mask is None:
         return None
     keys_BN = attention_mask[:, kv_offset : kv_offset + N]
-    keys_BN = torch.nn.functional.pad(keys_BN, (0, N - keys_BN.shape[1]))  # of a cache that is not full yet
+    # A cache that is not full yet has fewer keys.
+    keys_BN = torch.nn.functional.pad(keys_BN, (0, N - keys_BN.shape[1]))
     if not torch.compiler.is_compiling() and keys_BN.all():
         return None
     return keys_BN[:, None, None]
 
 
 def _packed(rows: Callable[[int, int], Tensor], B: int, M: int, window: int | None) -> list[int] | None:
-    """The lengths of the sequences, if the mask says nothing else: each row is looked at, a few at a time."""
+    """Return the lengths of the sequences, or None if the mask has any other structure.
+
+    All rows are examined, a few at a time.
+    """
     begins, latest_B1 = [], None
     step = max(1, ELEMENTS // (B * M))
     for first in range(0, M, step):
