@@ -1,4 +1,19 @@
-"""`lowtide`: the command line, a small module a command. Its libraries come with the extra `lowtide[cli]`."""
+"""Define the command line, `lowtide`, with one small module for each command.
+
+Its libraries come with the extra `lowtide[cli]`.
+
+Modules, in the order of imports:
+
+* errors: turn an error that the user can correct into a sentence.
+* parameters: options that several commands share, and their checks.
+* progress: show the progress of work of unknown length.
+* timeline: `lowtide bench memory-timeline`.
+* bench: `lowtide bench`.
+* doctor: `lowtide doctor`.
+* estimate: `lowtide estimate`.
+* profile: `lowtide profile`.
+* train: `lowtide train`.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +25,8 @@ if TYPE_CHECKING:
 def main() -> None:
     try:
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8
+            # A terminal may not be UTF-8.
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         make_app()()
     except ModuleNotFoundError as missing:
         if missing.name not in ("rich", "tokenizers", "typer"):
@@ -18,7 +34,7 @@ def main() -> None:
         sys.exit(
             f"lowtide: the command line needs {missing.name}; install it with: pip install 'lowtide[cli]'"
         )
-    except KeyboardInterrupt:  # before a command is there to take it, or after
+    except KeyboardInterrupt:  # Interrupted outside of any command.
         sys.exit(130)
 
 

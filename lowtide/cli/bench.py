@@ -1,4 +1,4 @@
-"""`lowtide bench`: time, memory and error of lowtide beside torch and the peers that are installed."""
+"""Implement `lowtide bench`: time, memory and error of lowtide, torch and the installed peers."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -242,14 +242,14 @@ def draw(
 class _Table(NamedTuple):
     case: Named
     total: int
-    rows: Iterator[Any]  # nothing is measured, or made, before they are asked for
+    rows: Iterator[Any]  # Lazy: a row is measured, and its tensors made, when it is asked for.
 
 
 def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None, form: Format = LOSS) -> None:
-    """Measure, and exit: in a smoke run with 1 if a row failed."""
+    """Measure, print the tables and exit; a smoke run exits with 1 if a row failed."""
     console = Console()
     if not console.is_terminal:
-        console.width = 120  # a file has no width, and rows should not be wrapped in it
+        console.width = 120  # A file has no width, and rows should not be wrapped in it.
     failed = False
     with contextlib.ExitStack() as stack:
         writer = None
@@ -269,7 +269,7 @@ def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None,
 
 
 def _choose(known: Sequence[NamedT], names: list[str] | None, smoke: bool, option: str) -> list[NamedT]:
-    """The entries of these names in the order asked for, or all that belong to this kind of run."""
+    """Return the entries of these names in the order given, or all of this kind of run."""
     if not names:
         return [entry for entry in known if entry.smoke in (None, smoke)]
     by_name = {entry.name: entry for entry in known}

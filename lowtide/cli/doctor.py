@@ -1,4 +1,4 @@
-"""`lowtide doctor`: what this machine has, and which way a call takes on it."""
+"""Implement `lowtide doctor`: report what this machine has, and how it computes a call."""
 
 from collections.abc import Mapping
 from enum import Enum
@@ -107,7 +107,7 @@ def attention(
     logsumexp: Annotated[bool, typer.Option("--logsumexp", help="Ask for it as well.")] = False,
     backend: Backend = "auto",
 ) -> None:
-    """Which engine memory_efficient_attention takes for a call, and why."""
+    """Show which engine memory_efficient_attention takes for a call, and why."""
     sizes = {"B": batch, "H": heads, "M": queries, "N": queries if keys is None else keys}
     if bias is None:
         refuse_given(context, ["bias_gradient"], "goes together with --bias")
@@ -155,7 +155,7 @@ def linear_cross_entropy(
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
 ) -> None:
-    """Which way linear_cross_entropy takes for a call, and in what pieces."""
+    """Show how linear_cross_entropy computes a call, and in what pieces."""
     call = of_loss.Call(
         tokens,
         features,
@@ -180,19 +180,19 @@ def _print(console: Console, title: str, found: Mapping[str, str]) -> None:
     table.add_column(no_wrap=True)
     table.add_column()
     for name, value in found.items():
-        table.add_row(name, Text(value))  # Text, because brackets would be markup
+        table.add_row(name, Text(value))  # Text, because brackets would be markup.
     console.print(table)
 
 
 def _console() -> Console:
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # a file has no width, and sentences should not be wrapped in it
+        console.width = 160  # A file has no width, and sentences should not be wrapped in it.
     return console
 
 
 def _device(device: Device) -> str:
-    """CUDA may be asked about where there is none."""
+    """Return the device; "cuda" may be asked about on a machine without it."""
     return choose_device(device) if device is Device.auto else device.value
 
 

@@ -1,6 +1,6 @@
-"""The one place where an error becomes a sentence: on the standard error, with exit status 1.
+"""Turn an error that the user can correct into a sentence on the standard error.
 
-What is a defect of lowtide keeps its traceback.
+The exit status is then 1. A defect of lowtide keeps its traceback.
 """
 
 import errno
@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.tools.errors import UserError
 
-# A host that has no memory is a plain RuntimeError of torch; its text is all that tells it from others.
+# On a host without memory torch raises a plain RuntimeError; only its text identifies it.
 NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "alloc_cpu", "bad allocation", "std::bad_alloc"),
     *("Storage size calculation overflowed", "invalid size, tried to allocate"),
@@ -28,7 +28,7 @@ REASONS = {
 
 
 class Commands(TyperGroup):
-    """A group whose commands answer an error that the user can put right by a sentence."""
+    """Group commands, and print a sentence for an error that the user can correct."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -42,7 +42,7 @@ class Commands(TyperGroup):
 
 
 def sentence(error: Exception) -> str | None:
-    """Return None for an error that no user can put right."""
+    """Return the sentence, or None for an error that no user can correct."""
     if isinstance(error, (UserError, ArgumentError, ArgumentTypeError)):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -68,7 +68,7 @@ def show(message: str) -> None:
 
 
 def _name(context: Any) -> str:
-    """The command's words, as in "lowtide bench draw"."""
+    """Return the command's words, as in "lowtide bench draw"."""
     words = [context.invoked_subcommand]
     while context.parent is not None:
         words.insert(0, context.info_name)

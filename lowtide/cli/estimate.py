@@ -1,4 +1,4 @@
-"""`lowtide estimate`: what a training step holds at its highest moment, before a card is rented."""
+"""Implement `lowtide estimate`: predict the peak memory of a training step."""
 
 from itertools import groupby
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Share what the options of several commands take: bytes, and files that will be written.
+"""Define options that several commands share: bytes, and files to be written.
 
 An option is checked when it is read, before any work starts.
 """
@@ -29,7 +29,7 @@ DeviceOption = Annotated[Device, typer.Option(help="Auto: the GPU if there is on
 
 
 def size_in_bytes(words: str) -> int:
-    """256MiB is 256 * 2**20, 256MB is 256 * 10**6; a number alone is bytes."""
+    """Parse a size: 256MiB is 256 * 2**20, 256MB is 256 * 10**6, a number alone is bytes."""
     found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) ?([a-z]*)", str(words), re.IGNORECASE)
     if found is None or (unit := UNITS.get(found[2].lower())) is None:
         raise typer.BadParameter(f"{words!r} must be a number of bytes, as 256MiB, 1.5GB or 268435456")
@@ -45,7 +45,7 @@ def size_in_bytes(words: str) -> int:
 
 
 def workspace(help: str, show_default: str = "lowtide's own default") -> Any:
-    """--workspace, the same in every command."""
+    """Return the option --workspace, the same in every command."""
     return typer.Option(
         "--workspace",
         parser=size_in_bytes,
@@ -86,7 +86,7 @@ def check_output(*paths: Path) -> None:
 
 
 def refuse_given(context: typer.Context, names: Iterable[str], reason: str) -> None:
-    """Refuse the options among these that were given: they would be ignored in silence."""
+    """Refuse those of these options that were given: they would be ignored silently."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":

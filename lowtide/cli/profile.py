@@ -1,5 +1,7 @@
-"""`lowtide profile`: the memory of a script or of a training step over time, as a picture and for PyTorch's
-viewer."""
+"""Implement `lowtide profile`: record the memory of a script or of training steps over time.
+
+The record is written as a picture and for PyTorch's viewer.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +29,7 @@ from lowtide.tools.profile.run import script as run_script
 from lowtide.tools.profile.run import steps as run_steps
 from lowtide.tools.profile.timeline import draw, timeline, unit_of
 
-# What follows the script's name is the script's.
+# Arguments after the script's name belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
 OF_STEPS = ("loss", "batch", "length", "dtype", "optimizer", "checkpointing", "steps")
 SNAPSHOT, PICTURE = "memory.pickle", "memory.png"
@@ -73,7 +75,7 @@ def profile(
         refuse_given(context, OF_STEPS, "is for --step MODEL; options of the script follow its name")
     check_picture(out / PICTURE)
     check_output(out / PICTURE, out / SNAPSHOT)
-    files = Path.cwd() / out  # a script may leave this directory
+    files = Path.cwd() / out  # Absolute, because a script may change the directory.
     chosen = choose_device(device)
     if script is not None:
         record, status = run_script(script, arguments or [], chosen)
@@ -83,7 +85,7 @@ def profile(
         setting = Setting(model, batch, length, dtype or usual_dtype(model), optimizer, checkpointing)
         record, status = run_steps(setting, loss, steps, chosen)
         label, title = loss.value, f"Memory of {steps} training steps, {batch} x {length:,} tokens"
-    # The CPU's events say nothing of what was there before.
+    # The CPU's events say nothing of earlier allocations.
     before = " beyond what was held before" if step and chosen == "cpu" else ""
     if status == INTERRUPTED:
         Console().print("interrupted; what follows was recorded until then")
@@ -98,8 +100,11 @@ def profile(
 
 
 def write(record: Record, label: str, title: str, before: str, out: Path, files: Path) -> None:
-    """Print the peak and write both files to `files`, which the user knows as `out`. What is done is said at
-    once: whoever has interrupted a run does not wait for a picture."""
+    """Print the peak and write both files to `files`, which the user knows as `out`.
+
+    Each result is printed as soon as it is there: a user who interrupted a run does not wait for a
+    picture.
+    """
     lines = {
         place: timeline(record.snapshot, place) for place in range(len(record.snapshot["device_traces"]))
     }

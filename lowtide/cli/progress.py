@@ -1,4 +1,4 @@
-"""Progress of work that may take seconds or minutes, without a total."""
+"""Show the progress of work that may take seconds or minutes, without a total."""
 
 import contextlib
 import threading
@@ -12,10 +12,10 @@ SPINNER_SECONDS, LINE_SECONDS = 0.25, 10.0
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Yield a function that is told what is being done.
+    """Yield a function that takes a description of the current work.
 
-    It is shown on the standard error with the seconds so far: beside a spinner on a terminal, elsewhere as
-    a line every ten seconds.
+    It is shown on the standard error with the seconds so far: beside a spinner on a terminal,
+    elsewhere as a line every ten seconds.
     """
     console = Console(stderr=True, highlight=False)
     started, ended, words = time.monotonic(), threading.Event(), ""

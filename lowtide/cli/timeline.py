@@ -1,4 +1,7 @@
-"""`lowtide bench memory-timeline`: the memory of a decoder's last stage over time, eager against lowtide."""
+"""Implement `lowtide bench memory-timeline`.
+
+It records the memory of a decoder's last stage over time, eager and lowtide.
+"""
 
 import os
 from pathlib import Path
@@ -38,7 +41,7 @@ def memory_timeline(
     if draw_only:
         refuse_given(context, ("device", "smoke"), "is for measuring, and --draw-only measures nothing")
     else:
-        # Read when CUDA starts. The host hands out memory, and would do so seconds ahead of the GPU.
+        # CUDA reads it when it starts. Otherwise the host would allocate seconds ahead of the GPU.
         os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
         chosen = choose_device(device)
         if chosen == "cpu" and not smoke:

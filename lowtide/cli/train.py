@@ -1,4 +1,4 @@
-"""`lowtide train`: a small GPT on the sources of Python's standard library, or on the user's own text."""
+"""Implement `lowtide train`: a small GPT on Python's standard library, or on the user's text."""
 
 from pathlib import Path
 from typing import Annotated
