@@ -1,0 +1,16 @@
+"""Implement what the commands of `lowtide` do; their options and help texts are in `cli`.
+
+No operator imports these modules.
+
+Modules, in the order of imports:
+
+* errors: the error that a user can correct.
+* files: files that are either complete or absent; tables and dictionaries from them.
+* environment: versions, card and commit, for every table.
+* figures: the common look of figures.
+* demo: a small GPT and its training, with eager logits or lowtide's loss.
+* estimate: the peak memory of a training step, computed on fake tensors.
+* profile: memory over time, recorded from the allocator.
+* bench: time, memory and error beside torch and the peers.
+* doctor: what this machine has, and how it computes a call.
+"""

@@ -1,4 +1,4 @@
-"""Where figures come from: versions, card and commit, as every table says them."""
+"""Find versions, card and commit, which every table of figures states."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
 
 @dataclass(frozen=True)
 class Environment:
-    """What the numbers depend on besides the case; the first columns of every row of the CSV."""
+    """Hold what the numbers depend on besides the case: the first columns of every CSV row."""
 
     date: str
     card: str
@@ -36,7 +36,7 @@ class Environment:
 
 
 def version(distribution: str) -> str:
-    """The installed version, or nothing. A checkout that was never installed still knows its own."""
+    """Return the installed version, or "". A checkout that was never installed knows its own."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -44,8 +44,11 @@ def version(distribution: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout that lowtide is imported from, `-dirty` where its Python files are not those
-    of the commit, whatever else lies there; nothing for an installed package."""
+    """Return the commit of the checkout that lowtide is imported from, or "" for a package.
+
+    It ends in `-dirty` if the package's Python files differ from the commit; other files do not
+    matter.
+    """
     package = Path(lowtide.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -53,13 +56,13 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        # A package installed below somebody else's checkout is not one of its tracked files.
+        # A package installed below another project's checkout is not one of its tracked files.
         tracked = git("ls-files", "__init__.py")
         if not tracked:
             return ""
-        changed = git("status", "--porcelain", "--", "*.py")  # in the package's folder and below
+        changed = git("status", "--porcelain", "--", "*.py")  # In the package's folder and below.
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
-    except FileNotFoundError:  # no git on this machine
+    except FileNotFoundError:  # There is no git on this machine.
         return ""
 
 

@@ -1,5 +1,5 @@
-"""The error for what the user of a command can correct."""
+"""Define the error that the user of a command can correct."""
 
 
 class UserError(Exception):
-    """Something that the user can put right: shown as one sentence, without a traceback."""
+    """Report an error that the user can correct: one sentence, without a traceback."""

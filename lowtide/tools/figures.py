@@ -1,12 +1,12 @@
-"""How every figure of lowtide looks: colours by who is drawn, type, grid, and labels beside what they name.
+"""Give every figure of lowtide the same look: colours, type, grid, and labels beside the lines.
 
-    with style.figure(10, 4.2) as figure:
+    with figures.figure(10, 4.2) as figure:
         left, right = figure.subplots(1, 2)
-        left.plot(x, y, color=style.COLORS["lowtide"])
-        style.label(left, "lowtide", (x[-1], y[-1]), style.COLORS["lowtide"])
-        style.save(figure, Path("figure.png"))  # or .svg
+        left.plot(x, y, color=figures.COLORS["lowtide"])
+        figures.label(left, "lowtide", (x[-1], y[-1]), figures.COLORS["lowtide"])
+        figures.save(figure, Path("figure.png"))  # or .svg
 
-No window is opened and no state of pyplot is touched.
+No window is opened, and no state of pyplot changes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ENDINGS = (".svg", ".png")
 INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
 
-# lowtide and what it is compared with first are the strongest; a variant has the colour of its kind.
+# lowtide and its first comparison have the strongest colours; a variant has its kind's.
 COLORS = {
     "lowtide": "#0b7285",
     "eager": "#e8590c",
@@ -55,13 +55,16 @@ STYLE = {
     "figure.constrained_layout.w_pad": 0.15,
     "figure.constrained_layout.h_pad": 0.15,
     "savefig.dpi": 160,
-    "svg.hashsalt": "lowtide",  # the same drawing is the same file
+    "svg.hashsalt": "lowtide",  # The same drawing gives the same file.
 }
 
 
 @contextlib.contextmanager
 def figure(width: float, height: float) -> Iterator["Figure"]:
-    """An empty figure, in inches at 160 pixels; to be filled and saved within the block."""
+    """Yield an empty figure, to be filled and saved within the block.
+
+    Sizes are in inches of 160 pixels.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -78,7 +81,7 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Whole or not at all; the same drawing is the same file."""
+    """Save the figure, completely or not at all; the same drawing gives the same file."""
     check_picture(path)
     ending = path.suffix.lower()[1:]
     with files.whole_file(path) as file:
@@ -93,15 +96,15 @@ def label(
     offset: tuple[float, float] = (0, 8),
     **how: Any,
 ) -> "Annotation":
-    """The name of a line or a bar, in its colour; `offset` in points from the place `at` in data."""
+    """Write the name of a line or a bar in its colour, `offset` points from `at` (in data)."""
     return axes.annotate(text, at, offset, textcoords="offset points", color=color, weight="bold", **how)
 
 
 def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotation"]) -> None:
-    """The scale of x, from 0, ends where all labels end that begin at data and go to the right."""
+    """Scale x, from 0, so that all labels that begin at data and go to the right fit in."""
     labels = list(labels)
     for each in labels:
-        each.set_in_layout(False)  # or the layout narrows the panel instead
+        each.set_in_layout(False)  # Otherwise the layout narrows the panel.
     figure.draw_without_rendering()
     width = axes.bbox.width
     ends = []
@@ -112,7 +115,7 @@ def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotati
 
 
 def names_above(axes: "Axes") -> None:
-    """The names of its lines, in their colours, between title and panel: nothing is drawn there."""
+    """Write the lines' names in their colours between title and panel, where nothing is drawn."""
     axes.set_title(axes.get_title("left"), pad=30)
     axes.legend(
         loc="lower left",

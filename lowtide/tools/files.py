@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: a process may be killed at any instruction."""
+"""Write files that are either complete or absent: a process may be killed at any instruction."""
 
 import contextlib
 import csv
@@ -12,7 +12,7 @@ import torch
 
 from lowtide.tools.errors import UserError
 
-BLOCK = 4096  # bytes: an empty file can be made on a full disk
+BLOCK = 4096  # In bytes: a full disk still allows an empty file.
 
 
 class DamagedFile(Exception):
@@ -21,11 +21,11 @@ class DamagedFile(Exception):
 
 @contextlib.contextmanager
 def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]]:
-    """A file to write to, which takes the place of `path` when the block ends, and not when it fails.
+    """Yield a file that replaces `path` when the block ends; if the block fails, `path` stays.
 
-    A device or a pipe is written to as it is. An OSError names the path.
+    A device or a pipe is written to directly. An OSError names the path.
     """
-    path = Path(os.path.realpath(path))  # a link stays, and leads to the new file
+    path = Path(os.path.realpath(path))  # A link stays, and leads to the new file.
     with naming(path):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -49,7 +49,7 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Those of a file, in whose place torch's zip writer raises one of its own."""
+    """Raise the file's own error, which torch's zip writer replaces by one of its own."""
     try:
         yield
     except RuntimeError as problem:
@@ -67,7 +67,7 @@ def _make_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of this block that names no file becomes one of `path`."""
+    """Give an OSError of this block that names no file the name `path`."""
     try:
         yield
     except OSError as problem:
@@ -77,7 +77,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise the OSError that writing a file there would raise. Nothing is left behind, or changed."""
+    """Raise the OSError that writing a file there would raise; leave and change nothing."""
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         with naming(path):
@@ -86,7 +86,7 @@ def check_writable(path: Path) -> None:
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return
-    made = [each for each in path.parents if not each.exists()]  # the innermost first
+    made = [each for each in path.parents if not each.exists()]  # The innermost first.
     try:
         with contextlib.suppress(_Tried), whole_file(path) as file:
             file.write(bytes(BLOCK))
@@ -99,12 +99,12 @@ def check_writable(path: Path) -> None:
 
 
 class _Tried(Exception):
-    """Ends a file that is not wanted."""
+    """End a file that is not wanted."""
 
 
 @contextlib.contextmanager
 def growing_file(path: Path) -> Iterator[IO[str]]:
-    """A text file that shows what has been written of it: who is cut short keeps that."""
+    """Yield a text file that shows what has been written so far: an interrupted run keeps that."""
     with naming(path):
         _make_directory(path.parent)
         with open(path, "w", newline="", encoding="utf-8") as file:
@@ -112,7 +112,7 @@ def growing_file(path: Path) -> Iterator[IO[str]]:
 
 
 def read_table(path: Path, columns: Sequence[str], kind: str) -> list[dict[str, str]]:
-    """The rows of a CSV, which has at least these columns; `kind` says what else the file should be."""
+    """Return the rows of a CSV with at least these columns; `kind` names the file in errors."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
@@ -131,12 +131,12 @@ def read_table(path: Path, columns: Sequence[str], kind: str) -> list[dict[str, 
 
 
 def load(path: Path) -> dict:
-    """The dictionary that `torch.save` wrote: tensors on the CPU, and nothing in the file is executed."""
+    """Return the dictionary that `torch.save` wrote, on the CPU; the file executes no code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):
         raise
-    except Exception as problem:  # a damaged file can fail anywhere in zip, pickle or torch
+    except Exception as problem:  # A damaged file can fail anywhere in zip, pickle or torch.
         raise DamagedFile(f"{path} is damaged") from problem
     if not isinstance(content, dict):
         raise DamagedFile(f"{path} holds something else")

@@ -1,0 +1,17 @@
+"""Measure time, memory and error of lowtide beside torch and the peers.
+
+Every row is measured in turn with a floor or with its peers, in one process.
+
+Modules, in the order of imports:
+
+* cases: the shapes of the loss's benchmark, and their tensors.
+* providers: the implementations of the loss, and what an entry of the benchmark is.
+* measure: one row, an entry on a case.
+* table: rows as a table and as a CSV.
+* options: entries for every option of the loss.
+* chunked: entries for the chunked loss.
+* trained: the loss's cases with the head of a trained model.
+* draw: the figure of a sweep.
+* timeline: the memory of a decoder's last stage over time.
+* attention: the benchmark of attention.
+"""

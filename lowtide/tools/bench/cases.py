@@ -1,4 +1,4 @@
-"""The shapes of the benchmark, as data, and the tensors of one shape.
+"""Define the shapes of the benchmark as data, and the tensors of one shape.
 
 Legend: N tokens, D features, V classes.
 """
@@ -29,7 +29,7 @@ class Case:
     device: str
     smoke: bool = False
     logits: str = "random"
-    largest_logit: float | None = None  # where they are not random
+    largest_logit: float | None = None  # None for random logits.
 
     @property
     def shape(self) -> str:
@@ -40,7 +40,7 @@ class Case:
         return str(self.dtype).removeprefix("torch.")
 
     def inputs(self, requires_grad: bool) -> Inputs:
-        """Hidden states, head and targets, the same on every run; the logits have unit variance."""
+        """Return hidden states, head and targets, equal in every run; logits have unit variance."""
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
         input_ND = torch.randn(self.tokens, self.features, dtype=self.dtype, **on)
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
@@ -57,7 +57,7 @@ def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def sweep(center: Case, axes: Collection[str]) -> list[Case]:
-    """The shapes along each axis through a center, which is among them once, and keeps its name."""
+    """Return the shapes along each axis through a center, which occurs once, by its own name."""
     cases = {}
     for axis in axes:
         for size in (int(getattr(center, axis) * factor) for factor in FACTORS):

@@ -1,5 +1,7 @@
-"""What lowtide.chunked_loss costs beside the dense step: entries for `measure.rows`, the plain one first,
-which is the dense cross-entropy of the case. Each other is one way to call it, or one of its neighbours.
+"""List entries that measure what lowtide.chunked_loss costs, for `measure.rows`.
+
+The plain entry, the dense cross-entropy of the case, comes first. Each other is one way to call the
+chunked loss, or an alternative to it.
 
 Legend: N tokens, D features, V classes.
 """
@@ -36,7 +38,7 @@ class Chunked:
 
 
 def entries(device: str) -> tuple[Chunked, ...]:
-    """The dense step first."""
+    """Return the entries, the dense step first."""
     modes: tuple[Mode, ...] = ("gradient_in_forward", "recompute")
     chunked = [
         Chunked(f"{mode}-{size}", partial(_chunked, mode, size))
@@ -62,7 +64,7 @@ def _chunked(mode: Mode, chunk_size: int, input_ND: Tensor, weight_VD: Tensor, t
 
 
 def _by_hand(chunk_size: int, input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
-    """The loop that people write: each chunk checkpointed, so that it is computed again in backward."""
+    """Run the loop that people write: each chunk is checkpointed, and recomputed in backward."""
 
     def one(x_CD: Tensor, target_C: Tensor) -> Tensor:
         return _sum(F.linear(x_CD, weight_VD), target_C)

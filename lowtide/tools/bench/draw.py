@@ -1,7 +1,8 @@
-"""The figure of a sweep, from its CSV alone: throughput, memory and accuracy along tokens, classes, features.
+"""Draw the figure of a sweep from its CSV alone.
 
-Nine panels. Those of a row share their vertical axis, and names stand at the right end of the row, each as
-high as its line ends, or as near as the others let it.
+It has nine panels: throughput, memory and accuracy along tokens, classes, features. The panels of a
+row share their vertical axis. Names stand at the right end of the row, at the height of their
+line's end, or as near to it as the others allow.
 
 Legend: N tokens, D features, V classes.
 """
@@ -27,7 +28,7 @@ COLUMNS = (
     *("case", "mode", "provider", "status", "card", "torch", "lowtide", "dtype", *AXES),
     *(*MEASURED, "loss_error"),
 )
-VARIANTS = ("-", "--", ":", "-.")  # of one kind, which has one colour
+VARIANTS = ("-", "--", ":", "-.")  # Of one kind, which has one colour.
 LABEL_POINTS = 9.5
 
 
@@ -40,16 +41,16 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweeps:
-    center: dict[str, int]  # by axis
-    lines: dict[str, dict[str, list[Point]]]  # by axis, by provider, in order of size
-    absent: list[str]  # who has no point
+    center: dict[str, int]  # By axis.
+    lines: dict[str, dict[str, list[Point]]]  # By axis, by provider, in order of size.
+    absent: list[str]  # Providers without a point.
     source: str
 
 
 class Measure(NamedTuple):
     title: str
     value: Callable[[Point], float]
-    ticks: Sequence[float]  # of a logarithmic axis; none for one that begins at 0
+    ticks: Sequence[float]  # Of a logarithmic axis; none for an axis that begins at 0.
     number: Callable[[float], str]
 
 
@@ -80,7 +81,7 @@ def draw(path: Path, out: Path) -> None:
 
 def read(path: Path) -> Sweeps:
     rows = files.read_table(path, COLUMNS, "a sweep")
-    # Shapes that are off the center are named after it and their axis.
+    # Shapes off the center are named after it and their axis.
     names = [re.fullmatch(rf"(.+)-({'|'.join(AXES)})-\d+", row["case"]) for row in rows]
     centers = {name[1] for name in names if name}
     if len(centers) != 1:
@@ -146,13 +147,16 @@ def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:
         axes.text(0, 1.03, others, transform=axes.transAxes, fontsize=9.5)
     absent = f"; did not run: {', '.join(sweeps.absent)}" if sweeps.absent else ""
     figure.supxlabel(sweeps.source + absent, fontsize=9, color="#868e96")
-    figure.draw_without_rendering()  # names are placed by the height of what is laid out
+    figure.draw_without_rendering()  # Names are placed by the height of the laid-out panels.
     for row, measure in zip(panels, MEASURES):
         _name_lines(row, measure, sweeps, looks)
 
 
 def _looks(sweeps: Sweeps) -> dict[str, dict]:
-    """Colour and dashes of each provider: a variant ("lowtide-256MiB") has the colour of its kind."""
+    """Return colour and dashes of each provider.
+
+    A variant ("lowtide-256MiB") has the colour of its kind.
+    """
     looks: dict[str, dict] = {}
     variants: dict[str, int] = {}
     for provider in dict.fromkeys(name for lines in sweeps.lines.values() for name in lines):
@@ -182,7 +186,7 @@ def _scale_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
 
 
 def _scale_values(axes: "Axes", measure: Measure) -> None:
-    """Of all panels of a row, whose lines are drawn."""
+    """Scale the vertical axis of a row's panels, whose lines are drawn."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.tick_params("y", labelsize=9.5)
@@ -207,10 +211,13 @@ def _bytes(size: float) -> str:
 
 
 def _name_lines(row: Sequence["Axes"], measure: Measure, sweeps: Sweeps, looks: dict[str, dict]) -> None:
-    """At the right of the last panel, within its height; who is not in that one, at the end of its line."""
+    """Write the names at the right of the last panel, within its height.
+
+    The name of a provider that is not in the last panel stands at the end of its line.
+    """
     *others, last = zip(row, sweeps.lines.values())
     axes = last[0]
-    ends: dict[str, tuple[float, float]] = {}  # in fractions of the panel
+    ends: dict[str, tuple[float, float]] = {}  # In fractions of the panel.
     for provider, points in last[1].items():
         pixels = axes.transData.transform((points[-1].size, measure.value(points[-1])))
         x, y = axes.transAxes.inverted().transform(pixels)
@@ -245,9 +252,12 @@ def _name_lines(row: Sequence["Axes"], measure: Measure, sweeps: Sweeps, looks: 
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places in ascending order, moved as little as leaves a gap between neighbours: where they are nearer,
-    they move apart from their middle."""
-    groups: list[list[float]] = []  # each: the sum of where its first would like to be, and how many
+    """Return the ascending places, moved as little as possible, with a gap between neighbours.
+
+    Places that are too near move apart from their middle.
+    """
+    # Of each group: the sum of the places that its first would like, and their number.
+    groups: list[list[float]] = []
     for number, place in enumerate(places):
         groups.append([place - number * gap, 1])
         while len(groups) > 1 and groups[-2][0] / groups[-2][1] >= groups[-1][0] / groups[-1][1]:

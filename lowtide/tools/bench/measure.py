@@ -1,14 +1,15 @@
-"""One row of the benchmark: an entry on a case, timed in turn with the floor, in one process.
+"""Measure one row of the benchmark: an entry on a case, timed in turn with the floor.
 
-The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by chunk, back to
-back, in the dtype of the inputs; for half precision on a processor that has no units for it, in float32,
-which is quicker there by far (one try decides). Floor and entry alternate, so that both see the same clocks,
-and the median of the rounds' ratios can be compared between runs and cards. `peak_bytes` is the peak beyond
-inputs, loss and gradients. Errors are relative Frobenius norms against products in the next wider dtype
-(float32 for half precision, else float64).
+The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by
+chunk, back to back, in the dtype of the inputs. Half precision on a processor without units for it
+is taken in float32, which is much faster there (one try decides). Floor and entry alternate in one
+process, so that both have the same clocks, and the median of the rounds' ratios can be compared
+between runs and cards. `peak_bytes` is the peak beyond inputs, loss and gradients. Errors are
+relative Frobenius norms against products in the next wider dtype (float32 for half precision, else
+float64).
 
-Where a plain entry is given, it takes its turn between the two, for what each entry costs over it. Entries
-then compute different things, and instead of errors there is a check that all they return is finite.
+A plain entry, if given, takes its turn between the two, and shows what each entry costs over it.
+Entries then compute different things; instead of errors, all results are checked to be finite.
 
 Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
@@ -32,14 +33,14 @@ from lowtide.tools.bench.providers import Call, Entry, Unavailable
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
-BUDGET_MS = 4000.0  # rounds beyond MIN_ROUNDS are run while they fit in this time
-SWEEP_BUDGET_MS = 300.0  # as many shapes are to be measured in as many minutes
-SLOW_MS = 20_000.0  # who takes as long for one step is timed once
+BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
+SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
+SLOW_MS = 20_000.0  # A provider that takes as long for one step is timed once.
 
 
 class Mode(str, Enum):
-    STEP = "step"  # loss and gradients of input and weight
-    FORWARD = "forward"  # loss alone, without gradients
+    STEP = "step"  # Loss, and gradients of input and weight.
+    FORWARD = "forward"  # Loss alone, without gradients.
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Figures:
     floor_ms: float
     ratio: float
     peak_bytes: int
-    errors: tuple[float, ...]  # of the loss and, in a step, of dX and dW
+    errors: tuple[float, ...]  # Of the loss and, in a step, of dX and dW.
     plain_ms: float | None = None
-    over_plain: float | None = None  # 0.05 is 5 % more time
+    over_plain: float | None = None  # 0.05 is 5 % more time.
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Row:
     case: Case
     mode: Mode
     provider: Entry
-    figures: Figures | None  # None where the provider did not run; `reason` says why
+    figures: Figures | None  # None if the provider did not run; `reason` says why.
     reason: str = ""
-    failed: bool = False  # it raised, where Unavailable would have been by design
+    failed: bool = False  # It raised an error other than Unavailable, which is by design.
 
 
 def rows(
@@ -72,7 +73,7 @@ def rows(
     plain: Entry | None = None,
     budget_ms: float = BUDGET_MS,
 ) -> Iterator[Row]:
-    # The figures of every provider are for products that torch does not shorten to TF32.
+    # Every provider is measured with products that torch does not shorten to TF32.
     torch.set_float32_matmul_precision("highest")
     bench: _Bench | None = None
     for provider in providers:
@@ -83,9 +84,9 @@ def rows(
             row = Row(case, mode, provider, None, str(unavailable))
         except torch.OutOfMemoryError as error:
             row = Row(case, mode, provider, None, f"does not fit in memory: {_one_line(error)}")
-        except Exception as error:  # whatever a peer raises is its row, not the end of the run
+        except Exception as error:  # A peer's error is its row, not the end of the run.
             row = Row(case, mode, provider, None, _one_line(error), failed=True)
-        # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
+        # Only here, without the exception, does nothing refer to the provider's tensors any more.
         gc.collect()
         if case.device == "cuda":
             torch.cuda.empty_cache()
@@ -93,7 +94,7 @@ def rows(
 
 
 class _Bench:
-    """What the entries of one case share: inputs, the floor, and the exact results or the plain call."""
+    """Share inputs, the floor, and the exact results or the plain call among a case's entries."""
 
     def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
         self.case, self.mode, self.budget_ms = case, mode, budget_ms
@@ -102,10 +103,12 @@ class _Bench:
         self.truth = None if plain else exact(*self.inputs, mode)
         self.floor = floor(*self.inputs, mode)
         if self.plain:
-            self.step(self.plain)  # compiles and tunes before it is timed, with or without a row of its own
+            # Compile and tune it before it is timed, with or without a row of its own.
+            self.step(self.plain)
 
     def measure(self, call: Call) -> Figures:
-        # The first call compiles and tunes; it and the next two also warm up what is timed afterwards.
+        # The first call compiles and tunes; it and the next two also warm up what is timed
+        # afterwards.
         errors = self.errors(self.step(call))
         with peak_memory(self.case.device) as peak:
             started = time.perf_counter()
@@ -135,7 +138,7 @@ class _Bench:
         return replace(figures, plain_ms=plain_median, over_plain=ratio(step_ms, plain_ms[0]) - 1)
 
     def step(self, call: Call) -> tuple[Tensor, ...]:
-        """Outputs and gradients, or outputs alone. Gradients are asked for, not accumulated into `.grad`."""
+        """Return outputs and gradients, or outputs alone; `.grad` accumulates nothing."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
             outputs = call.run()
         if self.mode is Mode.FORWARD:
@@ -153,7 +156,7 @@ class _Bench:
 
 @torch.no_grad()
 def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> tuple[Tensor, ...]:
-    """(loss, dX, dW) or the loss alone from products in the next wider dtype, chunk by chunk."""
+    """Return (loss, dX, dW), or the loss alone, by chunks in the next wider dtype."""
     half = input_ND.dtype in (torch.float16, torch.bfloat16)
     wide = torch.float32 if half else torch.float64
     wide_VD = weight_VD.to(wide)
@@ -180,7 +183,10 @@ def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
 
 
 def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:
-    """The products alone. The logits stand in for their own gradient: equal in size, random, nowhere zero."""
+    """Return a function that computes the products alone.
+
+    The logits stand in for their own gradient: equal in size, random, nowhere zero.
+    """
     dtype = products_dtype(input_ND.detach(), weight_VD.detach())
     x_ND, w_VD = input_ND.detach().to(dtype), weight_VD.detach().to(dtype)
     logits_CV = x_ND.new_empty(min(FLOOR_CHUNK, len(x_ND)), len(w_VD))
@@ -201,7 +207,10 @@ def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
 
 
 def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
-    """The operands' own or, for half precision on the CPU, float32 if a corner's products are quicker."""
+    """Return the operands' dtype, or float32 for half precision on a CPU that is faster with it.
+
+    The products of a corner decide.
+    """
     if x_ND.is_cuda or x_ND.dtype not in (torch.float16, torch.bfloat16):
         return x_ND.dtype
 
@@ -217,7 +226,10 @@ def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
 
 
 def alternate(calls: Iterable[Callable[[], object]], rounds: int, device: str) -> list[list[float]]:
-    """Milliseconds of each call in each round. On CUDA between events, so that the host may run ahead."""
+    """Return the milliseconds of each call in each round.
+
+    CUDA is timed between events, so that the host may run ahead.
+    """
     calls = tuple(calls)
     marks = [_mark(device)]
     for _ in range(rounds):
@@ -245,7 +257,10 @@ def quantiles(values: list[float], *levels: float) -> list[float]:
 
 
 def ratio(spans: list[float], to: list[float]) -> float:
-    """The median of the rounds'. Clocks drift from round to round, by more than what is to be told apart."""
+    """Return the median of the rounds' ratios.
+
+    Clocks drift between rounds by more than the differences that are compared.
+    """
     (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
     return median
 

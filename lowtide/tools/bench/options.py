@@ -1,7 +1,8 @@
-"""What every option of the loss costs: entries for `measure.rows`, each one way to call lowtide.
+"""List entries that measure what every option of the loss costs, for `measure.rows`.
 
-An option is the arguments that it adds to a call or puts in place of the benchmark's own. A function among
-them makes a tensor, once, before anything is timed; those that require a gradient get one in a step.
+An entry is one way to call lowtide. An option is the arguments that it adds to a call or puts in
+place of the benchmark's own. A function among them makes a tensor, once, before anything is timed.
+Those that require a gradient get one in a step.
 
 Legend: N tokens, D features, V classes, R rank of an adapter.
 """
@@ -21,7 +22,7 @@ from lowtide.tools.bench.measure import Mode
 from lowtide.tools.bench.providers import GIB, PROVIDERS, Call, Entry, eager_loss
 
 RANK = 16
-WORKSPACE = 7 * GIB // 2  # that of the provider lowtide-3.5GiB
+WORKSPACE = 7 * GIB // 2  # Equal to that of the provider lowtide-3.5GiB.
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -32,11 +33,11 @@ class Option:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     function: Function = lambda *inputs, **arguments: (linear_cross_entropy(*inputs, **arguments),)
     per_token: int = 0
-    """How many outputs, all or none, have a number for each token, and in a step an upstream gradient."""
+    """The number of outputs, all or 0, with one number a token and an upstream gradient."""
     losses: int = 1
-    """How many losses of the case it amounts to."""
+    """The number of the case's losses that it amounts to."""
     workspace: int | None = None
-    """None for the default of the function."""
+    """None for the function's default."""
     distribution: str = "lowtide"
     smoke: bool | None = None
 
@@ -60,7 +61,7 @@ class Option:
         )
 
 
-# Tensors that options are made of.
+# Tensors that options consist of.
 
 
 def _random(case: Case, *size: int, dtype: torch.dtype | None = None, seed: int = 10) -> Tensor:
@@ -85,7 +86,7 @@ def _learned_scale(case: Case, given: dict[str, Tensor]) -> Tensor:
 
 
 def _probabilities(case: Case, given: dict[str, Tensor]) -> Tensor:
-    """In place, as there may be room for one [N, V] and not for two."""
+    """Return class probabilities, in place: there may be room for one [N, V] and not for two."""
     target_NV = _random(case, case.tokens, case.classes).abs_()
     return target_NV.div_(target_NV.sum(1, keepdim=True))
 
@@ -104,7 +105,7 @@ def _zero_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
 
 
 def _half_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
-    """What is ignored already, and as many of the others as half of the tokens takes."""
+    """Return the targets with half of them ignored, those ignored before included."""
     target_N = given["target"].clone()
     order_N = _random(case, case.tokens, dtype=torch.float32)
     order_N[target_N == IGNORE_INDEX] = torch.inf
@@ -123,7 +124,7 @@ def _up(case: Case, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.classes, RANK).mul_(RANK**-0.5).requires_grad_()
 
 
-# Functions of input, weight and target, beside the plain one.
+# Functions of input, weight and target, besides the plain one.
 
 
 def _lora(
@@ -190,7 +191,8 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
             },
         ),
         _step(f"lora-{RANK}", LORA, _lora),
-        # A frozen weight saves one of the floor's three products; these two compare with each other.
+        # A frozen weight saves one of the floor's three products; compare these two with each
+        # other.
         _step("frozen-weight", {"linear_weight": _frozen}),
         _step(f"frozen-weight-lora-{RANK}", {"linear_weight": _frozen} | LORA, _lora),
         _step("none", NONE, per_token=1),
@@ -209,7 +211,10 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
 
 
 def options(mode: Mode, workspace: int) -> list[Entry]:
-    """Those of a mode, the plain one first. The workspace is for whatever has one: the steps of lowtide."""
+    """Return the options of a mode, the plain one first.
+
+    The workspace is for all that have one: the steps of lowtide.
+    """
     return [
         replace(option, workspace=workspace) if isinstance(option, Option) and option.workspace else option
         for option in OPTIONS[mode]

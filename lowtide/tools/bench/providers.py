@@ -1,9 +1,9 @@
-"""Every implementation that is measured: ours, torch's own and the peers', each with one way to load it; and
-what an entry of the benchmark is.
+"""List every implementation that is measured, and define what an entry of the benchmark is.
 
-`load(case)` imports what the provider needs and returns its loss, the mean over the targets that are not
-ignored, as a function of (input_ND, weight_VD, target_N). It raises `Unavailable` where the provider cannot
-run by design; any other exception, there or later, is a failure. Both become a row that gives the reason.
+They are ours, torch's own and the peers'. `load(case)` imports what the provider needs. It returns
+the provider's loss, the mean over the targets that are not ignored, as a function of (input_ND,
+weight_VD, target_N). It raises `Unavailable` where the provider cannot run by design; any other
+exception, there or later, is a failure. Both become a row that gives the reason.
 
 Legend: N tokens, D features, V classes.
 """
@@ -28,23 +28,23 @@ GIB = 2**30
 
 
 class Unavailable(Exception):
-    """The provider is not installed or does not take the case."""
+    """Signal that the provider is not installed or does not support the case."""
 
 
 class Call(NamedTuple):
-    """What is timed, with nothing left to choose or to make."""
+    """Hold what is timed, with nothing left to choose or to make."""
 
     run: Callable[[], tuple[Tensor, ...]]
     leaves: tuple[Tensor, ...]
-    """Whose gradients a step asks for."""
+    """The tensors whose gradients a step asks for."""
     upstream: tuple[Tensor, ...] | None = None
-    """Of each output; None for a loss that is one number."""
+    """The gradient of each output; None for a loss that is one number."""
     losses: int = 1
-    """How many losses of the case it amounts to; its time is given for one."""
+    """The number of the case's losses that it amounts to; its time is given for one."""
 
 
 class Entry(Protocol):
-    """What has a row: a provider, or one of options.py."""
+    """Describe what has a row: a provider, or an option of options.py."""
 
     @property
     def name(self) -> str: ...
@@ -60,12 +60,12 @@ class Entry(Protocol):
 @dataclass(frozen=True)
 class Provider:
     name: str
-    distribution: str  # the installed package whose version stands in the provider's rows
+    distribution: str  # The installed package whose version stands in the provider's rows.
     load: Callable[[Case], Loss]
     smoke: bool | None = (
-        None  # unless named, runs in smoke runs only (True), outside them only (False), in both
+        None  # Unless named: True runs in smoke runs only, False outside them only, None in both.
     )
-    workspace: int | None = None  # bytes that it was told to do with, where it can be told
+    workspace: int | None = None  # Bytes that it was given, if it has such an option.
 
     def call(self, case: Case, inputs: Inputs) -> Call:
         loss = self.load(case)
@@ -73,7 +73,7 @@ class Provider:
 
 
 class Autocast(Provider):
-    """The weight in float32 under autocast: what sums its gradient is the gradient itself."""
+    """Keep the weight in float32 under autocast: its gradient then is its own accumulator."""
 
     def call(self, case: Case, inputs: Inputs) -> Call:
         input_ND, weight_VD, target_N = inputs
@@ -108,7 +108,7 @@ def _eager(case: Case) -> Loss:
 
 
 def _compiled(backend: str, case: Case) -> Loss:
-    # Code compiled for earlier cases counts towards the limit of recompilations, unless it is forgotten.
+    # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
     torch.compiler.reset()
     return torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
 
@@ -147,7 +147,7 @@ def _cuda_module(name: str, case: Case) -> ModuleType:
         raise Unavailable(f"not installed: {missing}") from None
 
 
-# What a sweep runs, unless told: ours at three workspaces, torch's own, and each peer once.
+# The default of a sweep: ours at three workspaces, torch's own, and each peer once.
 SWEPT = (
     *("lowtide", "lowtide-3.5GiB", "lowtide-256MiB", "eager", "compile", "torch-chunked"),
     *("liger", "cut-cross-entropy", "quack"),
@@ -161,8 +161,8 @@ PROVIDERS = (
     _lowtide("lowtide-256MiB", 256 * MIB),
     _lowtide("lowtide-64MiB", 64 * MIB),
     Provider("eager", "torch", _eager),
-    # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. There the same graph
-    # runs under the backend that generates no code, and under that backend's name.
+    # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. A smoke run
+    # uses the backend that generates no code, under that backend's name.
     Provider("compile", "torch", partial(_compiled, "inductor"), smoke=False),
     Provider("compile-aot-eager", "torch", partial(_compiled, "aot_eager"), smoke=True),
     Provider("torch-chunked", "torch", _torch_chunked),

@@ -1,4 +1,4 @@
-"""Rows of the benchmark, for people (a rich table) and for figures (a CSV that says where they come from)."""
+"""Show rows of the benchmark as a table, and write them as a CSV with their origin."""
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 class Format(NamedTuple):
-    """How the rows of one command are shown and written."""
+    """Define how the rows of one command are shown and written."""
 
     columns: Sequence[str]
     record: Callable[[Any], dict[str, object]]
@@ -35,7 +35,7 @@ class Format(NamedTuple):
 
 
 class CsvWriter:
-    """Writes each row as it comes: a run that is cut short keeps what it has measured."""
+    """Write each row as it comes: an interrupted run keeps what it has measured."""
 
     def __init__(self, file: IO[str], environment: Environment, form: Format):
         self.file, self.environment, self.form = file, environment, form
@@ -82,7 +82,7 @@ def status(row: Any) -> str:
 
 
 def render(rows: Sequence[Row]) -> Group:
-    """The table of one case, and below it who did not run and why."""
+    """Return the table of one case, with the providers that did not run and their reasons below."""
     case, mode = rows[0].case, rows[0].mode
     title = f"{case.name}: {case.shape}, {mode.value}"
     if case.largest_logit is not None:

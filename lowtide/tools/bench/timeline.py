@@ -1,7 +1,8 @@
-"""The memory story of a decoder's last stage: norm, head and loss of Llama 3 8B's shape, a few steps forward
-and backward, as the allocator saw them, eager against lowtide.
+"""Record the memory of a decoder's last stage over time, eager against lowtide.
 
-Measuring writes a CSV, drawing reads it: a row for each change of the bytes held that can be seen.
+The stage is norm, head and loss of Llama 3 8B's shape, a few steps forward and backward, as seen by
+the allocator. Measuring writes a CSV, and drawing reads it: a row for each visible change of the
+bytes held.
 
 Shapes: B sequences, T tokens of each, D features, V classes.
 """
@@ -57,12 +58,12 @@ LOSSES: dict[str, Loss] = {"eager": eager, "lowtide": linear_cross_entropy}
 class Line:
     shape: Shape
     provider: str
-    end: str  # "", or why it ended early
+    end: str  # "", or why it ended early.
     timeline: Timeline
 
 
 def measure(shapes: Iterable[Shape], device: str) -> Iterator[Line]:
-    """Memory is what the allocator holds in all, on the CPU what it holds beyond the inputs."""
+    """Yield the recorded lines: all that the allocator holds, on the CPU beyond the inputs."""
     for shape in shapes:
         for provider, loss in LOSSES.items():
             end, found = _record(_step(shape, loss, device), device)
@@ -88,7 +89,7 @@ def _step(shape: Shape, loss: Loss, device: str) -> Callable[[], None]:
 def _record(step: Callable[[], None], device: str) -> tuple[str, Timeline]:
     end = ""
     try:
-        step()  # compiles and tunes
+        step()  # The first step compiles and tunes.
     except torch.OutOfMemoryError:
         end = OUT_OF_MEMORY
     with recording(device) as record:
@@ -114,7 +115,7 @@ def write(lines: Iterable[Line], path: Path, device: str) -> None:
 
 
 def read(path: Path) -> list[Line]:
-    """UserError where it is no such CSV."""
+    """Return the lines of such a CSV; raise a UserError if it is not one."""
     lines: dict[tuple[Shape, str], Line] = {}
     try:
         for row in files.read_table(path, (*COLUMNS, *OWN), "lowtide bench memory-timeline"):
@@ -132,7 +133,7 @@ def read(path: Path) -> list[Line]:
 
 
 def draw(lines: list[Line], path: Path) -> None:
-    """A panel for each shape, on one scale of bytes, from zero."""
+    """Draw a panel for each shape, on one scale of bytes, from zero."""
     top = max(line.timeline.peak for line in lines)
     unit, name = unit_of(top)
     shapes = list(dict.fromkeys(line.shape for line in lines))

@@ -1,9 +1,10 @@
-"""A head that was really trained: its weight, and the hidden states before it on text that it never saw.
+"""Benchmark the head of a trained model, on hidden states of text that it never saw.
 
-Random logits are small, with one size for all; those of a trained head reach 20, and most of a row's
-probability is in a few classes: what rounding them costs shows only here. The checkpoint is one of `lowtide
-train`. Tokens are as many as the case has, each another place of the held-out text; features and classes are
-the checkpoint's own, since nobody can make them more or fewer and still have a trained head.
+Random logits are small and all of one size. Those of a trained head reach 20, and a few classes
+have most of a row's probability; only here does it show what rounding them costs. The checkpoint is
+one of `lowtide train`. There are as many tokens as in the case, each from another place of the
+held-out text. Features and classes are the checkpoint's own, because a trained head cannot be
+resized.
 
 Legend: N tokens, D features, V classes, T tokens of a sequence; B sequences, C tokens at a time.
 """
@@ -37,7 +38,7 @@ class TrainedCase(Case):
     head: Any = field(default=None, compare=False, repr=False)
 
     def inputs(self, requires_grad: bool) -> Inputs:
-        """The first tokens of the held-out text; a tenth of the targets ignored, as in every case."""
+        """Return the first tokens of the held-out text, with a tenth of the targets ignored."""
         kind = {"device": self.device, "dtype": self.dtype, "copy": True}
         hidden_ND, weight_VD = self.head.hidden_ND[: self.tokens].to(**kind), self.head.weight_VD.to(**kind)
         target_N = self.head.target_N[: self.tokens].to(self.device, copy=True)
@@ -46,7 +47,7 @@ class TrainedCase(Case):
 
 
 def trained_cases(cases: Sequence[Case], directory: Path, data: Path | None) -> list[Case]:
-    """These cases with the head of a checkpoint in place of a random one."""
+    """Return these cases with the head of a checkpoint in place of a random one."""
     head = read_head(directory, data, max(case.tokens for case in cases), cases[0].device)
     V, D = head.weight_VD.shape
     made: list[Case] = []
@@ -80,13 +81,16 @@ def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> H
     tokens_BT = corpus.valid[: sequences * T].long().view(sequences, T)
     target_N = corpus.valid[1 : sequences * T + 1].long()
     model = model.to(device)
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # as it was trained
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # As it was trained.
         hidden = [model(tokens_BT[i : i + 8].to(device)).flatten(0, 1).cpu() for i in range(0, sequences, 8)]
     return Head(torch.cat(hidden)[:tokens], model.head.weight.detach().cpu(), target_N[:tokens])
 
 
 def _checkpoint(directory: Path) -> tuple[Path, dict]:
-    """Of the directory itself, or of a loss in it, ours first: what `lowtide train --out` makes."""
+    """Return the checkpoint in the directory itself, or of a loss in it, ours first.
+
+    `lowtide train --out` makes such a directory.
+    """
     for place in (directory, directory / "lowtide", directory / "eager"):
         path = place / CHECKPOINT
         try:

@@ -1,4 +1,4 @@
-"""The same run with both losses, one after the other, each in a process of its own."""
+"""Run the same training with both losses, one after the other, each in a process of its own."""
 
 import multiprocessing
 import os
@@ -20,19 +20,20 @@ from lowtide.tools.errors import UserError
 def train_both(config: Config) -> list[Run]:
     configs = [replace(config, loss=loss) for loss in LOSSES]
     corpus = load_corpus(config.data, config.vocab_size, config.context)
-    for one in configs:  # refused now, and not when the other has trained for minutes
+    for one in configs:  # Refuse now, and not after the other loss has trained for minutes.
         read_checkpoint(one, corpus.name)
-    # OpenMP's threads wait by spinning, unless this is set before the process starts: on a busy machine each
-    # keeps the other from its core, and a step takes ten times as long.
+    # OpenMP's threads wait by spinning, unless this is set before the process starts. On a busy
+    # machine they keep each other from the cores, and a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     return [train_apart(one) for one in configs]
 
 
 def train_apart(config: Config) -> Run:
-    """In a fresh process, so that memory which one loss left behind is not held against the other."""
+    """Train in a fresh process, so that memory left by one loss is not counted for the other."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=die_with_parent) as child:
-        # Ctrl-C is for this process alone, which ends the child: two would answer, one with a traceback.
+        # Ctrl-C is for this process alone, which ends the child: two would answer, one with a
+        # traceback.
         answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             result = child.submit(train, config)
@@ -51,7 +52,10 @@ def train_apart(config: Config) -> Run:
 
 
 def die_with_parent() -> None:
-    """In the child: a killed parent could not end it, and the next run would write to the same files."""
+    """End the child when its parent is gone.
+
+    A killed parent could not end it, and the next run would write to the same files.
+    """
 
     def wait() -> None:
         parent = multiprocessing.parent_process()

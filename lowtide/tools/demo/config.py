@@ -1,4 +1,4 @@
-"""What a training run is: every choice that shapes it, in one frozen object."""
+"""Define a training run: every choice that shapes it, in one frozen object."""
 
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -9,9 +9,9 @@ import torch
 from lowtide.tools.errors import UserError
 
 HEAD_WIDTH = 64
-CHECKPOINT_FORMAT = 1  # another one when the model or what is saved of it changes
+CHECKPOINT_FORMAT = 1  # Increase it when the model changes, or what is saved of it.
 
-# What trains in a few minutes on two cores, or on one GPU that has to survive the eager loss too.
+# Sizes that train in a few minutes on two cores, or on one GPU, with memory for the eager loss too.
 SIZES = {
     "cpu": {"width": 128, "depth": 2, "context": 256, "batch": 12, "steps": 50, "save_every": 25},
     "cuda": {"width": 512, "depth": 8, "context": 1024, "batch": 16, "steps": 500, "save_every": 100},
@@ -54,7 +54,7 @@ class Config:
 
     @property
     def directory(self) -> Path:
-        """Where this run keeps its files: two losses under one --out do not touch each other's."""
+        """Return where this run keeps its files; each loss has its own directory in --out."""
         return self.out / self.loss
 
     @property
@@ -62,7 +62,7 @@ class Config:
         return self.batch * self.context
 
     def identity(self, text: str) -> dict:
-        """What a checkpoint must agree with to be continued; `text` names the corpus.
+        """Return what a checkpoint must agree with to be continued; `text` names the corpus.
 
         The number of steps is not part of it: 100 steps continued to 200 are the run of 200.
         """
@@ -82,5 +82,5 @@ def choose_device(asked: Device) -> str:
 
 
 def choose_sizes(device: str, **asked: int | None) -> dict[str, int]:
-    """The defaults of the device, where the user did not ask for something else."""
+    """Return the device's default sizes, with the user's in their place."""
     return SIZES[device] | {name: size for name, size in asked.items() if size is not None}

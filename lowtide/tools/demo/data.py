@@ -1,7 +1,7 @@
-"""Text to tokens: the sources of Python's standard library, or the user's own files.
+"""Turn text into tokens: the sources of Python's standard library, or the user's own files.
 
-A byte-level BPE tokenizer is trained on the spot. It and the token ids are cached under a name made of the
-text and the vocabulary size, so that neither a changed text nor another vocabulary ever meets an old cache.
+A byte-level BPE tokenizer is trained first. It and the token ids are cached under a name made of
+the text and the vocabulary size, so that a changed text or vocabulary never uses an old cache.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from lowtide.tools.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT = 0.05
 CACHE_FORMAT = 1
-# Not code but tables of data, and not the standard library.
+# Tables of data rather than code, and packages outside the standard library.
 LEFT_OUT = {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    name: str  # a hash of the text
+    name: str  # A hash of the text.
     tokenizer: Tokenizer
     train: Tensor
     valid: Tensor
@@ -44,7 +44,8 @@ def load_corpus(path: Path | None, vocab_size: int, context: int) -> Corpus:
         saved = {}
     if saved.get("format") != CACHE_FORMAT:
         saved = tokenize(texts, vocab_size)
-        with contextlib.suppress(OSError), files.whole_file(cache) as file:  # it only saves time
+        # The cache only saves time.
+        with contextlib.suppress(OSError), files.whole_file(cache) as file:
             torch.save(saved, file)
 
     ids = saved["ids"]
@@ -58,9 +59,11 @@ def load_corpus(path: Path | None, vocab_size: int, context: int) -> Corpus:
 
 
 def batch(ids: Tensor, *, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Random windows and their successors, [rows, context] each: a function of (seed, step) and of nothing
-    else, so that a resumed run reads what it would have read."""
-    # A generator heeds 32 bits of its seed: runs of two seeds meet only after a million steps.
+    """Return random windows and their successors, [rows, context] each.
+
+    They depend on (seed, step) alone, so that a resumed run reads the same data.
+    """
+    # A generator uses 32 bits of its seed: runs of two seeds coincide only after a million steps.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - context, (rows, 1), generator=generator)
     windows = ids[starts + torch.arange(context + 1)].long()
@@ -75,7 +78,7 @@ def read_standard_library() -> list[str]:
     if not sources:
         raise UserError(f"this Python keeps no sources in {root}: give text of your own with --data PATH")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
-    # The end of the text is held out, and should not be whatever comes last in the alphabet.
+    # The end of the text is held out, and should not be the end of the alphabet.
     random.Random(0).shuffle(texts)
     return texts
 

@@ -1,4 +1,4 @@
-"""A run from text to sample: corpus, steps under a progress bar, a checkpoint every interval, a sample."""
+"""Run a training from text to sample: corpus, steps under a progress bar, checkpoints, a sample."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Run:
-    """What the report needs to know, small enough to come back from another process."""
+    """Hold what the report needs, small enough to return from another process."""
 
     config: Config
     history: list[Step]
@@ -65,7 +65,7 @@ def describe(trainer: Trainer) -> str:
 
 
 def sample(trainer: Trainer, corpus: Corpus) -> Text:
-    """The beginning of the held-out text, and how the model would go on."""
+    """Return the beginning of the held-out text, and the model's continuation."""
     prompt = corpus.valid[:SAMPLE_PROMPT].tolist()
     config = trainer.config
     tokens = generate(trainer.model, prompt, SAMPLE_TOKENS, config.context, config.seed)

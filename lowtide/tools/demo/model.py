@@ -1,6 +1,7 @@
-"""A small GPT: pre-norm blocks, rotary positions, causal SDPA, a GELU MLP, and a head that may be tied.
+"""Define a small GPT: pre-norm blocks, rotary positions, causal SDPA, a GELU MLP, a head.
 
-`forward` stops at the hidden states: what happens between them and the loss is what this package is about.
+The head may be tied. `forward` stops at the hidden states: this package is about what happens
+between them and the loss.
 """
 
 # Shapes: B sequences, T tokens of each, D width, H attention heads, K width of one, V vocabulary.
@@ -66,8 +67,11 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each block starts as the identity, and each product keeps the size of its input. Adam's steps are
-        of one size: from much smaller weights a rounding error soon grows into another loss curve."""
+        """Initialise each block as the identity; each product keeps the size of its input.
+
+        Adam's steps have one size: from much smaller weights a rounding error soon grows into
+        another loss curve.
+        """
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
         for block in self.blocks:
@@ -86,13 +90,13 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(model: GPT, prompt: list[int], count: int, context: int, seed: int) -> list[int]:
-    """`prompt` and `count` more tokens, drawn at a temperature of 0.8."""
+    """Return `prompt` and `count` more tokens, drawn at a temperature of 0.8."""
     generator = torch.Generator().manual_seed(seed)
     device = model.head.weight.device
     tokens = list(prompt)
     for _ in range(count):
         hidden_BTD = model(torch.tensor([tokens[-context:]], device=device))
         probabilities_V = F.softmax(model.head(hidden_BTD[0, -1]).float() / 0.8, dim=-1)
-        # On the CPU, so that one seed means one text on every device.
+        # On the CPU, so that one seed gives one text on every device.
         tokens.append(int(torch.multinomial(probabilities_V.cpu(), 1, generator=generator)))
     return tokens

@@ -1,4 +1,4 @@
-"""How runs compare: a table for the terminal, and a figure of the loss and of the memory of the loss step."""
+"""Compare runs by a table, and by a figure of the loss and of the loss step's memory."""
 
 import statistics
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def seconds_per_step(run: Run) -> float:
-    """The median of the steps whose memory was not measured, which takes time."""
+    """Return the median of the steps without a measured memory, because measuring takes time."""
     clean = [step.seconds for step in run.history if step.peak_bytes is None]
     return statistics.median(clean or [step.seconds for step in run.history])
 
@@ -29,7 +29,7 @@ def readable(size: float) -> str:
 
 
 def table(runs: list[Run]) -> Table:
-    """A row for each run, and what lies between two: the difference of the losses, the ratio of the rest."""
+    """Return a row for each run; for two also the losses' difference and the ratio of the rest."""
     summary = Table(caption="peak: the most that head and loss hold at once, with their gradients")
     for column in ("loss", "final loss", "validation", "step", "tokens/s", "peak"):
         summary.add_column(column, justify="left" if column == "loss" else "right")
@@ -67,7 +67,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def draw_losses(axes: "Axes", runs: list[Run]) -> None:
-    """The curves lie on each other: eager is drawn wide and pale, lowtide thin on top of it."""
+    """Draw the losses; the curves coincide, so eager is wide and pale, and lowtide thin on top."""
     ours, eager = runs
     apart = max(abs(a.loss - b.loss) for a, b in zip(ours.history, eager.history))
     names = (eager.config.loss, f"{ours.config.loss}, within {apart:.0e}")
@@ -85,7 +85,7 @@ def draw_losses(axes: "Axes", runs: list[Run]) -> None:
 
 
 def draw_memory(axes: "Axes", runs: list[Run]) -> None:
-    """From zero, so that the heights are to each other as the bytes are."""
+    """Draw the memory from zero, so that heights are in proportion to bytes."""
     ours, eager = runs
     low, top = sorted(map(peak_bytes, runs))
     unit, name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
@@ -100,7 +100,7 @@ def draw_memory(axes: "Axes", runs: list[Run]) -> None:
     axes.set(title="Peak memory of head and loss", xlabel="step", ylabel=name, ylim=(0, 1.1 * top / unit))
     figures.names_above(axes)
     middle = sum(axes.get_xlim()) / 2
-    apart = top >= 2 * low  # else there is more room below both lines than between them
+    apart = top >= 2 * low  # Otherwise there is more room below both lines than between them.
     if apart:
         axes.annotate(
             "",

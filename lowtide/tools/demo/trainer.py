@@ -1,4 +1,4 @@
-"""One training run: its steps, their time and memory, and checkpoints that a killed run continues from."""
+"""Train one run: steps, their time and memory, and checkpoints to continue from."""
 
 import contextlib
 import csv
@@ -38,18 +38,23 @@ class Step:
     number: int
     loss: float
     seconds: float
-    peak_bytes: int | None  # of the loss step, on the steps that measure it: measuring costs time
+    # Of the loss step, in those steps that measure it: measuring costs time.
+    peak_bytes: int | None
 
 
 def learning_rate(number: int) -> float:
-    """A linear warmup, then the inverse square root: no end in sight, so a finished run may be continued."""
+    """Return a linear warmup, then the inverse square root of the step.
+
+    It has no final step, so that a finished run may be continued.
+    """
     return PEAK_RATE * min((number + 1) / WARMUP, (WARMUP / (number + 1)) ** 0.5)
 
 
 class Trainer:
-    """Model, optimizer and history: all that a checkpoint holds.
+    """Hold model, optimizer and history: all that a checkpoint saves.
 
-    No generator's state is among it: a batch is a function of (seed, step), and the model draws nothing.
+    No generator's state is saved: a batch is a function of (seed, step), and the model draws
+    nothing.
     """
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
@@ -69,8 +74,8 @@ class Trainer:
         with self.precision():
             hidden = self.model(tokens)
 
-        # The loss step by itself: head and loss, forward and backward, down to the hidden states. Its peak
-        # includes the gradients that it makes, those of the head and of the hidden states.
+        # The loss step by itself: head and loss, forward and backward, down to the hidden states.
+        # Its peak includes the gradients that it makes, those of the head and of the hidden states.
         leaf = hidden.detach().requires_grad_()
         measured = number % MEASURE_EVERY == 0
         with peak_memory(self.config.device) if measured else contextlib.nullcontext() as peak:
@@ -84,13 +89,13 @@ class Trainer:
             group["lr"] = learning_rate(number)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # Read last: on a GPU this waits for all that was queued, and the clock must too.
+        # Read last: on a GPU this waits for all queued work, and the clock must too.
         value = loss.item()
         self.history.append(Step(number, value, time.perf_counter() - started, peak.bytes if peak else None))
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """The mean over a few batches of the held-out text, the same ones for every run of one seed."""
+        """Return the mean over a few batches of the held-out text, chosen by the seed alone."""
         total = 0.0
         for number in range(VALIDATION_BATCHES):
             tokens, targets = self.batch(self.corpus.valid, number)
@@ -104,7 +109,7 @@ class Trainer:
         return tokens.to(config.device), targets.to(config.device)
 
     def precision(self) -> torch.autocast:
-        """bfloat16 products over float32 weights on a GPU; float32 throughout on a CPU."""
+        """Return bfloat16 autocast over float32 weights on a GPU; float32 throughout on a CPU."""
         return torch.autocast(self.config.device, torch.bfloat16, enabled=self.config.device == "cuda")
 
     def save(self) -> None:
@@ -122,7 +127,7 @@ class Trainer:
             log.writerows(astuple(step) for step in self.history)
 
     def resume(self) -> None:
-        """Continue from the checkpoint, if there is one; refuse one of another run, and leave it as it is."""
+        """Continue from the checkpoint, if any; refuse another run's without changing it."""
         saved = read_checkpoint(self.config, self.corpus.name)
         if saved is None:
             return
@@ -138,7 +143,7 @@ ADVICE = "nothing was changed; give another --out, or move the file away"
 
 
 def read_checkpoint(config: Config, corpus_name: str) -> dict | None:
-    """What this run would continue from; None if it starts afresh, an error if that is another run's."""
+    """Return the checkpoint to continue from, or None; raise an error if it is another run's."""
     path = config.directory / CHECKPOINT
     try:
         saved = files.load(path)

@@ -1,1 +1,9 @@
-"""What this machine has, and which way a call takes on it: what `lowtide doctor` prints."""
+"""Report what this machine has and how it computes a call. `lowtide doctor` prints it.
+
+Modules, in the order of imports:
+
+* environment: versions, devices and switches.
+* cpu: the CPU's bfloat16 units, compiler and threads.
+* linear_cross_entropy: the engine and the plan of a call of the loss.
+* attention: the engine of a call of attention, and why.
+"""

@@ -1,7 +1,9 @@
-"""Which engine takes a call of attention, and why, from its description alone: tensors without data go to
-the functions that choose at run time (lowtide.ops.attention.choice).
+"""Tell which engine computes a call of attention, and why, from its description alone.
 
-Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E of values.
+Tensors without data go to the functions that choose at run time (lowtide.ops.attention.choice).
+
+Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
+of values.
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ class Mask(str, Enum):
     CAUSAL_BLOCKS = "causal-blocks"
 
     def of(self, M: int, N: int) -> attn_bias.AttentionBias:
-        """One, of a single sequence where there may be several."""
+        """Return such a mask, with a single sequence where several are possible."""
         if self is Mask.CAUSAL:
             return attn_bias.LowerTriangularMask()
         if self is Mask.CAUSAL_FROM_BOTTOM_RIGHT:
@@ -45,12 +47,15 @@ class Layout(str, Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """Of memory_efficient_attention; with the layout BHMK, of scaled_dot_product_attention."""
+    """Describe a call of memory_efficient_attention.
+
+    With the layout BHMK it is one of scaled_dot_product_attention.
+    """
 
     B: int = 1
     M: int = 4096
     N: int | None = None
-    """None for as many as M, as G for H and E for K."""
+    """None for M; in the same way G defaults to H and E to K."""
     H: int = 16
     G: int | None = None
     K: int = 64
@@ -60,7 +65,7 @@ class Call:
     layout: Layout = Layout.BMHK
     mask: Mask | None = None
     bias: tuple[int, ...] | None = None
-    """Its shape."""
+    """The bias's shape."""
     bias_gradient: bool = True
     dropout: float = 0.0
     softcap: float | None = None
@@ -69,7 +74,7 @@ class Call:
     backend: str = "auto"
 
     def engine(self) -> Engine:
-        """Raises what the call itself would raise."""
+        """Return the engine; raise any error that the call itself would raise."""
         check_numbers(self.dropout, None, self.softcap)
         check_choice(self.backend)
         band = check_window(self.window)
@@ -107,11 +112,14 @@ class Call:
         return torch.empty(self.B, *shapes[self.layout], dtype=self.dtype)
 
     def _there(self, tensor: Tensor) -> Tensor:
-        """Its like on the device, which this machine need not have: of such a tensor torch makes no views."""
+        """Return a tensor like this on the device, which this machine may lack.
+
+        torch makes no views of such a tensor.
+        """
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
 
-# What the table of docs/attention.md has a line for, and what is different from Call() there.
+# The lines of the table in docs/attention.md, and how each differs from Call().
 _CAUSAL: dict[str, Any] = {"mask": Mask.CAUSAL}
 _PLAIN: tuple[dict[str, Any], ...] = ({}, _CAUSAL, {"K": 512}, {"K": 20}, {**_CAUSAL, "N": 8192})
 LINES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -150,7 +158,7 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Each line: the call, and what takes it on the CPU and on CUDA."""
+    """Return a line for each call, with its engines on the CPU and on CUDA."""
     return [(call, _names(cases, "cpu"), _names(cases, "cuda")) for call, cases in LINES.items()]
 
 
@@ -160,6 +168,6 @@ def _names(cases: tuple[dict[str, Any], ...], device: str) -> str:
 
 
 def markdown() -> str:
-    """The table as docs/attention.md has it."""
+    """Return the table as docs/attention.md has it."""
     rows = [f"| {call} | `{cpu}` | `{cuda}` |" for call, cpu, cuda in table()]
     return "\n".join(("| call | on the CPU | on CUDA |", "|---|---|---|", *rows))

@@ -1,4 +1,4 @@
-"""What decides how fast a CPU is: bfloat16 units, the compiler that reaches them, how threads wait."""
+"""Report what decides how fast a CPU is: bfloat16 units, a compiler for them, waiting threads."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_suppor
 
 
 def cpu() -> dict[str, str]:
-    """Each by its name, in the order to be read."""
+    """Return each fact by its name, in the order of reading."""
     reason = gemm.against()
     return {
         "bfloat16 units": _units(),
@@ -24,7 +24,7 @@ def cpu() -> dict[str, str]:
 
 
 def _units() -> str:
-    """As torch finds them; their names are private to it, and may change."""
+    """Return the units that torch finds; their names are private to it, and may change."""
     known = {name: getattr(torch.cpu, function, None) for name, function in UNITS.items()}
     if not any(known.values()):
         return "unknown to this torch"
@@ -44,7 +44,7 @@ def _compiler() -> str:
 
 
 def _load() -> str:
-    """How many processes want to run, the last minute's mean."""
+    """Return how many processes want to run, averaged over the last minute."""
     if not hasattr(os, "getloadavg"):
         return ""
     return f", load {os.getloadavg()[0]:.1f}"

@@ -1,4 +1,4 @@
-"""What lowtide finds: versions, devices, and what is switched on."""
+"""Report what lowtide finds: versions, devices, and what is switched on."""
 
 import platform
 
@@ -7,7 +7,7 @@ import torch
 import lowtide
 from lowtide.tools.environment import version
 
-# What lowtide works with, or is measured beside, where it is installed.
+# Packages that lowtide works with, or is compared with.
 OTHERS = (
     *("transformers", "accelerate", "peft", "lightning", "trl"),
     *("liger-kernel", "cut-cross-entropy", "quack-kernels", "xformers"),
@@ -15,7 +15,7 @@ OTHERS = (
 
 
 def environment() -> dict[str, str]:
-    """Each by its name, in the order to be read."""
+    """Return each fact by its name, in the order of reading."""
     return {
         "lowtide": lowtide.__version__,
         "python": platform.python_version(),
@@ -59,7 +59,7 @@ def _float32_products() -> str:
 
 
 def _sdpa() -> str:
-    """Switched on; whether one takes a call is its own to say."""
+    """Return the kernels that are switched on; whether one supports a call only it can tell."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,

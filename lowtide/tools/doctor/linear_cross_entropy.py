@@ -1,5 +1,6 @@
-"""Which way linear_cross_entropy takes, and in what pieces: the plan that it would make, of tensors without
-data.
+"""Report how linear_cross_entropy computes a call: the plan that it would make.
+
+The plan is made from tensors without data.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -40,7 +41,7 @@ class Call:
     backend: str = "auto"
 
     def plan(self) -> Plan:
-        """Raises what the call itself would raise."""
+        """Return the plan; raise any error that the call itself would raise."""
         head, options, job = self._given()
         with FakeTensorMode(), torch.no_grad():
             return make_plan(head, told(head, options, job), job)
@@ -77,7 +78,7 @@ class Call:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def describe(self) -> dict[str, str]:
-        """Each decision by its name, in the order to be read."""
+        """Return each decision by its name, in the order of reading."""
         if self.backend == "reference":
             self._given()
             return {"engine": "reference", "why": "it is named: all logits at once"}
@@ -120,7 +121,7 @@ USUAL = (8192, 4096, 128_256)
 
 
 def table() -> list[tuple[str, str, str, str]]:
-    """Each line: dtype and device of a usual call, its engine, its kernels, and the engine's reason."""
+    """Return dtype and device of usual calls, with engine, kernels and the engine's reason."""
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     lines = []
     for device in devices:

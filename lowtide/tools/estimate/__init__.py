@@ -1,1 +1,17 @@
-"""Peak memory of a training step, foretold: the step runs on fake tensors, which have shapes and no data."""
+"""Estimate the peak memory of a training step.
+
+The step runs on fake tensors, which have shapes and no data.
+
+Modules, in the order of imports:
+
+* setting: the choices that determine a step's memory.
+* offline: keep a model's config from downloading or running anything.
+* model: a model by name or from a `config.json`, real or fake.
+* cuda: what a CUDA device would save and hold, for fake tensors on the CPU.
+* tracker: the bytes held, by category, and their peak.
+* step: one step on fake tensors.
+* training: the same step with data.
+* measure: the peak of the step with data, on a CUDA device.
+* report: estimates as a table and as a picture.
+* rows: estimates as a CSV.
+"""

@@ -1,8 +1,9 @@
-"""What a CUDA device would do, for fake tensors on the CPU: a build of torch without CUDA has no autograd for
-tensors of that device, fake or not.
+"""Imitate a CUDA device for fake tensors on the CPU.
 
-Both differ where CUDA has a kernel of its own: it saves and makes other tensors than the CPU's. `Functions`
-calls that kernel's operator. `Operators` adds what an operator holds while it runs and no tensor shows.
+A build of torch without CUDA has no autograd for tensors of that device, fake or not.
+
+CUDA's own kernels save and make other tensors than the CPU's. `Functions` calls those kernels'
+operators. `Operators` adds the memory that an operator holds while it runs, which no tensor shows.
 
 Shapes: B sequences, H heads, M queries, N keys, K features of a head; V classes.
 """
@@ -33,8 +34,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """FlashAttention where it takes the call, else the memory-efficient kernel; both keep the output and a
-    number per query."""
+    """Compute FlashAttention where it supports the call, else the memory-efficient kernel.
+
+    Both keep the output and a number per query.
+    """
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -75,7 +78,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
-# CUDA's autocast runs these in float32, the CPU's leaves them as they are.
+# CUDA's autocast runs these in float32, the CPU's leaves their dtype.
 FLOAT32 = {
     *(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
     *(F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.cross_entropy, F.nll_loss),
@@ -91,6 +94,8 @@ KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class Functions(TorchFunctionMode):
+    """Call the operators of CUDA's kernels in place of the CPU's."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in KERNELS:
@@ -105,7 +110,7 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 class Workspace(TorchDispatchMode):
-    """Every loss of lowtide is given this workspace, in bytes: defer_logits has no argument for it."""
+    """Give every loss of lowtide this workspace, in bytes: defer_logits has no argument for it."""
 
     def __init__(self, workspace: int) -> None:
         super().__init__()
@@ -119,23 +124,27 @@ class Workspace(TorchDispatchMode):
 
 
 class Operators(TorchDispatchMode):
-    """Outside the tracker, so that what it allocates is seen."""
+    """Add what operators hold while they run.
+
+    Enter it after the tracker, which then sees its allocations.
+    """
 
     def __init__(self, classes: int, device: str = "cuda") -> None:
         super().__init__()
         self.classes, self.device = classes, device
-        self.waiting = WeakIdKeyDictionary()  # storages of lowtide's gradients until backward has scaled them
+        # The storages of lowtide's gradients, until backward has scaled them.
+        self.waiting = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_loss(func):
             return self._lowtide(func, args)
-        if func is aten._local_scalar_dense.default:  # item(): any number will do
+        if func is aten._local_scalar_dense.default:  # item(): any number will do.
             return 1.0 if args[0].is_floating_point() else 1
         if self._scales(func, args, kwargs or {}):
             return args[0].detach()
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             _grad, query, key, value = args[:4]
-            sums = query.new_empty(query.shape, dtype=torch.float32)  # of dQ
+            sums = query.new_empty(query.shape, dtype=torch.float32)  # The sum of dQ.
             heads = torch.Size((*query.shape[:2], *key.shape[2:]))
             expanded = [each.new_empty(heads) for each in (key, value) if each.shape[1] != query.shape[1]]
             results = func(*args, **kwargs or {})
@@ -144,7 +153,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def _lowtide(self, func: Any, args: Any) -> list[Tensor]:
-        """Planned and shaped as on the device, with the workspace held while it runs."""
+        """Plan the loss and shape its results as on the device, holding its workspace meanwhile."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
             there = told_anew(func.name(), tree_map_only(Tensor, self._stand_in, args))
@@ -158,8 +167,10 @@ class Operators(TorchDispatchMode):
         return results
 
     def _scales(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it is a step of `finished`, (kept.to(float32) * factor).to(dtype): on CUDA one kernel, in
-        place where the dtypes allow."""
+        """Return whether this is a step of `finished`, (kept.to(float32) * factor).to(dtype).
+
+        On CUDA that is one kernel, in place where the dtypes allow.
+        """
         if func not in (aten._to_copy.default, aten.mul.Tensor) or not self.waiting:
             return False
         storage = args[0].untyped_storage()

@@ -1,4 +1,4 @@
-"""The same step on a CUDA device, and what its allocator says of it: what an estimate is checked against."""
+"""Measure the same step on a CUDA device, to check an estimate against its allocator."""
 
 import gc
 
@@ -10,10 +10,10 @@ from lowtide.tools.estimate.training import training
 
 
 def measure(setting: Setting, loss: Loss) -> int | None:
-    """Bytes at the highest moment of the second step; None where the card has not enough."""
+    """Return the bytes at the second step's peak, or None if the card's memory is too small."""
     if not torch.cuda.is_available():
         raise UserError("--measure: torch sees no CUDA device here; leave it out to estimate without one")
-    gc.collect()  # of the model before
+    gc.collect()  # Free the previous model.
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     try:

@@ -1,6 +1,6 @@
-"""A model by name or from a `config.json`, and what its training step needs to know of it.
+"""Build a model by name or from a `config.json`, with what its training step needs.
 
-The step is the same whatever computes the loss: `lowtide.defer_logits` alone decides that.
+The step is the same for every loss; only `lowtide.defer_logits` makes the difference.
 
 Shapes: B sequences, T tokens of each.
 """
@@ -34,21 +34,21 @@ MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
 
 
 def usual_dtype(model: str) -> Dtype:
-    """Of what is trained: the demo has float32 weights, with products in bfloat16 on CUDA."""
+    """Return the dtype of a usual training; the demo has float32 weights, with autocast on CUDA."""
     return {"demo-cpu": Dtype.float32, "demo-cuda": Dtype.autocast}.get(model, Dtype.bfloat16)
 
 
 @dataclass(frozen=True)
 class Model:
     module: nn.Module
-    loss: Callable[[Tensor], Tensor]  # of tokens_BT
+    loss: Callable[[Tensor], Tensor]  # Takes tokens_BT.
     classes: int
     width: int
     depth: int
 
 
 def build(setting: Setting) -> Model:
-    """On the default device, in training mode."""
+    """Build the model on the default device, in training mode."""
     sizes = BUILT_IN.get(setting.model)
     model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
     try:
@@ -106,12 +106,12 @@ def _from_file(setting: Setting) -> Model:
         module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
     except UserError as reason:
         raise UserError(f"{path}: {reason}") from reason
-    except Exception as problem:  # a config can be wrong in as many ways as there are models
+    except Exception as problem:  # A config can be wrong in as many ways as there are models.
         raise UserError(
             f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
         ) from problem
     if setting.checkpointing:
-        # The second is the name before transformers 5.20 or so.
+        # The second name is that before transformers 5.20 or so.
         enable = (
             getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         )
@@ -129,7 +129,7 @@ def _from_file(setting: Setting) -> Model:
 
 
 def _size(config: Any, name: str) -> int:
-    """Checked before a model of a billion layers is built."""
+    """Return a size of the config, checked before a model of a billion layers is built."""
     size = getattr(config, name)
     if not isinstance(size, int) or not 1 <= size <= MOST[name]:
         raise UserError(f"{name} must be a number from 1 to {MOST[name]:,}, got {size!r}")
@@ -137,7 +137,7 @@ def _size(config: Any, name: str) -> int:
 
 
 def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
-    """Why a step of a model cannot run."""
+    """Return why a step of a model cannot run."""
     if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"a step of this model looks at data ({problem}), and fake tensors have none"
     most = getattr(config, "max_position_embeddings", None)
@@ -147,7 +147,7 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
 
 
 def _in_a_line(problem: BaseException) -> str:
-    """The reason of a check that a config fails is the cause of the error that it raises."""
+    """Return the reason of an error in one line; a failed check of a config is its cause."""
     reason = problem.__cause__ or problem
     words = (
         str(reason) if isinstance(reason, (TypeError, ValueError)) else f"{type(reason).__name__}: {reason}"
@@ -172,7 +172,10 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
 
 
 def fake(setting: Setting) -> Model:
-    """The model with fake tensors on the CPU as its parameters and buffers; within a FakeTensorMode."""
+    """Return the model with fake tensors on the CPU as parameters and buffers.
+
+    It must be called within a FakeTensorMode.
+    """
     with _disable_current_modes(), torch.device("meta"):
         model = build(setting)
     made: dict[int, Tensor] = {}
@@ -181,7 +184,7 @@ def fake(setting: Setting) -> Model:
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:  # a tied one stays tied
+                if id(tensor) not in made:  # A tied parameter stays tied.
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     if isinstance(tensor, nn.Parameter):
                         empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -192,8 +195,10 @@ def fake(setting: Setting) -> Model:
 
 @contextlib.contextmanager
 def masks_as_on_data(module: nn.Module) -> Iterator[None]:
-    """For fake tensors, whose positions it can't look at, Transformers makes a mask [T, T] where none is
-    needed. Within this block it makes none."""
+    """Keep Transformers from making a mask [T, T] within this block, where none is needed.
+
+    It would make one for fake tensors, whose positions it cannot read.
+    """
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
         yield
         return
@@ -204,7 +209,8 @@ def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     def without_packing(*args: Any, **options: Any) -> Any:
         return mask(*args, **options | {"allow_is_causal_skip": True})
 
-    masks["sdpa"] = without_packing  # an override of the registered one, which deleting it brings back
+    # An override of the registered function; deleting it restores that.
+    masks["sdpa"] = without_packing
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A config.json is data: nothing that it names is looked up on a hub, downloaded or run."""
+"""Treat a config.json as data: nothing that it names is looked up, downloaded or run."""
 
 import os
 import sys
@@ -6,19 +6,21 @@ from typing import Any
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO", "TRANSFORMERS_VERBOSITY": "error"}
 
-# By these a config names code or weights that are elsewhere.
+# With these a config names code or weights that are elsewhere.
 NAMES = {
     *("auto_map", "custom_pipelines", "quantization_config", "kernel_config", "use_kernels"),
     *("_experts_implementation", "experts_implementation", "_experts_implementation_internal"),
     *("use_pretrained_backbone", "backbone", "use_timm_backbone", "_name_or_path"),
 }
 ATTENTION = {"attn_implementation", "_attn_implementation", "_attn_implementation_internal"}
-IN_TRANSFORMERS = ("eager", "sdpa")  # any other attention is a package, or a kernel of the hub
+IN_TRANSFORMERS = ("eager", "sdpa")  # Any other attention is a package, or a kernel of the hub.
 
 
 def stay_offline() -> None:
-    """For the rest of this process, whether Transformers has been imported before or not. Its warnings, which
-    are of training, are not shown either."""
+    """Keep Transformers offline for the rest of this process, whether already imported or not.
+
+    Its warnings, which are about training, are not shown either.
+    """
     os.environ.update(ENVIRONMENT)
     constants: Any = sys.modules.get("huggingface_hub.constants")
     if constants is not None:
@@ -29,7 +31,7 @@ def stay_offline() -> None:
 
 
 def plain(content: Any) -> Any:
-    """The config without such names, at any depth."""
+    """Return the config without such names, at any depth."""
     if isinstance(content, dict):
         return {name: plain(value) for name, value in content.items() if not _elsewhere(name, value)}
     return [plain(each) for each in content] if isinstance(content, list) else content

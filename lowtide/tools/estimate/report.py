@@ -1,4 +1,4 @@
-"""Estimates, as a table for the terminal and as a picture."""
+"""Show estimates as a table on the terminal and as a picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ COLORS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Of one setting and loss."""
+    """Hold the estimate of one setting and loss, and its measurement."""
 
     estimate: Estimate
-    measured: int | None = None  # bytes, where it was
+    measured: int | None = None  # In bytes, if it was measured.
     out_of_memory: bool = False
 
 
 def print_table(console: Console, results: Sequence[Result]) -> None:
-    """Of one setting: what is held at the highest moment, by category; a column for each loss."""
+    """Print what one setting holds at its peak, by category, with a column for each loss."""
     one = results[0].estimate
     unit, name = _unit(results)
     table = Table()
@@ -78,7 +78,7 @@ def _how(setting: Setting) -> str:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """A bar for each result, in the order of the tables."""
+    """Draw a bar for each result, in the order of the tables."""
     unit, name = _unit(results)
     with figures.figure(10, 1.6 + 0.55 * len(results)) as figure:
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Estimates, and what was measured beside them, as a CSV: a row for each setting and loss."""
+"""Write and read estimates and measurements as a CSV, with a row for each setting and loss."""
 
 import csv
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ COLUMNS = (*ENVIRONMENT, *SETTING, *OWN)
 
 
 def write(results: Iterable[Result], path: Path) -> None:
-    # Of the card at hand: which way the loss takes depends on it where nothing is measured, too.
+    # The card of this machine: it decides how the loss is computed, even if nothing is measured.
     environment = asdict(Environment.of("cuda" if torch.cuda.is_available() else "cpu"))
     with files.whole_file(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

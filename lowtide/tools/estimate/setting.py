@@ -1,4 +1,4 @@
-"""What a training step is, as far as its memory goes."""
+"""Define the choices that determine the memory of a training step."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
-    autocast = "autocast"  # float32 weights, bfloat16 products
+    autocast = "autocast"  # Weights in float32, products in bfloat16.
 
     @property
     def weights(self) -> torch.dtype:
@@ -29,7 +29,7 @@ class Optimizer(str, Enum):
     adafactor = "adafactor"
 
     def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Fused where torch has it: without temporaries of the size of the model."""
+        """Return the optimizer, fused where torch has that: no temporaries of the model's size."""
         if self is Optimizer.adamw:
             return torch.optim.AdamW(parameters, fused=True)
         if self is Optimizer.sgd:
@@ -44,13 +44,13 @@ class Loss(str, Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    model: str  # a name, or the path of a config.json
+    model: str  # A name, or the path of a config.json.
     batch: int
     length: int
     dtype: Dtype = Dtype.bfloat16
     optimizer: Optimizer = Optimizer.adamw
     checkpointing: bool = False
-    workspace: int | None = None  # of lowtide, in bytes
+    workspace: int | None = None  # In bytes, for lowtide.
 
     @property
     def tokens(self) -> int:

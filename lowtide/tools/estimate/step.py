@@ -1,4 +1,4 @@
-"""One training step on fake tensors: what it holds at its highest moment, by category."""
+"""Run one training step on fake tensors, and find what it holds at its peak, by category."""
 
 import contextlib
 import logging
@@ -24,10 +24,10 @@ Report = Callable[[str], None]
 class Estimate:
     setting: Setting
     loss: Loss
-    held: dict[str, int]  # bytes by category, at the highest moment
+    held: dict[str, int]  # Bytes by category, at the peak.
     when: str
-    logits: int  # one copy of them, in the dtype of the products
-    hidden: int  # one hidden state before every layer: what checkpointing keeps
+    logits: int  # Bytes of one copy, in the dtype of the products.
+    hidden: int  # Bytes of one hidden state before every layer, which checkpointing keeps.
     parameters: int
 
     @property
@@ -38,10 +38,11 @@ class Estimate:
 def estimate(
     setting: Setting, loss: Loss, device: str = "cuda", report: Report = lambda words: None
 ) -> Estimate:
-    """The second of two steps, where optimizer states are; what the first would leave behind is made here.
+    """Estimate the second of two steps, which has optimizer states.
 
-    `device` "cuda" is the promise; "cpu" is what the CPU's own operators save, for comparison with it.
-    `report` is told what is being done, in a few words.
+    What the first step would leave behind is made here. `device` "cuda" is the promise; "cpu" is
+    what the CPU's own operators save, for comparison. `report` receives a few words on what is
+    being done.
     """
     with ExitStack() as stack:
         report("building the model")
@@ -74,7 +75,7 @@ def estimate(
 
 @contextlib.contextmanager
 def _errors_are_raised_alone() -> Iterator[None]:
-    """Fake tensors log the traceback of an operator that refuses its arguments, before they raise it."""
+    """Silence the traceback that fake tensors log before an operator refuses its arguments."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -119,7 +120,8 @@ def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> Non
         loss = model.loss(tokens_BT)
     tracker.start("backward")
     report("backward")
-    # From an edge, not from the tensor: whose backward would be handed to Functions, and run without it.
+    # From an edge: Functions would intercept the tensor's backward, which would then run without
+    # it.
     root, upstream = get_gradient_edge(loss), torch.ones_like(loss)
     del loss
     torch.autograd.backward(root, upstream)

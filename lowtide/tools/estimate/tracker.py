@@ -1,7 +1,7 @@
-"""Which bytes are held, and when most: every storage from the operator that makes it to its end.
+"""Track the bytes that are held, and their peak: every storage from its operator to its end.
 
-(torch's own MemTracker does the same by module. It cannot tell logits from other activations, and knows no
-category but its own; decision 0029.)
+torch's own MemTracker does the same by module. It cannot tell logits from other activations, and
+knows only its own categories (decision 0029).
 """
 
 import weakref
@@ -16,15 +16,15 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS = "activations", "logits"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
 
-GRAIN = 512  # the unit in which CUDA's caching allocator counts
+GRAIN = 512  # The unit in which CUDA's caching allocator counts.
 
 
 class Tracker(TorchDispatchMode):
-    """While it is active, `held` and `peak` are bytes by category; `when` is the phase of the peak.
+    """Track bytes by category in `held` and `peak` while active; `when` is the phase of the peak.
 
-    A new storage that has the shape of a weight is a gradient, or in a shorter dtype autocast's copy of the
-    weight; another is of the logits if one of its dimensions is that of the classes, and else an activation.
-    Temporaries count as what they are shaped like.
+    A new storage with the shape of a weight is a gradient, or in a shorter dtype autocast's copy of
+    the weight. Any other belongs to the logits if one of its dimensions is the number of classes,
+    and else is an activation. Temporaries count by their shape.
     """
 
     def __init__(self, module: nn.Module, classes: int) -> None:
@@ -34,14 +34,14 @@ class Tracker(TorchDispatchMode):
         self.phase, self.when = "", ""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.held)
-        self._known = WeakIdKeyDictionary()  # of storages: [category, bytes]
+        self._known = WeakIdKeyDictionary()  # Of a storage: [category, bytes].
         for tensor in (*module.parameters(), *module.buffers()):
             self.put(tensor, WEIGHTS)
         for parameter in (each for each in module.parameters() if each.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda tensor: self.put(tensor.grad, GRADIENTS))
 
     def put(self, tensor: Tensor, category: str) -> None:
-        """Its storage is of this category from here on, whatever it was before."""
+        """Assign the tensor's storage to this category from now on, whatever it was before."""
         storage = tensor.untyped_storage()
         entry = self._known.get(storage)
         if entry is None:

@@ -1,4 +1,4 @@
-"""The step that is estimated, with data."""
+"""Run the estimated step with data."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,8 +15,10 @@ from lowtide.tools.estimate.setting import Loss, Setting
 def training(
     setting: Setting, loss: Loss, device: str
 ) -> Iterator[tuple[Callable[[], None], Model, torch.optim.Optimizer]]:
-    """A step to be called within the block, and what it trains. The first makes the optimizer's states, and
-    compiles."""
+    """Yield a step, its model and its optimizer, for use within the block.
+
+    The first step makes the optimizer's states, and compiles.
+    """
     with torch.device(device), contextlib.ExitStack() as stack:
         model = build(setting)
         optimizer = setting.optimizer.of(model.module.parameters())

@@ -1,11 +1,12 @@
-"""A snapshot of all that a block of code allocates, in the format of torch.cuda.memory._snapshot().
+"""Record all that a block of code allocates, in the format of torch.cuda.memory._snapshot().
 
     with recording("cpu") as record:
         loss.backward()
     record.snapshot  # pytorch.org/memory_viz opens it, pickled
 
-On CUDA the snapshot is the caching allocator's own. On the CPU it is written from the profiler's allocation
-events: malloc has no segments, so every block is one by itself, and frames are operators instead of lines.
+On CUDA the snapshot is the caching allocator's own. On the CPU it is made from the profiler's
+allocation events. malloc has no segments, so every block is its own segment, and frames are
+operators instead of lines.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from lowtide.memory import Allocation, cpu_allocations
 from lowtide.tools import files
 
 MAX_EVENTS = 1_000_000
-PICKLE_PROTOCOL = 4  # the last that the viewer reads
+PICKLE_PROTOCOL = 4  # The latest that the viewer reads.
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Record:
 
 @contextlib.contextmanager
 def recording(device: str) -> Iterator[Record]:
-    """The record is complete when the block ends, with an exception too."""
+    """Yield a record, which is complete when the block ends, even with an exception."""
     record = Record()
     with (_cuda if device == "cuda" else _cpu)(record):
         yield record
@@ -60,9 +61,12 @@ def _cpu(record: Record) -> Iterator[None]:
 
 
 def as_snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
-    """What was allocated before the recording is not in it: the profiler says nothing of its end."""
+    """Return the allocations as a snapshot.
+
+    Earlier allocations are not in it: the profiler does not tell when they end.
+    """
     trace: list[dict[str, Any]] = []
-    blocks: dict[int, dict[str, Any]] = {}  # by address: what is held at the end
+    blocks: dict[int, dict[str, Any]] = {}  # By address; finally those still held.
     for each in allocations:
         event = {
             "addr": each.address,

@@ -1,6 +1,7 @@
-"""What is profiled: a user's script as `python script.py` would run it, or training steps of a model.
+"""Run what is profiled: a user's script, as `python script.py` would, or training steps.
 
-Each returns the record and an exit status. A run that fails or is interrupted is recorded up to there.
+Each function returns the record and an exit status. A run that fails or is interrupted is recorded
+up to that point.
 """
 
 import contextlib
@@ -59,7 +60,7 @@ def steps(setting: Setting, loss: Loss, count: int, device: str) -> tuple[Record
 
 @contextlib.contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """SIGTERM ends the block as sys.exit would: a job that is out of time leaves its record, too."""
+    """End the block on SIGTERM as sys.exit would: a job out of time leaves its record, too."""
 
     def end(number: int, frame: Any) -> None:
         sys.exit(128 + number)
@@ -75,7 +76,7 @@ def _terminated_as_exit() -> Iterator[None]:
 
 
 def _status(code: object) -> int:
-    """As Python does: what is no number is printed."""
+    """Return the exit status as Python does: anything but a number is printed."""
     if code is None or isinstance(code, int):
         return int(code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -83,7 +84,7 @@ def _status(code: object) -> int:
 
 
 def _print_exception(problem: BaseException, path: Path) -> None:
-    """As Python would print it, which has run nothing before the script."""
+    """Print the exception as Python would, without the frames before the script's."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""From a snapshot of the allocator to the bytes held over time, and to a picture of them."""
+"""Compute the bytes held over time from a snapshot of the allocator, and draw them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 from lowtide.tools import figures
 
 MIB, GIB = 2**20, 2**30
-FINENESS = 1000  # a change of less than this part of the peak is not drawn
+FINENESS = 1000  # A change of less than this part of the peak is not drawn.
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one device: after each event, milliseconds since the first and the bytes held."""
+    """Hold, for one device, milliseconds since the first event and bytes held after each event."""
 
     ms: list[float]
     bytes: list[int]
@@ -23,7 +23,8 @@ class Timeline:
 
     def thinned(self) -> "Timeline":
         """Return the changes that can be seen, and the peak."""
-        peak, kept = self.peak, [0]  # the peak of many events takes as long as all else
+        # Taken once: finding the peak of many events takes as long as all else.
+        peak, kept = self.peak, [0]
         least = peak / FINENESS
         for place in range(1, len(self.bytes) - 1):
             seen = abs(self.bytes[place] - self.bytes[kept[-1]]) >= least
@@ -34,7 +35,10 @@ class Timeline:
 
 
 def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
-    """What was held before the first event is known on CUDA; on the CPU it counts from there."""
+    """Return the timeline of a device.
+
+    On CUDA it includes what was held before the first event; on the CPU it counts from there.
+    """
     trace = snapshot["device_traces"][device]
     changes = []
     for event in trace:
@@ -45,7 +49,7 @@ def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
     if not changes:
         return Timeline([], [])
     active = sum(
-        block["requested_size"]  # which events count too
+        block["requested_size"]  # Events count the requested size, too.
         for segment in snapshot["segments"]
         if segment["device"] == device
         for block in segment["blocks"]
@@ -66,7 +70,7 @@ def unit_of(peak: float) -> tuple[int, str]:
 
 
 def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
-    """One line for each name, eager and lowtide in their colours, with its peak beside the name."""
+    """Draw one line for each name, eager and lowtide in their colours, and write its peak."""
     unit, name = unit_of(max(line.peak for line in lines.values()))
     with figures.figure(10, 4.2) as figure:
         axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""The shapes of attention's benchmark, as data, and the tensors of one shape.
+"""Define the shapes of attention's benchmark as data, and the tensors of one shape.
 
 Legend: B batches, H query heads, G key heads; M queries and as many keys N; K features.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 Flags = tuple[
     bool, bool, bool, bool
-]  # of a bias: which of B, H, M, N it has in full; along the others it is 1
+]  # Which of B, H, M, N a bias has in full; along the others its size is 1.
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BY_QUERY_AND_KEY: Flags = (False, True, True, True)  # [1, H, M, N]
@@ -21,7 +21,7 @@ BY_HEAD_AND_KEY: Flags = (False, True, False, True)  # [1, H, 1, N]
 
 
 class Inputs(NamedTuple):
-    """As a model's projections leave them; each needs a gradient."""
+    """Hold the inputs as a model's projections leave them; each needs a gradient."""
 
     query: Tensor  # [B, M, H, K]
     key: Tensor  # [B, N, G, K]
@@ -49,13 +49,15 @@ class AttentionCase:
     bias: Flags | None = None
     dropout: float = 0.0
     tf32: bool = False
-    """Whether torch may round the operands of float32 products to TF32."""
+    """True if torch may round the operands of float32 products to TF32."""
     smoke: bool = False
     by_name: bool = False
-    """Whether it is left out unless it is asked for."""
+    """True for a case that runs only if named."""
     without: tuple[str, ...] = ()
-    """Providers that are left out unless they are asked for: here only torch's choice of its own kernels
-    matters, and others take long to compile."""
+    """Providers that run only if named.
+
+    In these cases only torch's choice of its own kernels matters, and others take long to compile.
+    """
 
     @property
     def key_heads(self) -> int:
@@ -74,7 +76,7 @@ class AttentionCase:
 
     @property
     def options(self) -> str:
-        """What there is beside the plain call, in a few words."""
+        """Describe how the case differs from the plain call, in a few words."""
         bias = f"bias {list(self.bias_shape)}" if self.bias_shape else ""
         dropout = f"dropout {self.dropout}" if self.dropout else ""
         words = ("causal" if self.causal else "", bias, dropout, "TF32" if self.tf32 else "")
@@ -88,11 +90,14 @@ class AttentionCase:
 
     @property
     def forward_flops(self) -> float:
-        """Of the two products, halved where the mask hides half; a backward pass counts as 2.5 of these."""
+        """Return the operations of the two products, halved where the mask hides half.
+
+        A backward pass counts as 2.5 of these.
+        """
         return 4.0 * self.B * self.H * self.M * self.M * self.K / (2 if self.causal else 1)
 
     def inputs(self) -> Inputs:
-        """The same on every run; scores of unit variance."""
+        """Return the inputs, equal in every run, with scores of unit variance."""
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
 
         def normal(*shape: int) -> Tensor:
@@ -126,7 +131,7 @@ ATTENTION_CASES = (
     _cuda_single("fp32-128", 1, 16, 4096, 128),
     _cuda_single("tf32-128", 1, 16, 4096, 128, tf32=True),
     _cuda("dropout-128", 4, 16, 4096, 128, dropout=0.1),
-    # Memory that is linear in M shows in these three.
+    # These three show that memory is linear in M.
     _cuda("quarter-million", 1, 1, 2**18, 64, causal=True, by_name=True),
     _cuda("half-million", 1, 1, 2**19, 64, causal=True, by_name=True),
     _cuda("million", 1, 1, 2**20, 64, causal=True, by_name=True),

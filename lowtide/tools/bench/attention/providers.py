@@ -1,8 +1,8 @@
-"""Every way to compute attention that is measured: ours, torch's own and the peers'.
+"""List every implementation of attention that is measured: ours, torch's own and the peers'.
 
-`load(case)` imports what the provider needs and returns its function of Inputs, [B, M, H, K]. It raises
-`Unavailable` where the provider cannot run by design; any other exception, there or later, is a failure. Both
-become a row that gives the reason.
+`load(case)` imports what the provider needs and returns its function of Inputs, [B, M, H, K]. It
+raises `Unavailable` where the provider cannot run by design; any other exception, there or later,
+is a failure. Both become a row that gives the reason.
 
 Legend: B batches, H query heads, G key heads, M queries, N keys, K features.
 """
@@ -33,9 +33,9 @@ SEED = 1
 @dataclass(frozen=True)
 class AttentionProvider:
     name: str
-    distribution: str  # the installed package whose version stands in the provider's rows
+    distribution: str  # The installed package whose version stands in the provider's rows.
     load: Load
-    backend: Backend | None = None  # of ours: what it asks for
+    backend: Backend | None = None  # The backend that one of ours asks for.
     smoke: bool | None = None
 
 
@@ -59,7 +59,7 @@ def _own(backend: Backend, devices: tuple[str, ...], case: AttentionCase) -> Att
 
 
 def _sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
-    """torch's own; without a backend, the one that it chooses."""
+    """Return torch's own attention, by this backend or by the one that it chooses."""
 
     def run(inputs: Inputs) -> Tensor:
         query, key, value = _heads_first(inputs)
@@ -77,7 +77,7 @@ def _sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
     def run_by_name(inputs: Inputs) -> Tensor:
         assert backend is not None
         try:
-            # What it says of each backend that refuses goes to the warnings, all but the last line.
+            # torch warns of each backend that refuses; only the last line is in the error.
             with warnings.catch_warnings(), sdpa_kernel(backend):
                 warnings.simplefilter("ignore")
                 return run(inputs)
@@ -90,18 +90,21 @@ def _sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
 
 
 def _flex(case: AttentionCase) -> Attention:
-    """FlexAttention, compiled. Its bias is read in the score function, and has a gradient there."""
+    """Return FlexAttention, compiled.
+
+    Its score function reads the bias, which has a gradient there.
+    """
     if case.device != "cuda":
         raise Unavailable("its backward needs CUDA")
     if case.dropout:
         raise Unavailable("it has no dropout")
     flex = importlib.import_module("torch.nn.attention.flex_attention")
-    # Code compiled for earlier cases counts towards the limit of recompilations, unless it is forgotten.
+    # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
     torch.compiler.reset()
     full = case.bias
     block_mask = None
     if case.causal:
-        # Compiled, as it makes the M x N mask where it is not.
+        # Uncompiled, it would make the M x N mask.
         make = torch.compile(flex.create_block_mask)
         block_mask = make(_seen_if_causal, None, None, case.M, case.M, device=case.device)
 
@@ -134,7 +137,7 @@ def _seen_if_causal(b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def _eager(case: AttentionCase) -> Attention:
-    """The lines that everybody has written: all scores, in the dtype of the inputs."""
+    """Return the lines that everybody has written: all scores, in the dtype of the inputs."""
     hidden_MN = None
     if case.causal:
         hidden_MN = torch.ones(case.M, case.M, dtype=torch.bool, device=case.device).triu_(1)
@@ -176,7 +179,7 @@ def _xformers(case: AttentionCase) -> Attention:
 
 
 def _heads_first(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [B, H, M, K]."""
+    """Return views [B, H, M, K]."""
     query, key, value = (each.transpose(1, 2) for each in inputs[:3])
     return query, key, value
 

@@ -1,13 +1,13 @@
-"""Rows of attention's benchmark: every provider on one case, timed in turn.
+"""Measure rows of attention's benchmark: every provider on one case, timed in turn.
 
-A provider's first step is compared with the truth, its second is watched by the allocator, and then all that
-came so far take turns, forward and backward, so that all see the same clocks and their ratios compare. A
-backward pass frees its graph, as in training. `peak_bytes` is the peak of a step beyond inputs, result,
-upstream gradient and gradients. The rates count the two products of a forward pass, 4 B H M N K, halved by a
-causal mask, and 2.5 times as much backward.
+A provider's first step is compared with the truth, and its second is watched by the allocator. Then
+all providers that succeeded take turns, forward and backward, so that all have the same clocks and
+their ratios compare. A backward pass frees its graph, as in training. `peak_bytes` is the peak of a
+step beyond inputs, result, upstream gradient and gradients. The rates count the two products of a
+forward pass, 4 B H M N K, halved by a causal mask, and 2.5 times as much backward.
 
-Errors are relative Frobenius norms against products in the next wider dtype. Dropout has none, as each
-provider drops other scores; nor has what would take too long.
+Errors are relative Frobenius norms against products in the next wider dtype. Dropout has none,
+because each provider drops other scores; nor has a case that would take too long.
 
 Legend: B batches, H heads, M queries, N keys, K features.
 """
@@ -34,46 +34,46 @@ from lowtide.tools.bench.measure import _one_line, alternate, quantiles, relativ
 from lowtide.tools.bench.providers import Unavailable
 
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
-BUDGET_MS = 2000.0  # of a case: rounds beyond MIN_ROUNDS are run while they fit in this time
-LONGEST_TRUTH = 1 << 15  # queries
+BUDGET_MS = 2000.0  # Of a case: rounds beyond MIN_ROUNDS run while they fit in this time.
+LONGEST_TRUTH = 1 << 15  # In queries.
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward or backward."""
+    """Hold the figures of the forward or the backward pass."""
 
     ms: float
     ms_p20: float
     ms_p80: float
     tflops: float
-    ratio: float | None  # to the rate of the fastest peer; None where no peer runs
+    ratio: float | None  # To the rate of the fastest peer; None if no peer runs.
 
 
 @dataclass(frozen=True)
 class AttentionFigures:
     forward: Pass
     backward: Pass
-    step_ratio: float | None  # of both together
+    step_ratio: float | None  # Of both passes together.
     peak_bytes: int
-    errors: tuple[float, ...]  # of the result and the gradients of query, key, value and bias
+    errors: tuple[float, ...]  # Of the result and the gradients of query, key, value and bias.
 
 
 @dataclass(frozen=True)
 class AttentionRow:
     case: AttentionCase
     provider: AttentionProvider
-    figures: AttentionFigures | None  # None where the provider did not run; `reason` says why
-    engine: str = ""  # which of ours ran
+    figures: AttentionFigures | None  # None if the provider did not run; `reason` says why.
+    engine: str = ""  # The one of ours that ran.
     reason: str = ""
-    failed: bool = False  # it raised, where Unavailable would have been by design
+    failed: bool = False  # It raised an error other than Unavailable, which is by design.
 
 
 class _Shared(NamedTuple):
-    """What the providers of a case have in common."""
+    """Hold what the providers of a case share."""
 
     inputs: Inputs
     truth: tuple[Tensor, ...] | None
-    auto: str  # the engine that backend="auto" takes
+    auto: str  # The engine that backend="auto" takes.
 
     @classmethod
     def of(cls, case: AttentionCase) -> "_Shared":
@@ -100,7 +100,7 @@ class _Runner:
         return torch.autograd.grad(out, self.inputs.leaves, self.inputs.upstream)
 
     def step(self) -> tuple[Tensor, ...]:
-        """The result and the gradients."""
+        """Return the result and the gradients."""
         self.forward()
         assert self.out is not None
         out = self.out.detach()
@@ -108,7 +108,7 @@ class _Runner:
 
 
 def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) -> Iterator[AttentionRow]:
-    """Those that do not run as they fail, then the others, in the order of the providers."""
+    """Yield providers that do not run as they fail, then the others in their given order."""
     with _precision(case):
         shared: _Shared | None = None
         runners: list[_Runner] = []
@@ -122,10 +122,11 @@ def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) 
                 yield AttentionRow(case, provider, None, reason=str(unavailable))
             except torch.OutOfMemoryError as error:
                 yield AttentionRow(case, provider, None, reason=f"does not fit in memory: {_one_line(error)}")
-            except Exception as error:  # whatever a peer raises is its row, not the end of the run
+            except Exception as error:  # A peer's error is its row, not the end of the run.
                 yield AttentionRow(case, provider, None, reason=_one_line(error), failed=True)
             if case.device == "cuda":
-                # Only here, with the exception gone, does nothing refer to the provider's tensors any more.
+                # Only here, without the exception, does nothing refer to the provider's tensors any
+                # more.
                 gc.collect()
                 torch.cuda.empty_cache()
         for runner, figures in zip(runners, _timed(case, runners)):
@@ -145,7 +146,7 @@ def _precision(case: AttentionCase) -> Iterator[None]:
 
 
 def _prepared(case: AttentionCase, provider: AttentionProvider, shared: _Shared) -> _Runner:
-    """Compiled, tuned, compared with the truth, its memory measured."""
+    """Return the provider compiled, tuned, compared with the truth, and its memory measured."""
     runner = _Runner(provider, provider.load(case), shared.inputs)
     results = runner.step()
     if not all(result.isfinite().all() for result in results):
@@ -195,7 +196,7 @@ def _ratio(own: list[float], every: list[list[float]], peers: list[bool]) -> flo
 
 
 def _engine(case: AttentionCase, inputs: Inputs, backend: str) -> str:
-    """Which of ours a backend stands for."""
+    """Return the engine of ours that a backend stands for."""
     _, *own = from_xformers(inputs.query, inputs.key, inputs.value, inputs.bias)
     mask = attn_bias.LowerTriangularMask() if case.causal else None
     options = Options(case.K**-0.5, dropout=case.dropout, backend=backend)

@@ -1,4 +1,4 @@
-"""Rows of attention's benchmark, for people and for figures."""
+"""Show and write rows of attention's benchmark."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def record(row: AttentionRow) -> dict[str, object]:
 
 
 def render(rows: Sequence[AttentionRow]) -> Group:
-    """The table of one case, and below it who did not run and why."""
+    """Return the table of one case, with the providers that did not run and their reasons below."""
     case = rows[0].case
     table = Table(title=f"{case.name}: {case.shape}", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("provider")

@@ -1,8 +1,10 @@
-"""What attention's benchmark compares with: the definition, a chunk of queries of one batch at a time, in
-float32 without TF32 for half precision, else in float64.
+"""Compute what attention's benchmark compares with, by the definition.
 
-Legend: H query heads, G key heads, R = H / G; M queries (m of a chunk), N keys, K features; r = R m rows, the
-query heads of a key head after each other.
+It takes a chunk of queries of one batch at a time, in float32 without TF32 for half precision, else
+in float64.
+
+Legend: H query heads, G key heads, R = H / G; M queries (m of a chunk), N keys, K features; r = R m
+rows, the query heads of a key head after each other.
 """
 
 import torch
@@ -10,12 +12,12 @@ from torch import Tensor
 
 from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
 
-SCORES = 1 << 26  # in a chunk
+SCORES = 1 << 26  # In a chunk.
 
 
 @torch.no_grad()
 def exact(case: AttentionCase, inputs: Inputs) -> tuple[Tensor, ...]:
-    """The result and the gradients of query, key, value and bias. Dropout is left out."""
+    """Return the result and the gradients of query, key, value and bias; dropout is left out."""
     wide = torch.float32 if case.dtype.itemsize == 2 else torch.float64
     query, key, value, upstream = (each.detach().to(wide) for each in (*inputs[:3], inputs.upstream))
     bias = None if inputs.bias is None else inputs.bias.detach().to(wide)
