@@ -1,4 +1,4 @@
-"""Masks for :func:`lowtide.memory_efficient_attention`, under the names that xformers gave them."""
+"""Name the masks of :func:`lowtide.memory_efficient_attention` as xformers does."""
 
 from lowtide.ops.attention.definition.masks import (
     AttentionBias,

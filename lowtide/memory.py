@@ -1,15 +1,15 @@
-"""Peak memory of a block of code, from the allocator itself: nothing that a kernel allocates inside is
-missed.
+"""Measure the peak memory of a block of code, from the allocator itself:
 
     with peak_memory("cpu") as peak:
         loss.backward()
     peak.bytes     # high-water mark above what was held on entry
     peak.largest   # the largest single allocation
 
-On CUDA the caching allocator's own trace is read; on the CPU, the profiler's allocation events. Both count
-the bytes that were asked for by tensors and by temporaries inside an operator, in the thread of the
-backward pass too. Python's garbage collector waits meanwhile. `cpu_allocations` are the CPU's events one by
-one."""
+CUDA's figures come from the trace of the caching allocator, the CPU's from the profiler's
+allocation events. Both count the bytes requested by tensors and by temporaries inside an operator,
+including those of the backward pass's thread, so that no kernel's allocation is missed. Python's
+garbage collector is off meanwhile. `cpu_allocations` lists the CPU's events one by one.
+"""
 
 import contextlib
 import gc
@@ -27,12 +27,15 @@ from torch.autograd.profiler import profile
 
 @dataclass
 class Peak:
+    """Hold the bytes at the highest moment, and those of the largest single allocation."""
+
     bytes: int = 0
     largest: int = 0
 
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
+    """Measure the peak memory of a block on `device`; the result is complete at its end."""
     peak = Peak()
     measure = _cuda if torch.device(device).type == "cuda" else _cpu
     with _garbage_waits(), measure(peak):
@@ -41,8 +44,11 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 
 @contextlib.contextmanager
 def _garbage_waits() -> Iterator[None]:
-    """Of cycles: what the collector frees of the time before would be missing from the peak. Collecting all
-    beforehand takes a tenth of a second, more than many a step."""
+    """Stop Python's collector of reference cycles during the block.
+
+    Memory from before the block that it freed would be subtracted from the peak. Collecting
+    everything beforehand takes a tenth of a second, longer than many a step.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -54,20 +60,22 @@ def _garbage_waits() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Allocation:
+    """Describe one allocation, or one release, on the CPU."""
+
     time_ns: int
     address: int
-    bytes: int  # negative where they are given back
-    operators: tuple[str, ...]  # it happened in, the outermost first
+    bytes: int  # Negative for a release.
+    operators: tuple[str, ...]  # It happened in these, the outermost first.
 
 
-# Of what is to be recorded, beside allocations. Operators are several times as many as these.
-OPERATORS: set[Any] = set()  # none given: all
-NOTHING = {RecordScope.STATIC_RUNTIME_MODEL}  # there is none
+# Scopes that are recorded besides allocations. Operators are several times as many as allocations.
+OPERATORS: set[Any] = set()  # An empty set records all.
+NOTHING = {RecordScope.STATIC_RUNTIME_MODEL}  # No operator has this scope.
 
 
 @contextlib.contextmanager
 def cpu_allocations(scopes: set[Any] = OPERATORS) -> Iterator[list[Allocation]]:
-    """A list of all that the block allocates and gives back on the CPU, filled when the block ends."""
+    """List all allocations and releases of the block on the CPU; the list is filled at its end."""
     profiler = profile(use_kineto=True, profile_memory=True)
     config, activities = profiler.config(), profiler.kineto_activities
     found: list[Allocation] = []
@@ -110,7 +118,7 @@ def _cpu(peak: Peak) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cuda(peak: Peak) -> Iterator[None]:
-    # Autograd's thread keeps the last of what a backward pass gave it until the next: such a one.
+    # Autograd's thread keeps its last tensors until the next backward pass: run one.
     with torch.enable_grad():
         torch.zeros((), device="cuda", requires_grad=True).neg().backward()
     torch.cuda.synchronize()
@@ -129,7 +137,7 @@ def _cuda(peak: Peak) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_silenced() -> Iterator[None]:
-    """The profiler's C++ side prints a line to file descriptor 2 whenever it starts or stops."""
+    """Silence file descriptor 2: the profiler's C++ side prints a line when it starts or stops."""
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as devnull:
