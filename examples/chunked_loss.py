@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lowtide.memory import peak_memory
-from lowtide.ops.chunked_loss import chunked_loss
+import lowtide
 
 TOKENS, FEATURES, CLASSES, STEPS = 1024, 64, 8192, 8
 
@@ -59,7 +58,7 @@ def train(loss_of):
     trained = [each for each in (*trunk.parameters(), *head.parameters()) if each.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-2)
     for _ in range(STEPS):
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             loss, aux = loss_of(loss_fn, head, trunk(x), labels, weight, teacher_hidden, teacher)
             loss = loss / labels.ne(-100).sum()
             loss.backward()
@@ -69,7 +68,7 @@ def train(loss_of):
 
 
 if __name__ == "__main__":
-    chunked = partial(chunked_loss, chunk_size=128, has_aux=True)
+    chunked = partial(lowtide.chunked_loss, chunk_size=128, has_aux=True)
     for name, loss_of in (("all at once", dense), ("128 at a time", chunked)):
         loss, right, peak = train(loss_of)
         print(f"{name:>14}: loss {loss:.6f}, {right} tokens right, peak memory {peak / 2**20:.0f} MiB")

@@ -8,7 +8,6 @@ from accelerate import Accelerator
 from torch import nn
 
 import lowtide
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 
@@ -36,7 +35,7 @@ def train(deferred):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     criterion = nn.CrossEntropyLoss()
     for batch in loader:
-        with peak_memory("cpu") as peak, accelerator.accumulate(model):
+        with lowtide.peak_memory("cpu") as peak, accelerator.accumulate(model):
             logits = model(batch[:, :-1])
             loss = criterion(logits.transpose(1, 2), batch[:, 1:])
             accelerator.backward(loss)

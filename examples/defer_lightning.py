@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import lowtide
 from lowtide.integrations.lightning import DeferLogits
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 
@@ -46,7 +46,7 @@ def train(callbacks):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with peak_memory("cpu") as peak:
+    with lowtide.peak_memory("cpu") as peak:
         trainer.fit(model, loader)
     return model.losses[-1], peak.bytes
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, FEATURES, CLASSES, STEPS = 3, 128, 32, 50304, 3
 
@@ -54,7 +53,7 @@ def train(deferred):
         lowtide.defer_logits(model)  # the one line
     tokens = torch.randint(100, (BATCH, TOKENS + 1))
     for _ in range(STEPS):
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             logits, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             right = (logits.argmax(-1) == tokens[:, 1:]).sum()
             loss.backward()

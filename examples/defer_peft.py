@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, CLASSES, STEPS = 4, 96, 32000, 3
 
@@ -34,7 +33,7 @@ def train(deferred):
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2)
     tokens = torch.randint(100, (BATCH, TOKENS))
     for _ in range(STEPS):
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
         optimizer.step()

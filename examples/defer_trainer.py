@@ -9,8 +9,8 @@ import tempfile
 import torch
 import transformers
 
+import lowtide
 from lowtide.integrations.transformers import DeferLogits
-from lowtide.memory import peak_memory
 
 TOKENS, CLASSES = 64, 32000
 
@@ -66,7 +66,7 @@ def train(callbacks, folder):
         callbacks=callbacks,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    with peak_memory("cpu") as peak:
+    with lowtide.peak_memory("cpu") as peak:
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return losses[-1], trainer.evaluate()["eval_accuracy"], peak.bytes

@@ -6,7 +6,6 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, CLASSES, STEPS = 4, 96, 32000, 3
 
@@ -29,7 +28,7 @@ def train(deferred):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(100, (BATCH, TOKENS))
     for _ in range(STEPS):
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             loss = compiled(input_ids=tokens, labels=tokens, use_cache=False).loss
             loss.backward()
         optimizer.step()

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.memory import peak_memory
 
 BATCH, TOKENS, HEADS, FEATURES, STEPS = 4, 256, 4, 16, 40
 BUCKETS, FARTHEST = 32, 128
@@ -65,7 +64,7 @@ def fit(attend):
     for _ in range(STEPS):
         query, key, value = torch.randn(3, BATCH, TOKENS, HEADS, FEATURES)
         target = attend(query, key, value, teacher())
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             loss = F.mse_loss(attend(query, key, value, student()), target)
             loss.backward()
         optimizer.step()

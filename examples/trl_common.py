@@ -10,7 +10,7 @@ import tokenizers
 import torch
 import transformers
 
-from lowtide.memory import peak_memory
+import lowtide
 
 CLASSES = 32000
 OPTIONS = {
@@ -68,7 +68,7 @@ def compare(trainer):
         with tempfile.TemporaryDirectory() as folder:
             one = trainer(deferred, folder)
             one.remove_callback(transformers.PrinterCallback)
-            with peak_memory("cpu") as peak:
+            with lowtide.peak_memory("cpu") as peak:
                 one.train()
         losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
         print(f"{name}: loss {losses[-1]:.5f}, peak memory {peak.bytes / 2**20:.0f} MiB")

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.memory import peak_memory
 
 IMAGE, PATCH, WIDTH, HEADS, DEPTH = 64, 4, 32, 2, 2
 SIDE = IMAGE // PATCH  # patches; M = N = SIDE * SIDE
@@ -83,7 +82,7 @@ def train(attend):
     losses = []
     for _ in range(STEPS):
         image, direction = draw(BATCH, generator)
-        with peak_memory("cpu") as peak:
+        with lowtide.peak_memory("cpu") as peak:
             loss = F.cross_entropy(model(image), direction)
             loss.backward()
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
+from lowtide.memory import peak_memory
 from lowtide.ops.attention import (
     memory_efficient_attention,
     memory_efficient_attention_with_lse,
@@ -29,6 +30,7 @@ __all__ = [
     "memory_efficient_attention",
     "memory_efficient_attention_with_lse",
     "merge_attentions",
+    "peak_memory",
     "scaled_dot_product_attention",
 ]
 __version__ = "0.1.0"

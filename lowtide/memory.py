@@ -1,20 +1,14 @@
-"""Measure the peak memory of a block of code, from the allocator itself:
+"""Measure the memory that a block of code allocates, from the allocator itself.
 
-    with peak_memory("cpu") as peak:
-        loss.backward()
-    peak.bytes     # high-water mark above what was held on entry
-    peak.largest   # the largest single allocation
-
-CUDA's figures come from the trace of the caching allocator, the CPU's from the profiler's
-allocation events. Both count the bytes requested by tensors and by temporaries inside an operator,
-including those of the backward pass's thread, so that no kernel's allocation is missed. Python's
-garbage collector is off meanwhile. `cpu_allocations` lists the CPU's events one by one.
+CUDA's figures come from the trace of the caching allocator, the CPU's from the profiler's allocation
+events. `peak_memory` is public; `cpu_allocations` lists the CPU's events one by one.
 """
 
 import contextlib
 import gc
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,22 +18,75 @@ from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_pro
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 
+from lowtide.core.errors import ArgumentError
+
 
 @dataclass
 class Peak:
-    """Hold the bytes at the highest moment, and those of the largest single allocation."""
+    """Hold the peak of a measured block, and its largest single allocation, in bytes."""
 
     bytes: int = 0
     largest: int = 0
 
 
+_one_block = threading.Lock()
+
+
 @contextlib.contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
-    """Measure the peak memory of a block on `device`; the result is complete at its end."""
+    """Measure the peak memory of a block of code on one device.
+
+    Example::
+
+        with lowtide.peak_memory("cuda") as peak:
+            loss = lowtide.linear_cross_entropy(hidden, weight, target)
+            loss.backward()
+        print(peak.bytes / 2**20, "MiB")  # weight.grad and hidden.grad included
+
+    Args:
+        device: "cpu", or a CUDA device; "cuda" is the current one.
+
+    Yields:
+        An object that is filled when the block ends, even by an exception:
+
+        * `bytes`: the most that was held at a time, beyond what was held when the block began;
+        * `largest`: the largest single allocation.
+
+        Both are in bytes. CUDA's allocator holds multiples of 512 bytes, and `bytes` counts these.
+
+    What counts: all that torch allocates on the device, by any thread that the block starts or
+    waits for. That includes results and gradients that are still held when the block ends,
+    temporaries inside an operator, and the backward pass. Memory that was held before and is
+    released in the block lowers the level from which later allocations count.
+
+    What does not count: memory of other devices; memory that torch does not allocate (NumPy, a
+    CUDA context, another process); and what the caching allocator has reserved and not handed out.
+    A first call may compile or tune; run the block once before, if that is not to count.
+
+    Python's collector of reference cycles is off during the block. On CUDA the block begins and
+    ends with a synchronisation, resets the peak statistics of `torch.cuda`, and ends a recording of
+    `torch.cuda.memory` history.
+
+    Raises:
+        ValueError: for a device that is neither a CPU nor a CUDA device.
+        RuntimeError: within another `peak_memory`, on the CPU within torch's profiler, and for a
+            CUDA device on a machine without one.
+    """
+    place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be the CPU or a CUDA device, got {place}")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"peak_memory cannot measure {place}: torch sees no CUDA device here")
+    if place.type == "cpu" and torch._C._autograd._profiler_enabled():
+        raise RuntimeError("peak_memory uses torch's profiler on the CPU, and one is running; end it first")
+    if not _one_block.acquire(blocking=False):
+        raise RuntimeError("peak_memory measures one block at a time; end the other block first")
     peak = Peak()
-    measure = _cuda if torch.device(device).type == "cuda" else _cpu
-    with _garbage_waits(), measure(peak):
-        yield peak
+    try:
+        with _garbage_waits(), _cuda(peak, place) if place.type == "cuda" else _cpu(peak):
+            yield peak
+    finally:
+        _one_block.release()
 
 
 @contextlib.contextmanager
@@ -117,20 +164,21 @@ def _cpu(peak: Peak) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cuda(peak: Peak) -> Iterator[None]:
+def _cuda(peak: Peak, place: torch.device) -> Iterator[None]:
+    index = torch.cuda.current_device() if place.index is None else place.index
     # Autograd's thread keeps its last tensors until the next backward pass: run one.
     with torch.enable_grad():
-        torch.zeros((), device="cuda", requires_grad=True).neg().backward()
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+        torch.zeros((), device=place, requires_grad=True).neg().backward()
+    torch.cuda.synchronize(index)
+    held = torch.cuda.memory_allocated(index)
+    torch.cuda.reset_peak_memory_stats(index)
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, context=None, clear_history=True)
     try:
         yield
     finally:
-        torch.cuda.synchronize()
-        peak.bytes = torch.cuda.max_memory_allocated() - held
-        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.synchronize(index)
+        peak.bytes = torch.cuda.max_memory_allocated(index) - held
+        trace = torch.cuda.memory._snapshot()["device_traces"][index]
         torch.cuda.memory._record_memory_history(enabled=None)
         peak.largest = max((entry["size"] for entry in trace if entry["action"] == "alloc"), default=0)
 

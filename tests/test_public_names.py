@@ -19,6 +19,7 @@ def test_names():
         "memory_efficient_attention",
         "memory_efficient_attention_with_lse",
         "merge_attentions",
+        "peak_memory",
         "scaled_dot_product_attention",
     }
     assert expected == set(lowtide.__all__)

@@ -3,6 +3,7 @@ import gc
 import pytest
 import torch
 
+import lowtide
 from lowtide.memory import NOTHING, OPERATORS, cpu_allocations, peak_memory
 
 MIB = 2**20
@@ -113,3 +114,57 @@ def test_blocks_may_follow_each_other():
             block(size, "cpu")
         peaks.append(peak.bytes)
     assert peaks == [MIB, 3 * MIB, 2 * MIB]
+
+
+def test_it_measures_one_block_at_a_time():
+    with lowtide.peak_memory("cpu") as peak:
+        block(2, "cpu")
+        with pytest.raises(RuntimeError, match="profiler"), lowtide.peak_memory("cpu"):
+            pass
+        block(3, "cpu")
+    assert peak.bytes == 3 * MIB
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_it_measures_one_block_at_a_time_of_any_device():
+    with lowtide.peak_memory("cuda") as peak:
+        with pytest.raises(RuntimeError, match="one block at a time"), lowtide.peak_memory("cpu"):
+            pass
+        block(3, "cuda")
+    assert peak.bytes == 3 * MIB
+
+
+def test_a_profiler_at_work_is_refused_and_goes_on():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with pytest.raises(RuntimeError, match="torch's profiler"), lowtide.peak_memory("cpu"):
+            pass
+        torch.ones(3).sin()
+    assert "aten::sin" in {event.key for event in profiler.key_averages()}
+    with lowtide.peak_memory("cpu") as peak:
+        block(1, "cpu")
+    assert peak.bytes == MIB
+
+
+@pytest.mark.parametrize("device", ["meta", "mps", torch.device("xpu")])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match="device must be the CPU or a CUDA device, got"):
+        lowtide.peak_memory(device).__enter__()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none():
+    with pytest.raises(RuntimeError, match="peak_memory cannot measure cuda:1: torch sees no CUDA device"):
+        lowtide.peak_memory("cuda:1").__enter__()
+    with lowtide.peak_memory("cpu") as peak:
+        block(1, "cpu")
+    assert peak.bytes == MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one():
+    with lowtide.peak_memory("cuda:1") as peak:
+        block(8, "cuda:0")
+        block(2, "cuda:1")
+    assert (peak.bytes, peak.largest) == (2 * MIB, 2 * MIB)
