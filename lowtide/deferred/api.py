@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from lowtide.core.checks import check_workspace
+from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.counting import Counts
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
@@ -29,8 +31,9 @@ class Deferral:
     Code compiled by torch.compile counts when it runs. A replayed CUDA graph does not count.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module, workspace: int | None) -> None:
         self.head = head
+        self._workspace = workspace
         self._counts = Counts()
         self._watch = Watch(model, head)
         self._plain = type(head)
@@ -82,7 +85,8 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             deferral._watch.called = True
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
-            hidden = DeferredHidden(args[0], classes(self), Source(counts), torch.is_grad_enabled())
+            source = Source(counts, deferral._workspace)
+            hidden = DeferredHidden(args[0], classes(self), source, torch.is_grad_enabled())
             try:
                 logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
                 return logits.tensor if isinstance(logits, DeferredHidden) else logits
@@ -115,7 +119,9 @@ def _defers(head: nn.Module, input: object) -> bool:
     return head.training and isinstance(input, Tensor) and input.is_floating_point()
 
 
-def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral:
+def defer_logits(
+    model: nn.Module, *, head: nn.Module | None = None, workspace: int | None = None
+) -> Deferral:
     """Compute the model's losses without its logits, from its own, unmodified code.
 
     The deferral is active in training mode only. It also covers a training loop that computes the
@@ -152,6 +158,9 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
             [V, D]. None takes the model's `get_output_embeddings()` (Transformers); without one,
             the only :class:`torch.nn.Linear` with as many outputs as an embedding of the model has
             rows.
+        workspace: bytes that each fused loss may hold beyond hidden states, weight, results and
+            gradients. None takes the default of :func:`lowtide.linear_cross_entropy`. A loss by
+            chunks also holds the sum of the weight's gradient.
 
     Returns:
         A :class:`Deferral`, which counts fused losses. Call its `undo()`, or use it as a context
@@ -170,13 +179,13 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
     not rounded, and the loss, logsumexp and picked log-probabilities are then float32. Other dtypes
     follow torch, with autocast as it was where the head was called.
 
-    Memory: O(workspace) of :func:`lowtide.linear_cross_entropy`, never N V. Hidden states and
-    weight live as long as the logits do.
+    Memory: O(workspace), never N V. Hidden states and weight live as long as the logits do.
 
     Raises:
-        ValueError, TypeError: no linear head; more than one; a head that is not the model's own;
-            deferred already; a `forward` replaced on the instance; a head that DeepSpeed ZeRO-3
-            partitions.
+        ValueError, TypeError: a workspace that is not a positive int; no linear head; more than
+            one; a head that is not the model's own; deferred already; a `forward` replaced on the
+            instance; a head that DeepSpeed ZeRO-3 partitions. And when a loss is computed, if the
+            workspace does not hold one row of logits; the message says how many bytes that takes.
         RuntimeError: when logits are used,
             * if the weight has been freed since (FSDP2 resharded the head after its forward: the
               message says what to set);
@@ -202,4 +211,7 @@ def defer_logits(model: nn.Module, *, head: nn.Module | None = None) -> Deferral
     check_model(model, head)
     found = find_head(model) if head is None else head
     check_head(found)
-    return Deferral(model, found)
+    check_workspace(workspace)
+    if workspace is not None and workspace <= 0:
+        raise ArgumentError(f"workspace must be a number of bytes above 0, or None, got {workspace}")
+    return Deferral(model, found, workspace)

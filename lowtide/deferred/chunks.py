@@ -18,19 +18,26 @@ from lowtide.deferred import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
-from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE
+from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE, too_small
 
 RowFunction = Callable[..., Tensors]
 
 
 def by_rows(
-    node: expression.Node, results: int, function: RowFunction, *row_tensors: Tensor, others: Tensors = ()
+    node: expression.Node,
+    results: int,
+    function: RowFunction,
+    *row_tensors: Tensor,
+    others: Tensors = (),
+    workspace: int | None,
 ) -> Tensors:
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
     It is called as function(logits [C, V], rows of each of row_tensors [..., K], *others). The
     results are differentiable, and nothing of a chunk is kept. A half-precision parameter's
     gradient is summed over the chunks in float32.
+
+    A chunk has as many rows as `workspace` holds, in bytes; None takes the default.
     """
     cut: list[Tensor] = []
     classes: list[Tensor] = []
@@ -49,10 +56,13 @@ def by_rows(
         return function(expression.run(expression.changed(node, *taken)), *rows[terms:], *own), ()
 
     row = COPIES * V * max(node.dtype.itemsize, 4)
-    workspace = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
+    if workspace is not None and workspace < row:
+        raise too_small(workspace, row, f"one row of {V} logits, {COPIES} times over in a loss by chunks")
+    default = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
+    rows = max(1, (default if workspace is None else workspace) // row)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
-        found = Rowwise(chunk, len(cut), results, max(1, workspace // row))(*cut, *classes, *scalars, *others)
+        found = Rowwise(chunk, len(cut), results, rows)(*cut, *classes, *scalars, *others)
     return tuple(each.view((*leading, *each.shape[1:])) for each in found)
 
 
@@ -63,6 +73,8 @@ def cross_entropy(
     ignore_index: int,
     reduction: str,
     label_smoothing: float = 0.0,
+    *,
+    workspace: int | None,
 ) -> Tensor:
     """Return torch's cross_entropy of the logits, in float32 for half-precision ones."""
 
@@ -73,7 +85,8 @@ def cross_entropy(
         with torch.autocast(z_CV.device.type, enabled=False):
             return (F.cross_entropy(z_CV.to(wide), target_C, weight_V, ignore_index=ignore_index, **options),)
 
-    (loss,) = by_rows(node, 1, losses, target, others=() if weight is None else (weight,))
+    others = () if weight is None else (weight,)
+    (loss,) = by_rows(node, 1, losses, target, others=others, workspace=workspace)
     return reference.reduce(
         loss.flatten(),
         reference.flat_target(target),

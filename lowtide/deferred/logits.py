@@ -67,8 +67,10 @@ NO_READER = (
 class Source:
     """Hold what all logits of one call of the head share."""
 
-    def __init__(self, counts: Counts) -> None:
+    def __init__(self, counts: Counts, workspace: int | None) -> None:
         self.counts = counts
+        self.workspace = workspace
+        """Bytes that each fused loss may hold; None for the default."""
         self.made = 0
         """How many of them are real."""
         self.changed: str | None = None

@@ -80,15 +80,15 @@ def _loss(
     # This autocast casts both.
     if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
         return NotImplemented
-    found, rows = formula(node), expression.leading(node)
+    found, rows, workspace = formula(node), expression.leading(node), input.source.workspace
     if probabilities:
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     else:
         target = target.reshape(rows)
     if found is not None:
-        loss = _fused(found, target, weight, ignore_index, options)
+        loss = _fused(found, target, weight, ignore_index, options | {"workspace": workspace})
     elif _takes_chunks(weight):
-        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+        loss = chunks.cross_entropy(node, target, weight, ignore_index, workspace=workspace, **options)
     else:
         return NotImplemented
     loss = input.source.counts.on(loss, FUSED)
@@ -135,7 +135,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         return result.unsqueeze(place) if keepdim else result
     rows = found.inputs[0].shape[:-1]
     target = torch.zeros(rows, dtype=torch.long, device=input.device)
-    result = _log_probs(found, target).logsumexp.view(input.rows)
+    result = _log_probs(found, target, input.source.workspace).logsumexp.view(input.rows)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -147,14 +147,14 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        picked = _picked(node, index.reshape(expression.leading(node)))
+        picked = _picked(node, index.reshape(expression.leading(node)), input.source.workspace)
         if picked is not None:
             return picked.view(index.shape)
     (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return result
 
 
-def _picked(node: expression.Node, index: Tensor) -> Tensor | None:
+def _picked(node: expression.Node, index: Tensor, workspace: int | None) -> Tensor | None:
     """Return each row's log-probability of class `index`, after the operations on it."""
     if isinstance(node, expression.Linear) or any(
         isinstance(each, expression.Vector) for each in node.operands
@@ -163,12 +163,12 @@ def _picked(node: expression.Node, index: Tensor) -> Tensor | None:
     below, *rest = node.operands
     if node.name == "log_softmax":
         found = formula(below)  # type: ignore[arg-type]
-        return None if found is None else _log_probs(found, index).log_prob
+        return None if found is None else _log_probs(found, index, workspace).log_prob
     if node.name == "softmax" or any(
         isinstance(each, (expression.Linear, expression.Apply)) for each in rest
     ):
         return None
-    picked = _picked(below, index)  # type: ignore[arg-type]
+    picked = _picked(below, index, workspace)  # type: ignore[arg-type]
     return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
 
 
@@ -180,7 +180,8 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     """
     found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
     if found is not None:
-        results = _log_probs(found, target.reshape(found.inputs[0].shape[:-1]))
+        flat = target.reshape(found.inputs[0].shape[:-1])
+        results = _log_probs(found, flat, input.source.workspace)
         first = input.source.counts.on(results.log_prob, FUSED)
         return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
@@ -192,10 +193,10 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     )
 
 
-def _log_probs(found: Formula, target: Tensor) -> dispatch.LogProbs:
+def _log_probs(found: Formula, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
     inputs, weights, head = found.arguments()
     with expression.as_recorded(target.device, found.autocast):
-        return dispatch.log_probs(inputs, weights, target, ignore_index=NO_CLASS, **head)
+        return dispatch.log_probs(inputs, weights, target, ignore_index=NO_CLASS, workspace=workspace, **head)
 
 
 def _below_log_softmax(node: expression.Node) -> expression.Node | None:
@@ -265,5 +266,5 @@ def _by_rows(
     """Return the results of chunks.by_rows in the shape of the logits' rows."""
     node = input.checked()
     cut = [each.reshape((*expression.leading(node), *each.shape[len(input.rows) :])) for each in row_tensors]
-    found = chunks.by_rows(node, results, function, *cut)
+    found = chunks.by_rows(node, results, function, *cut, workspace=input.source.workspace)
     return tuple(each.view((*input.rows, *each.shape[len(expression.leading(node)) :])) for each in found)

@@ -20,19 +20,21 @@ class DeferLogits(DeferralCounts, Callback):
     Args:
         head: the name of the module that makes the logits. None finds it as `lowtide.defer_logits`
             does.
+        workspace: bytes that each fused loss may hold; None for the default. See
+            `lowtide.defer_logits`.
 
     Attributes:
         fused: the number of losses computed without logits.
         materialized: for each operation, how often it materialised the logits.
     """
 
-    def __init__(self, head: str | None = None) -> None:
-        self.head = head
+    def __init__(self, head: str | None = None, *, workspace: int | None = None) -> None:
+        self.head, self.workspace = head, workspace
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         self.on_fit_end(trainer, pl_module)  # After a run that ended in an error.
         head = None if self.head is None else pl_module.get_submodule(self.head)
-        self.deferral = defer_logits(pl_module, head=head)
+        self.deferral = defer_logits(pl_module, head=head, workspace=self.workspace)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         if self.deferral is not None:

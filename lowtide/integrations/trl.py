@@ -38,6 +38,8 @@ class DeferLogits(DeferralCounts, TrainerCallback):
     Args:
         ref_model: the trainer's reference model, if it has one, to be treated in the same way.
             Without it TRL's own forward answers for the reference model.
+        workspace: bytes that each fused call may hold; None for the default. See
+            `lowtide.defer_logits`.
 
     Attributes:
         fused: the number of losses of the trained model that were computed without logits.
@@ -48,8 +50,8 @@ class DeferLogits(DeferralCounts, TrainerCallback):
             options whose results would differ (`cast_lm_head_to_fp32`, `use_weighting`).
     """
 
-    def __init__(self, ref_model: nn.Module | None = None) -> None:
-        self.ref_model = ref_model
+    def __init__(self, ref_model: nn.Module | None = None, *, workspace: int | None = None) -> None:
+        self.ref_model, self.workspace = ref_model, workspace
         self.forwards: list[Forward] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -59,9 +61,9 @@ class DeferLogits(DeferralCounts, TrainerCallback):
                     f"lowtide's DeferLogits cannot take {name}=True: {reason}; leave it False"
                 )
         self.on_train_end(args, state, control)  # After a run that ended in an error.
-        self.forwards = [Forward(model, args)]
+        self.forwards = [Forward(model, args, self.workspace)]
         if self.ref_model is not None:
-            self.forwards.append(Forward(self.ref_model, args))
+            self.forwards.append(Forward(self.ref_model, args, self.workspace))
         self.deferral = self.forwards[0].deferral
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -73,7 +75,7 @@ class DeferLogits(DeferralCounts, TrainerCallback):
 class Forward:
     """Replace the forward of a model of TRL's until `undo()`; only `fused_lm_head` changes."""
 
-    def __init__(self, model: Any, args: Any) -> None:
+    def __init__(self, model: Any, args: Any, workspace: int | None = None) -> None:
         model = getattr(model, "module", model)  # The model within DistributedDataParallel.
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "forward" not in vars(self.model):
@@ -83,7 +85,7 @@ class Forward:
             )
         self.temperature = getattr(args, "temperature", 1.0)
         self.with_means = any(kind.__name__ in ("DPOConfig", "KTOConfig") for kind in type(args).__mro__)
-        self.deferral = defer_logits(self.model)
+        self.deferral = defer_logits(self.model, workspace=workspace)
         self.theirs, self.model.forward = self.model.forward, self
 
     def undo(self) -> None:

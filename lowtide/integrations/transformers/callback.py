@@ -20,10 +20,17 @@ class DeferLogits(DeferralCounts, TrainerCallback):
     Evaluation in between has real logits, because the model is in eval mode. The trainers of TRL
     need the callback of the same name in `lowtide.integrations.trl`.
 
+    Args:
+        workspace: bytes that each fused loss may hold; None for the default. See
+            `lowtide.defer_logits`.
+
     Attributes:
         fused: the number of losses computed without logits.
         materialized: for each operation, how often it materialised the logits.
     """
+
+    def __init__(self, *, workspace: int | None = None) -> None:
+        self.workspace = workspace
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:
@@ -33,7 +40,7 @@ class DeferLogits(DeferralCounts, TrainerCallback):
                 "it see one GPU (CUDA_VISIBLE_DEVICES)"
             )
         self.on_train_end(args, state, control)  # After a run that ended in an error.
-        self.deferral = defer_logits(model)
+        self.deferral = defer_logits(model, workspace=self.workspace)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.deferral is not None:
