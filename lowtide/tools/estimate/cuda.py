@@ -109,20 +109,6 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-class Workspace(TorchDispatchMode):
-    """Give every loss of lowtide this workspace, in bytes: defer_logits has no argument for it."""
-
-    def __init__(self, workspace: int) -> None:
-        super().__init__()
-        self.workspace = workspace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_loss(func):
-            *others, _, backend = args
-            args = (*others, self.workspace, backend)
-        return func(*args, **kwargs or {})
-
-
 class Operators(TorchDispatchMode):
     """Add what operators hold while they run.
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
-from lowtide.tools.estimate.cuda import Functions, Operators, Workspace
+from lowtide.tools.estimate.cuda import Functions, Operators
 from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tracker import OPTIMIZER, Tracker
@@ -55,10 +55,8 @@ def estimate(
         stack.enter_context(Operators(model.classes, device))
         if device == "cuda":
             stack.enter_context(Functions())
-        if setting.workspace is not None:
-            stack.enter_context(Workspace(setting.workspace))
         if loss is Loss.lowtide:
-            stack.enter_context(defer_logits(model.module))
+            stack.enter_context(defer_logits(model.module, workspace=setting.workspace))
         stack.enter_context(_modules_reported(model.module, report))
         run(setting, model, tracker, report)
     itemsize = 2 if setting.dtype.value == "autocast" else setting.dtype.weights.itemsize

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from lowtide import defer_logits
-from lowtide.tools.estimate.cuda import Workspace
 from lowtide.tools.estimate.model import Model, build
 from lowtide.tools.estimate.setting import Loss, Setting
 
@@ -24,9 +23,7 @@ def training(
         optimizer = setting.optimizer.of(model.module.parameters())
         tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
         if loss is Loss.lowtide:
-            stack.enter_context(defer_logits(model.module))
-        if setting.workspace is not None:
-            stack.enter_context(Workspace(setting.workspace))
+            stack.enter_context(defer_logits(model.module, workspace=setting.workspace))
 
         def step() -> None:
             with setting.dtype.precision(device):
