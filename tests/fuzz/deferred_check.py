@@ -19,7 +19,7 @@ from tests.support.budgets import HALVES, norm
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
 # Torch refuses to change one of several views, or what it has saved, or to detach a view: here it may
 # be a copy. And on CUDA under autocast, class weights of another dtype.
-UNKNOWN_TO_US = "modified (by an )?inplace|Can't detach views|expected scalar type Float but found Double"
+UNKNOWN_TO_US = "modified (by an )?inplace|Can't detach views|expected scalar type (Float|Double) but"
 # docs/deferred.md, "Where it does not work, and says so": a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
 
@@ -62,7 +62,7 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
 
 
 def check(program: Program, device: str) -> None:
-    if device == "cuda" and isinstance(evaluate(program, "plain", "cpu").error, IndexError):
+    if device == "cuda" and re.search("out of (bounds|range)", str(evaluate(program, "plain", "cpu").error)):
         return  # there it ends the process, of torch alone, too
     plain, ours = evaluate(program, "plain", device), evaluate(program, "deferred", device)
     if isinstance(plain.error, (NameError, SyntaxError)):
@@ -122,6 +122,8 @@ def check_values(program: Program, plain: Evaluation, ours: Evaluation, device: 
         raise Finding(f"the result is {got.dtype}, not {want.dtype}")
     if got.shape != want.shape:
         raise Finding(f"the result has shape {list(got.shape)}, not {list(want.shape)}")
+    if device == "cuda" and got.dim() == 0 and got.isnan() and want == 0 and "ignore_index" in str(program):
+        return  # torch's mean over one ignored row without a batch is 0 on CUDA, and NaN everywhere else
     if got.requires_grad != want.requires_grad:
         raise Finding(f"the result's requires_grad is {got.requires_grad}, not {want.requires_grad}")
     if not want.is_floating_point():

@@ -81,7 +81,9 @@ def case(draw: Draw) -> Callable[[], None]:
         # A term is a difference of two log-probabilities: where they are equal, their roundings are left.
         terms = inputs.student_input[..., 0].numel() if options["reduction"] == "sum" else 1
         refs.magnitude["loss"].clamp_(min=max(1, terms))
-        if inputs.student_weight.shape[0] == 1:  # all is 0, of terms that are not
+        if (
+            inputs.student_weight.shape[0] == 1 and inputs.student_input.numel()
+        ):  # all is 0, of terms that are not
             for name, leaf in leaves.items():
                 others = inputs.student_weight if name == "student_input" else inputs.student_input
                 size = upstream.abs().amax() * others.detach().double().abs().amax() * leaf.shape[-1]
