@@ -18,7 +18,7 @@ from lowtide.deferred import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
-from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE, too_small
+from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE, ROOM, too_small
 
 RowFunction = Callable[..., Tensors]
 
@@ -58,7 +58,9 @@ def by_rows(
     row = COPIES * V * max(node.dtype.itemsize, 4)
     if workspace is not None and workspace < row:
         raise too_small(workspace, row, f"one row of {V} logits, {COPIES} times over in a loss by chunks")
-    default = DEFAULT_WORKSPACE["cuda" if cut[0].is_cuda else "cpu"]
+    device = "cuda" if cut[0].is_cuda else "cpu"
+    # No more than real logits would take, forward and backward, while there is room for enough rows.
+    default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
     rows = max(1, (default if workspace is None else workspace) // row)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
