@@ -286,7 +286,7 @@ LEFT_OUT = {
 
 
 def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
-    kernel = getattr(importlib.import_module(f"lowtide.attention.{build.module}"), build.kernel)
+    kernel = getattr(importlib.import_module(f"lowtide.{build.module}"), build.kernel)
     given = _given(build, name.split(",")[0], capability)
     options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
     found, ttgir = compiled(kernel, given, capability, options)

@@ -12,7 +12,7 @@ from tests.ops.linear_cross_entropy.small_library import compile_strange
 
 needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
 
-ASK = "from lowtide.linear_cross_entropy import cpu_products; print(cpu_products.available())"
+ASK = "from lowtide.core.cpu_gemm import gemm; print(gemm.available())"
 LOSS = """
 import threading, torch, lowtide
 generator = torch.Generator().manual_seed(0)
@@ -34,13 +34,13 @@ print(Call(8, 64, 2**14).describe()["why"])
 """
 FORK = """
 import os, threading, time
-from lowtide.linear_cross_entropy import cpu_products
-threading.Thread(target=cpu_products.available).start()
+from lowtide.core.cpu_gemm import gemm
+threading.Thread(target=gemm.available).start()
 while not os.path.exists(os.environ["STARTED"]): time.sleep(0.01)
 if os.fork():
-    print(cpu_products.available(), os.wait()[1], flush=True)
+    print(gemm.available(), os.wait()[1], flush=True)
 else:
-    found = cpu_products.available()
+    found = gemm.available()
     os._exit(0 if found else 1)
 """
 
