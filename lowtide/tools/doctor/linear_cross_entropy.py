@@ -84,15 +84,15 @@ class Call:
             return {"engine": "reference", "why": "it is named: all logits at once"}
         plan = self.plan()
         chunks = -(-self.N // plan.rows) if self.N else 0
-        without_pass = "exponentials.py" if plan.exponentials else "cpu_exponentials.py"
+        without_pass = "exponentials" if plan.exponentials else "cpu_exponentials"
         own = plan.exponentials or plan.cpu_exponentials
-        found = {"engine": f"{without_pass}, no pass over the logits" if own else "streamed.py"}
+        found = {"engine": f"{without_pass}, no pass over the logits" if own else "logits"}
         found["kernels"] = "Triton" if plan.backend == "triton" else "plain torch"
         if plan.cpu_exponentials:
             found["kernels"] = "C++, with oneDNN's bfloat16 products"
         if not own:
             on_cpu = self.device == "cpu" and plan.backend == "torch"
-            other = "cpu_exponentials.py" if on_cpu else "exponentials.py"
+            other = "cpu_exponentials" if on_cpu else "exponentials"
             choice = choose_engine(*self._given())
             reason = choice.against_cpu_exponentials if on_cpu else choice.against_exponentials
             found["why"] = f"not {other}: {reason}"

@@ -50,9 +50,9 @@ def test_the_plan(call, monkeypatch):
 
 def test_what_it_says():
     found = SMALL.describe()
-    assert found["engine"] == "streamed.py"
+    assert found["engine"] == "logits"
     assert found["kernels"] == "plain torch"
-    assert found["why"] == "not cpu_exponentials.py: it takes operands that are bfloat16"
+    assert found["why"] == "not cpu_exponentials: it takes operands that are bfloat16"
     dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
     assert found["workspace"] == f"{dense / 1024:,.0f} KiB, the default"
     assert replace(SMALL, N=20_000).describe()["workspace"] == "64 MiB, the default"

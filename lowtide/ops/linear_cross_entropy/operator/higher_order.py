@@ -1,6 +1,8 @@
-"""The way for everything that a fused operator cannot know: derivatives of higher order, forward mode, vmap,
-gradients of a target or of class weights. The definition itself, chunk by chunk of rows (rowwise.py): exact,
-in bounded memory, not fast.
+"""Compute what a fused operator cannot know: derivatives of higher order, forward mode, vmap, and
+gradients of a target or of class weights.
+
+The dense definition runs here, a chunk of rows at a time (core/row_function.py). It is exact and in
+bounded memory, but not fast.
 
 Shapes: N tokens, V classes, P positions.
 """

@@ -142,7 +142,7 @@ def check_engine(options: Options, device: torch.device) -> None:
     """Refuse a call whose engine was chosen elsewhere, for a saved graph, and cannot run here."""
     engine, reason = options.engine, None
     if engine not in ENGINES:
-        raise ArgumentError(f"engine must be one of {ENGINES}, got {engine!r}; choose one with plan.told")
+        raise ArgumentError(f"engine must be one of {ENGINES}, got {engine!r}; choose one with planner.told")
     if backend_of(engine) == "triton":
         reason = _triton_refuses(device, options.compute_dtype)
     if engine in TILED and not _has_tensor_maps(device):
