@@ -16,6 +16,11 @@ from lowtide.core.strides import lies_by_rows, multiplies
 # features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
 PRODUCT_ROWS = 2048
 
+# cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple of
+# 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first and
+# the rest after them, from so many multiplications on (decision 0053).
+VECTOR_BYTES, FEWEST_MULTIPLICATIONS = 16, 1 << 30
+
 # On the CPU rows are gathered and converted in parts of this many bytes (at least one row), so that
 # no second copy of a chunk exists.
 GATHERED_BYTES = 1 << 13
@@ -125,15 +130,50 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """Write a b to out, or add it, with sums in out's dtype, whatever the operands' dtype."""
-    if a.shape[1] == 0:  # where cuBLAS does not write to `out`
+    (M, K), N = a.shape, b.shape[1]
+    if K == 0:  # where cuBLAS does not write to `out`
         if not add:
             out.zero_()
+        return
+    if a.is_cuda and M * N * K >= FEWEST_MULTIPLICATIONS and (parts := whole_vectors(out, a, b)):
+        for rows, columns, inner in parts:
+            part = out[rows, columns], a[rows, inner], b[inner, columns]
+            product(*part, add=add or inner.start > 0)
         return
     widen = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add:
         torch.addmm(out, a, b, out=out, **widen)
     else:
         torch.mm(a, b, out=out, **widen)
+
+
+def whole_vectors(out: Tensor, a: Tensor, b: Tensor) -> list[tuple[slice, ...]]:
+    """Return the two parts of a GEMM whose first has whole vectors, as (rows, columns, inner).
+
+    There is none if each size that lies side by side is whole, if rows are not aligned anyway, or if
+    a sum over two parts would be rounded between them.
+    """
+    if a.dtype.itemsize != 2 or not all(_rows_are_aligned(each) for each in (out, a, b)):
+        return []
+    sizes = (*out.shape, a.shape[1])
+    side_by_side = (
+        a.stride(0) == 1 or out.stride(0) == 1,
+        b.stride(1) == 1 or out.stride(1) == 1,
+        (a.stride(1) == 1 or b.stride(0) == 1) and out.dtype != a.dtype,
+    )
+    for place, size in enumerate(sizes):
+        whole = size - size % (VECTOR_BYTES // a.dtype.itemsize)
+        if side_by_side[place] and 0 < whole < size:
+            every = [slice(0, each) for each in sizes]
+            cut = slice(0, whole), slice(whole, size)
+            return [(*every[:place], part, *every[place + 1 :]) for part in cut]
+    return []
+
+
+def _rows_are_aligned(matrix: Tensor) -> bool:
+    """Return True if each row, or each column of a transposed matrix, begins at whole vectors."""
+    longer = max(matrix.stride())
+    return longer * matrix.element_size() % VECTOR_BYTES == 0 and matrix.data_ptr() % VECTOR_BYTES == 0
 
 
 def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
