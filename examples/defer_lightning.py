@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide.integrations.lightning import DeferLogits
+from lowtide.integrations.lightning import LightningDeferralCallback
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 64, 16, 32000
 
@@ -54,6 +54,6 @@ def train(callbacks):
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # of few workers, and of no logger
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for name, callbacks in (("as it is", []), ("deferred", [DeferLogits()])):
+    for name, callbacks in (("as it is", []), ("deferred", [LightningDeferralCallback()])):
         loss, peak = train(callbacks)
         print(f"{name}: loss {loss:.5f}, peak memory {peak / 2**20:.0f} MiB")

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import lowtide
-from lowtide.integrations.transformers import DeferLogits
+from lowtide.integrations.transformers import TransformersDeferralCallback
 
 TOKENS, CLASSES = 64, 32000
 
@@ -74,6 +74,6 @@ def train(callbacks, folder):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        for name, callbacks in (("as it is", []), ("deferred", [DeferLogits()])):
+        for name, callbacks in (("as it is", []), ("deferred", [TransformersDeferralCallback()])):
             loss, right, peak = train(callbacks, folder)
             print(f"{name}: loss {loss:.5f}, accuracy {right:.3f}, peak memory {peak / 2**20:.0f} MiB")

@@ -6,7 +6,7 @@ import datasets
 import trl
 from trl_common import OPTIONS, compare, model, texts, tokenizer
 
-from lowtide.integrations.trl import DeferLogits
+from lowtide.integrations.trl import TRLDeferralCallback
 
 TOKENS = 64
 
@@ -22,7 +22,7 @@ def trainer(deferred, folder):
         args=trl.DPOConfig(output_dir=folder, max_length=TOKENS, **OPTIONS),
         train_dataset=datasets.Dataset.from_dict({"prompt": questions, **answers}),
         processing_class=tokenizer(),
-        callbacks=[DeferLogits(reference)] if deferred else [],
+        callbacks=[TRLDeferralCallback(reference)] if deferred else [],
     )
 
 

@@ -8,7 +8,7 @@ import datasets
 import trl
 from trl_common import CLASSES, OPTIONS, compare, model, texts, tokenizer
 
-from lowtide.integrations.trl import DeferLogits
+from lowtide.integrations.trl import TRLDeferralCallback
 
 TOKENS = 64
 
@@ -32,7 +32,7 @@ def trainer(deferred, folder):
         args=arguments,
         train_dataset=datasets.Dataset.from_dict({"prompt": texts(8, 8)}),
         processing_class=tokenizer(),
-        callbacks=[DeferLogits()] if deferred else [],
+        callbacks=[TRLDeferralCallback()] if deferred else [],
     )
 
 

@@ -4,7 +4,7 @@ import datasets
 import trl
 from trl_common import OPTIONS, compare, model, texts, tokenizer
 
-from lowtide.integrations.trl import DeferLogits
+from lowtide.integrations.trl import TRLDeferralCallback
 
 TOKENS = 128
 
@@ -15,7 +15,7 @@ def trainer(deferred, folder):
         args=trl.SFTConfig(output_dir=folder, max_length=TOKENS, **OPTIONS),
         train_dataset=datasets.Dataset.from_dict({"text": texts(8, TOKENS - 2)}),
         processing_class=tokenizer(),
-        callbacks=[DeferLogits()] if deferred else [],
+        callbacks=[TRLDeferralCallback()] if deferred else [],
     )
 
 

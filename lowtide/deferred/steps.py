@@ -49,8 +49,9 @@ class Watch:
             f"the deferred head ({self.name}) has not been called in training mode since defer_logits, and "
             "an optimizer has stepped twice: the loss of this model is not made of what its head returns, "
             "and nothing is saved. Code that multiplies by the head's weight itself can call "
-            "lowtide.linear_cross_entropy; trainers of TRL have lowtide.integrations.trl.DeferLogits; "
-            "if another module makes the logits, pass it as head=",
+            "lowtide.linear_cross_entropy; trainers of TRL have "
+            "lowtide.integrations.trl.TRLDeferralCallback; if another module makes the logits, pass it as "
+            "head=",
             HeadNotCalledWarning,
             stacklevel=user_stacklevel(),
         )

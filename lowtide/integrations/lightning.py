@@ -1,6 +1,6 @@
 """Define a callback for Lightning:
 
-    lightning.Trainer(..., callbacks=[DeferLogits()])
+    lightning.Trainer(..., callbacks=[LightningDeferralCallback()])
 
 `lowtide.defer_logits(module)` before `fit` does the same, but does not end with the fit.
 """
@@ -11,16 +11,16 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lowtide.deferred import defer_logits
-from lowtide.integrations.counts import DeferralCounts
+from lowtide.integrations.callback import DeferralCallback
 
 
-class DeferLogits(DeferralCounts, Callback):
+class LightningDeferralCallback(DeferralCallback, Callback):
     """Defer the module's logits while it is fitted; they are real again afterwards.
 
     Args:
         head: the name of the module that makes the logits. None finds it as `lowtide.defer_logits`
             does.
-        workspace: bytes that each fused loss may hold; None for the default. See
+        workspace: bytes that each fused loss may hold; None for the default of
             `lowtide.defer_logits`.
 
     Attributes:
@@ -32,10 +32,9 @@ class DeferLogits(DeferralCounts, Callback):
         self.head, self.workspace = head, workspace
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.on_fit_end(trainer, pl_module)  # After a run that ended in an error.
+        self._undo()  # After a run that ended in an error.
         head = None if self.head is None else pl_module.get_submodule(self.head)
         self.deferral = defer_logits(pl_module, head=head, workspace=self.workspace)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        if self.deferral is not None:
-            self.deferral.undo()
+        self._undo()

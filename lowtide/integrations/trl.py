@@ -1,11 +1,11 @@
 """Define a callback for the trainers of TRL (1.16 and later):
 
-    GRPOTrainer(..., callbacks=[DeferLogits()])
+    GRPOTrainer(..., callbacks=[TRLDeferralCallback()])
 
 It supports SFTTrainer, DPOTrainer, GRPOTrainer, KTOTrainer and RLOOTrainer. They ask their model
-for log-probabilities, `model(..., labels=labels, fused_lm_head=True)`. A forward that they put on
-the model answers: it multiplies by `lm_head.weight` itself and does not call the head. While this
-callback is active, the model's own forward answers instead, with deferred logits.
+for log-probabilities: `model(..., labels=labels, fused_lm_head=True)`. To answer, they replace the
+model's forward by one that multiplies by `lm_head.weight` itself and never calls the head. While
+this callback is active, the model's own forward answers instead, with deferred logits.
 
 Shapes: B sequences, T tokens (one less after the shift), V vocabulary; n tokens that have a label.
 """
@@ -20,7 +20,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import defer_logits
 from lowtide.deferred.reductions import log_probs
-from lowtide.integrations.counts import DeferralCounts
+from lowtide.integrations.callback import DeferralCallback
 
 IGNORED = -100
 REFUSED = {
@@ -29,16 +29,16 @@ REFUSED = {
 }
 
 
-class DeferLogits(DeferralCounts, TrainerCallback):
+class TRLDeferralCallback(DeferralCallback, TrainerCallback):
     """Compute log-probabilities, entropies and losses without logits, in training and evaluation.
 
-    The operator of :func:`lowtide.linear_log_probs` computes them, after the model's own operations
-    on its logits (scale, soft cap).
+    The operator of :func:`lowtide.linear_log_probs` computes them. It includes the model's own
+    operations on its logits (scale, soft cap).
 
     Args:
-        ref_model: the trainer's reference model, if it has one, to be treated in the same way.
-            Without it TRL's own forward answers for the reference model.
-        workspace: bytes that each fused call may hold; None for the default. See
+        ref_model: the trainer's reference model, if it is to be deferred too. Without this argument
+            TRL's own forward answers for it.
+        workspace: bytes that each fused call may hold; None for the default of
             `lowtide.defer_logits`.
 
     Attributes:
@@ -58,7 +58,7 @@ class DeferLogits(DeferralCounts, TrainerCallback):
         for name, reason in REFUSED.items():
             if getattr(args, name, False):
                 raise ArgumentError(
-                    f"lowtide's DeferLogits cannot take {name}=True: {reason}; leave it False"
+                    f"lowtide's TRLDeferralCallback cannot take {name}=True: {reason}; leave it False"
                 )
         self.on_train_end(args, state, control)  # After a run that ended in an error.
         self.forwards = [Forward(model, args, self.workspace)]
@@ -80,8 +80,8 @@ class Forward:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "forward" not in vars(self.model):
             raise ArgumentError(
-                "lowtide.integrations.trl.DeferLogits is for models that a trainer of TRL has prepared; for "
-                "others there is that of lowtide.integrations.transformers"
+                "lowtide.integrations.trl.TRLDeferralCallback is for models that a trainer of TRL has "
+                "prepared; for others there is lowtide.integrations.transformers.TransformersDeferralCallback"
             )
         self.temperature = getattr(args, "temperature", 1.0)
         self.with_means = any(kind.__name__ in ("DPOConfig", "KTOConfig") for kind in type(args).__mro__)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 lightning = pytest.importorskip("lightning")
-from lowtide.integrations.lightning import DeferLogits  # noqa: E402
+from lowtide.integrations.lightning import LightningDeferralCallback  # noqa: E402
 from tests.deferred.helpers import GPT, V, norm, within_eager  # noqa: E402
 
 # Lightning asks torch by a name that is going; its hints are for whoever trains for long.
@@ -67,7 +67,7 @@ def fitted(module, folder, precision="32-true", callbacks=()):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_run(precision, tmp_path):
     module = Module()
-    callback = DeferLogits("model.lm_head")
+    callback = LightningDeferralCallback("model.lm_head")
     eager = fitted(module, tmp_path, precision)
     exact = fitted(copy.deepcopy(module).double(), tmp_path, "64-true")
     found = fitted(module, tmp_path, precision, [callback])
@@ -80,11 +80,11 @@ def test_a_run(precision, tmp_path):
 
 def test_a_head_that_has_to_be_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.lm_head, extra all have as many outputs.* pass head="):
-        fitted(Module(), tmp_path, callbacks=[DeferLogits()])
+        fitted(Module(), tmp_path, callbacks=[LightningDeferralCallback()])
 
 
 def test_fitted_again_after_an_error(tmp_path):
-    module, callback = Module(), DeferLogits("model.lm_head")
+    module, callback = Module(), LightningDeferralCallback("model.lm_head")
     module.fails = True
     with pytest.raises(RuntimeError, match="out of luck"):
         fitted(module, tmp_path, callbacks=[callback])

@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-from lowtide.integrations.transformers import DeferLogits  # noqa: E402
+from lowtide.integrations.transformers import TransformersDeferralCallback  # noqa: E402
 from tests.deferred.helpers import norm, within_eager  # noqa: E402
 from tests.integrations.zoo import T, V, build  # noqa: E402
 
@@ -27,7 +27,7 @@ class Data(torch.utils.data.Dataset):
 
 def trained(path, deferred, *, kind="LlamaForCausalLM", dtype=torch.float32, resume=None, **options):
     """([logged numbers, *parameters], the callback)"""
-    callback = DeferLogits()
+    callback = TransformersDeferralCallback()
     model = build(kind).to(dtype)
     arguments = {
         "output_dir": str(path),
@@ -119,7 +119,7 @@ def test_resumed_without(tmp_path):
 
 def test_trained_again_after_an_error(tmp_path):
     """The logits are real in between, and deferred in the second run, as in a retry with smaller batches."""
-    callback, model = DeferLogits(), build("LlamaForCausalLM")
+    callback, model = TransformersDeferralCallback(), build("LlamaForCausalLM")
     state, control = transformers.TrainerState(), transformers.TrainerControl()
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     callback.on_train_begin(arguments, state, control, model=model)
@@ -138,4 +138,6 @@ def test_several_gpus_in_one_process(tmp_path):
         n_gpu = 2
 
     with pytest.raises(ValueError, match="start one process a GPU"):
-        DeferLogits().on_train_begin(Arguments(), None, None, model=build("LlamaForCausalLM"))
+        TransformersDeferralCallback().on_train_begin(
+            Arguments(), None, None, model=build("LlamaForCausalLM")
+        )

@@ -13,7 +13,7 @@ import tokenizers  # noqa: E402
 import transformers  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from lowtide.integrations.trl import DeferLogits, Forward  # noqa: E402
+from lowtide.integrations.trl import Forward, TRLDeferralCallback  # noqa: E402
 from tests.deferred.helpers import norm, within_eager  # noqa: E402
 from tests.integrations.zoo import V, batch, build  # noqa: E402
 
@@ -182,7 +182,7 @@ def logged(name, deferred, folder, **more):
     own |= {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "bf16": False}
     own |= {"optim": "sgd", "learning_rate": 0.1, "dataloader_pin_memory": False}
     kind, made = make(model, **own | options | more)
-    callback = DeferLogits(made.get("ref_model"))
+    callback = TRLDeferralCallback(made.get("ref_model"))
     callbacks = [callback] if deferred else []
     trainer = kind(model=model, processing_class=words(), callbacks=callbacks, **made)
     trainer.train()
@@ -221,7 +221,7 @@ def test_bfloat16(name, tmp_path):
 def test_what_is_refused():
     model = build("LlamaForCausalLM")
     with pytest.raises(ValueError, match="that a trainer of TRL has prepared"):
-        DeferLogits().on_train_begin(trl.SFTConfig(use_cpu=True, bf16=False), None, None, model=model)
+        TRLDeferralCallback().on_train_begin(trl.SFTConfig(use_cpu=True, bf16=False), None, None, model=model)
     arguments = trl.DPOConfig(use_cpu=True, bf16=False, use_weighting=True)
     with pytest.raises(ValueError, match="cannot take use_weighting=True"):
-        DeferLogits().on_train_begin(arguments, None, None, model=model)
+        TRLDeferralCallback().on_train_begin(arguments, None, None, model=model)

@@ -22,18 +22,18 @@ def steps(begin, workspace):
 
 def transformers_callback(model, workspace):
     pytest.importorskip("transformers")
-    from lowtide.integrations.transformers import DeferLogits
+    from lowtide.integrations.transformers import TransformersDeferralCallback
 
-    callback = DeferLogits(workspace=workspace)
+    callback = TransformersDeferralCallback(workspace=workspace)
     callback.on_train_begin(SimpleNamespace(), None, None, model=model)
     return callback
 
 
 def lightning_callback(model, workspace):
     pytest.importorskip("lightning")
-    from lowtide.integrations.lightning import DeferLogits
+    from lowtide.integrations.lightning import LightningDeferralCallback
 
-    callback = DeferLogits(workspace=workspace)
+    callback = LightningDeferralCallback(workspace=workspace)
     callback.on_fit_start(None, model)
     return callback
 
@@ -49,7 +49,7 @@ def test_callbacks_of_trainers(begin):
 @pytest.mark.parametrize("of_reference", [False, True])
 def test_callback_of_trl(of_reference):
     pytest.importorskip("trl")
-    from lowtide.integrations.trl import DeferLogits
+    from lowtide.integrations.trl import TRLDeferralCallback
 
     def prepared():
         """As a trainer of TRL leaves it: with a forward of its own."""
@@ -60,7 +60,7 @@ def test_callback_of_trl(of_reference):
 
     def step(workspace):
         model, reference = prepared(), prepared()
-        callback = DeferLogits(reference, workspace=workspace)
+        callback = TRLDeferralCallback(reference, workspace=workspace)
         callback.on_train_begin(SimpleNamespace(), None, None, model=model)
         tokens = torch.randint(V, (3, 7))
         asked = reference if of_reference else model

@@ -7,11 +7,11 @@ Modules, in the order of imports:
 * bands: recognise a mask function that is a band of diagonals.
 * masks: the masks that a model hands to its layers.
 * attention: `register_attention`, and the function that a layer calls.
-* callback: `DeferLogits`, a callback of the Trainer.
+* callback: `TransformersDeferralCallback`, for the Trainer.
 """
 
 from lowtide.integrations.transformers.attention import register_attention
-from lowtide.integrations.transformers.callback import DeferLogits
+from lowtide.integrations.transformers.callback import TransformersDeferralCallback
 from lowtide.integrations.transformers.masks import DenseMaskWarning
 
-__all__ = ["DeferLogits", "DenseMaskWarning", "register_attention"]
+__all__ = ["DenseMaskWarning", "TransformersDeferralCallback", "register_attention"]

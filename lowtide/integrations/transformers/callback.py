@@ -1,6 +1,6 @@
 """Define a callback for `transformers.Trainer`:
 
-    Trainer(..., callbacks=[DeferLogits()])
+    Trainer(..., callbacks=[TransformersDeferralCallback()])
 
 `lowtide.defer_logits(model)` before the Trainer is made does the same, but does not end.
 """
@@ -11,17 +11,17 @@ from transformers import TrainerCallback
 
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import defer_logits
-from lowtide.integrations.counts import DeferralCounts
+from lowtide.integrations.callback import DeferralCallback
 
 
-class DeferLogits(DeferralCounts, TrainerCallback):
+class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
     """Defer the model's logits while it trains; they are real again afterwards.
 
     Evaluation in between has real logits, because the model is in eval mode. The trainers of TRL
-    need the callback of the same name in `lowtide.integrations.trl`.
+    need `lowtide.integrations.trl.TRLDeferralCallback`.
 
     Args:
-        workspace: bytes that each fused loss may hold; None for the default. See
+        workspace: bytes that each fused loss may hold; None for the default of
             `lowtide.defer_logits`.
 
     Attributes:
@@ -39,9 +39,8 @@ class DeferLogits(DeferralCounts, TrainerCallback):
                 "logits of each to the first; start one process a GPU (torchrun, accelerate launch), or let "
                 "it see one GPU (CUDA_VISIBLE_DEVICES)"
             )
-        self.on_train_end(args, state, control)  # After a run that ended in an error.
+        self._undo()  # After a run that ended in an error.
         self.deferral = defer_logits(model, workspace=self.workspace)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.deferral is not None:
-            self.deferral.undo()
+        self._undo()

@@ -1,0 +1,26 @@
+"""Define what the callbacks that defer logits have in common."""
+
+from lowtide.deferred import Deferral
+
+
+class DeferralCallback:
+    """Hold a callback's deferral, and report its counts while it is active and after its end.
+
+    Attributes:
+        fused: the number of losses computed without logits.
+        materialized: for each operation, how often it materialised the logits.
+    """
+
+    deferral: Deferral | None = None
+
+    @property
+    def fused(self) -> int:
+        return 0 if self.deferral is None else self.deferral.fused
+
+    @property
+    def materialized(self) -> dict[str, int]:
+        return {} if self.deferral is None else dict(self.deferral.materialized)
+
+    def _undo(self) -> None:
+        if self.deferral is not None:
+            self.deferral.undo()
