@@ -2,8 +2,8 @@
 
 Sums are float32 where the terms are half precision. A float16 gradient that is formed before the
 loss is scaled loses what is below 6e-8. So a chunk's backward starts not from 1 but from a power of
-two, the "lift". It brings the largest gradient of the head's output near 2^3, as a loss scale does
-for a mean. Gradients are divided by the lift when the upstream gradient is known.
+two, `fp16_scale`. It brings the largest gradient of the head's output near 2^3, as a loss scale
+does for a mean. Gradients are divided by it when the upstream gradient is known.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ def add(total: Tensor, term: Tensor) -> None:
         total_rows.add_(term_rows)
 
 
-class Kept(NamedTuple):
+class PendingGradient(NamedTuple):
     """Hold a gradient that is still to be multiplied by `factor`, if there is one.
 
     The factor is 0-d, or has one number for each chunk of rows.
@@ -76,10 +76,10 @@ class Kept(NamedTuple):
     factor: Tensor | None = None
 
 
-def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
+def fp16_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
     """Return the power of two that a chunk's backward starts from, at most 2^limit.
 
-    It is found from the gradients of the head's output. Where they are all zero, or too small to be
+    It follows from the gradients of the head's output. Where they are all zero, or too small to be
     told from zero, it is the previous chunk's.
     """
     sizes = [each.detach().abs().amax().float() for each in gradients if each.numel()]
@@ -91,13 +91,13 @@ def lift(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
     return torch.where(largest > 0, measured, previous)
 
 
-def rounded(total: Tensor, dtype: torch.dtype, last_lift: Tensor | None) -> Kept:
+def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> PendingGradient:
     """Return a finished sum in the dtype of its parameter, and the factor that is left."""
-    if last_lift is None:
-        return Kept(total if total.dtype == dtype else total.to(dtype))
+    if last_scale is None:
+        return PendingGradient(total if total.dtype == dtype else total.to(dtype))
     if dtype not in HALVES:
-        return Kept(total, 1 / last_lift)
+        return PendingGradient(total, 1 / last_scale)
     # Any power of two will do within float16's range; this one brings the largest element near 1.
     _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
-    center = torch.ldexp(torch.ones_like(last_lift), -exponent.clamp(-100, 100))
-    return Kept((total.mul_(center)).to(dtype), 1 / (last_lift * center))
+    center = torch.ldexp(torch.ones_like(last_scale), -exponent.clamp(-100, 100))
+    return PendingGradient((total.mul_(center)).to(dtype), 1 / (last_scale * center))

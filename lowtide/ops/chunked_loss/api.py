@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.chunked_loss import validation
-from lowtide.ops.chunked_loss.functional import gathered
+from lowtide.ops.chunked_loss.functional.fsdp import gathered
 
 Mode = Literal["gradient_in_forward", "recompute"]
 

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import scaled
-from lowtide.ops.chunked_loss.accumulate import HALVES, Kept
+from lowtide.ops.chunked_loss.accumulate import HALVES, PendingGradient
+from lowtide.ops.chunked_loss.functional.snapshot import check_none
 from lowtide.ops.chunked_loss.higher_order import Rows
-from lowtide.ops.chunked_loss.loop import Job, form, form_again, loss_alone
-from lowtide.ops.chunked_loss.validation import check_unchanged
+from lowtide.ops.chunked_loss.job import Job
+from lowtide.ops.chunked_loss.loop import loss_alone, loss_and_gradients, recomputed_gradients
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -32,28 +33,28 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
-        loss, kept = form(job, tensors)
+        loss, pending = loss_and_gradients(job, tensors)
         ctx.job, ctx.changed = job, job.changed(tensors)
         ctx.set_materialize_grads(False)
-        ctx.places = [place for place, each in enumerate(kept) if each is not None]
-        pairs = [each for each in kept if each is not None]
-        ctx.save_for_backward(*tensors, *(each for pair in pairs for each in pair))
+        ctx.places = [place for place, each in enumerate(pending) if each is not None]
+        pairs = [each for pair in pending if pair is not None for each in pair]
+        ctx.save_for_backward(*tensors, *pairs)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
         job, needed = ctx.job, ctx.needs_input_grad[1:]
-        if upstream is None:
+        if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
         saved = ctx.saved_tensors
         tensors, rest = saved[: len(needed)], saved[len(needed) :]
         if torch.is_grad_enabled():
-            check_unchanged(ctx.changed)
-            return (None, *Rows.of(job, 0).pull_back(tensors, (upstream,), needed))
+            check_none(ctx.changed)
+            return (None, *Rows.of(job, 0).pull_back(tensors, (grad_output,), needed))
         gradients: list[Tensor | None] = [None] * len(needed)
         for place, gradient, factor in zip(ctx.places, rest[::2], rest[1::2]):
             if needed[place]:
-                gradients[place] = _scaled(job, Kept(gradient, factor), upstream)
+                gradients[place] = _scaled(job, PendingGradient(gradient, factor), grad_output)
         return (None, *gradients)
 
 
@@ -62,27 +63,27 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
-        loss = loss_alone(job, tensors, graph=True, values=job.values)
-        check_unchanged(job.changed(tensors))
+        loss = loss_alone(job, tensors, graph=True, values=job.losses)
+        check_none(job.changed(tensors))
         ctx.job, ctx.results = job, int(loss.dim() > 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
         job, needed = ctx.job, ctx.needs_input_grad[1:]
-        if upstream is None:
+        if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
         tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (None, *Rows.of(job, ctx.results).pull_back(tensors, (upstream,), needed))
-        if is_batched(upstream):
+            return (None, *Rows.of(job, ctx.results).pull_back(tensors, (grad_output,), needed))
+        if is_batched(grad_output):
             raise ArgumentError(
                 "mode='recompute' takes one upstream gradient at a time: call autograd.grad once for each, "
                 "without is_grads_batched"
             )
-        return (None, *form_again(job, tensors, needed, upstream))
+        return (None, *recomputed_gradients(job, tensors, needed, grad_output))
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -90,17 +91,17 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
 
 
-def _scaled(job: Job, kept: Kept, upstream: Tensor) -> Tensor:
+def _scaled(job: Job, pending: PendingGradient, grad_output: Tensor) -> Tensor:
     """Return a gradient times its own factor and the upstream gradient."""
-    gradient, factor = kept
+    gradient, factor = pending
     # float32 for half precision, so that the result is rounded once.
-    upstream = upstream.to(torch.promote_types(gradient.dtype, torch.float32))
-    if is_batched(upstream):
+    grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
+    if is_batched(grad_output):
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
-        return (gradient * (upstream if factor is None else upstream * factor)).to(gradient.dtype)
+        return (gradient * (grad_output if factor is None else grad_output * factor)).to(gradient.dtype)
     # Tensors of a freed graph may be changed; those of a retained one will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-    factor = upstream if factor is None else upstream * factor
+    factor = grad_output if factor is None else grad_output * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)
     # Hooks of saved tensors may bring the gradient back in other strides.

@@ -25,20 +25,17 @@ from lowtide.core.row_function import (
     vector_jacobian,
 )
 from lowtide.ops.chunked_loss.accumulate import Sum
-from lowtide.ops.chunked_loss.chunks import Replay, cut, ours
-from lowtide.ops.chunked_loss.functional import closure_error
-from lowtide.ops.chunked_loss.loop import Job, loss_alone
-from lowtide.ops.chunked_loss.validation import check_unchanged
+from lowtide.ops.chunked_loss.functional import closures
+from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
+from lowtide.ops.chunked_loss.isolation import isolated
+from lowtide.ops.chunked_loss.job import Job
+from lowtide.ops.chunked_loss.loop import loss_alone
+from lowtide.ops.chunked_loss.replay import Replay
 
 Both = tuple[Tensors, Tensors]
 
 
-def transformed() -> bool:
-    """Return True if a transform of torch.func or forward mode is at work."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-
-
-def loss_within_transforms(job: Job, tensors: Tensors) -> Tensor:
+def loss_in_transform(job: Job, tensors: Tensors) -> Tensor:
     """Return the loss, to be differentiated in any way; aux is in the job."""
     _check_closures(job, tensors)
     loss, *aux = First.of(job, 0)(*tensors)
@@ -53,13 +50,13 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
     A chunk is run on tensors that no transform varies, so its loss must not vary either.
     """
     still = tuple(_still(tensor) for tensor in tensors)
-    sample = replace(job, aux={}, replay=Replay(still))
-    sample.state = sample.state_of(still)
+    before = Snapshot(job.functional, dict(zip(job.row_names, still)), job.snapshot.constants)
+    sample = replace(job, aux={}, replay=Replay(still), snapshot=before)
     whole = still[job.cut :]
 
     def run(place: int, start: int, stop: int) -> Tensor:
         rows = sample.piece(still[: job.cut], start, stop)
-        return job.call.within(whole, lambda: sample.loss_again(place, rows, whole))
+        return job.functional.substituted(whole, lambda: sample.loss_again(place, rows, whole))
 
     with torch.random.fork_rng(devices=job.replay.cuda):
         for place, (start, stop) in enumerate(job.chunks):
@@ -71,8 +68,8 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
                     "elements of the batch: pass randomness='same' to vmap"
                 )
             if _varies(value):
-                raise closure_error(job.call.reached(_varies) or ["a tensor"])
-    check_unchanged(sample.changed(still))
+                raise closures.error(closures.captured_names(job.functional, _varies) or ["a tensor"])
+    check_none(sample.changed(still))
 
 
 def _still(tensor: Tensor) -> Tensor:
@@ -134,13 +131,13 @@ class Rows(RowFunction):
 
     def run(self, *tensors: Tensor) -> Tensors:
         """Return the results of all rows and the sums over rows, chunk by chunk."""
-        job, dims = self.job, len(self.job.leading)
-        job.check_unchanged()
+        job = self.job
+        job.snapshot.check()
         results: list[Tensor] = []
         sums: list[Sum] = []
         with job.replay.autocast():
             for place, (start, stop) in enumerate(job.chunks):
-                pieces = tuple(cut(tensor, dims, start, stop) for tensor in tensors[: self.cut])
+                pieces = job.piece(tensors[: self.cut], start, stop)
                 parts, terms = self.function(place, pieces, tensors[self.cut :])
                 if place == 0:
                     results = [part.new_empty((job.rows, *part.shape[1:])) for part in parts]
@@ -155,49 +152,48 @@ class Rows(RowFunction):
 
     def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rows":
         """Return the function of rows that is this one's vector-Jacobian product."""
-        of_rows = sum(place < self.results for place in upstream)
 
-        def function(place: int, rows: Tensors, whole: Tensors) -> Both:
-            own, create_graph = len(whole) - len(upstream) + of_rows, torch.is_grad_enabled()
+        def derive(arguments: Tensors, outputs: Tensors, given: Tensors, create_graph: bool) -> Tensors:
+            return vector_jacobian(at(upstream, outputs), at(wanted, arguments), given, create_graph)
 
-            def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
-                given = (*rows[self.cut :], *whole[own:])
-                return vector_jacobian(at(upstream, outputs), at(wanted, arguments), given, create_graph)
-
-            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
-
+        given_rows = sum(place < self.results for place in upstream)
         results = sum(place < self.cut for place in wanted)
-        return Rows(self.job, function, self.cut + of_rows, results)
+        return self._derivative(derive, given_rows, len(upstream) - given_rows, results)
 
     def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rows":
         """Return the function of rows that is this one's Jacobian-vector product."""
-        of_rows = sum(place < self.cut for place in moved)
+
+        def derive(arguments: Tensors, outputs: Tensors, given: Tensors, create_graph: bool) -> Tensors:
+            return jacobian_vector(at(wanted, outputs), at(moved, arguments), given, create_graph)
+
+        given_rows = sum(place < self.cut for place in moved)
+        results = sum(place < self.results for place in wanted)
+        return self._derivative(derive, given_rows, len(moved) - given_rows, results)
+
+    def _derivative(
+        self, derive: Callable[..., Tensors], given_rows: int, given_whole: int, results: int
+    ) -> "Rows":
+        """Return the function of rows that computes derive(arguments, outputs, given, create_graph).
+
+        `given` are its last arguments, of those that are cut and of those that are whole.
+        """
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
-            own, create_graph = len(whole) - len(moved) + of_rows, torch.is_grad_enabled()
+            create_graph, own = torch.is_grad_enabled(), len(whole) - given_whole
+            given = (*rows[self.cut :], *whole[own:])
+            rows, whole = as_variables(rows[: self.cut]), as_variables(whole[:own])
 
-            def derive(arguments: Tensors, outputs: Tensors) -> Tensors:
-                given = (*rows[self.cut :], *whole[own:])
-                return jacobian_vector(at(wanted, outputs), at(moved, arguments), given, create_graph)
+            def run() -> Tensors:
+                parts, terms = self.function(place, rows, whole)
+                with self.job.replay.no_autocast():
+                    return derive((*rows, *whole), (*parts, *terms), given, create_graph)
 
-            return split(self._derived(place, rows[: self.cut], whole[:own], derive), results)
+            functional = self.job.functional
+            with torch.enable_grad(), isolated():
+                derivatives = functional.substituted(whole[: len(functional.learned)], run)
+            return split(derivatives, results)
 
-        results = sum(place < self.results for place in wanted)
-        return Rows(self.job, function, self.cut + of_rows, results)
-
-    def _derived(
-        self, place: int, rows: Tensors, whole: Tensors, derive: Callable[[Tensors, Tensors], Tensors]
-    ) -> Tensors:
-        """Return derive(arguments, outputs) of one chunk."""
-        rows, whole = as_variables(rows), as_variables(whole)
-
-        def run() -> Tensors:
-            parts, terms = self.function(place, rows, whole)
-            with self.job.replay.no_autocast():
-                return derive((*rows, *whole), (*parts, *terms))
-
-        with torch.enable_grad(), ours():
-            return self.job.call.within(whole[: len(self.job.call.learned)], run)
+        return Rows(self.job, function, self.cut + given_rows, results)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lowtide.ops.chunked_loss.accumulate import HALVES, Sum, sum_dtype
-from lowtide.ops.chunked_loss.chunks import is_ours
+from lowtide.ops.chunked_loss.isolation import is_isolated
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 
 PLAIN = Columns(0, None, None, None, (1.0, 0.0), None, 0.0)
@@ -64,7 +64,7 @@ class Operators(TorchFunctionMode):
         kwargs = kwargs or {}
         # Compiled code has its own backward. A checkpoint inside the head runs again in backward,
         # where no mode is active: both runs must look the same.
-        if function in (F.linear, F.cross_entropy) and not torch.compiler.is_compiling() and is_ours():
+        if function in (F.linear, F.cross_entropy) and not torch.compiler.is_compiling() and is_isolated():
             own = self._linear if function is F.linear else _cross_entropy
             found = own(*args, **kwargs)
             if found is not None:

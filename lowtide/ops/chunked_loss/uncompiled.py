@@ -6,10 +6,10 @@ only where Dynamo is there already.
 
 import torch
 
-from lowtide.ops.chunked_loss import execute as chunks
+from lowtide.ops.chunked_loss import execute
 
 run = torch.compiler.disable(
-    chunks.run,
+    execute.run,
     reason="chunked_loss runs its chunks as they are: compile the step without fullgraph=True, which goes on "
     "before and after, or compile head",
 )

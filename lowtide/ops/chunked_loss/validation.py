@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lowtide.core import tensor_kinds
+from lowtide.core.checks import check_choice, check_dense
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 MODES = ("gradient_in_forward", "recompute")
@@ -24,8 +24,7 @@ def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode
     for name, function in (("loss_fn", loss_fn), ("head", head)):
         if not callable(function):
             raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
-    if mode not in MODES:
-        raise ArgumentError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    check_choice("mode", mode, MODES)
     if chunk_size is not None and workspace is not None:
         raise ArgumentError("chunk_size and workspace must not both be given: one follows from the other")
     for name, value, unit in (("chunk_size", chunk_size, "rows"), ("workspace", workspace, "bytes")):
@@ -47,10 +46,10 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
         kinds = ", ".join(type(each).__name__ for each in hidden) or "nothing"
         raise ArgumentTypeError(f"hidden must be a tensor or a tuple of tensors, got {kinds}")
     for k, each in enumerate(hidden):
-        _check_dense(f"hidden[{k}]", each)
+        check_dense(f"hidden[{k}]", each)
     for k, each in enumerate(arguments):
         if isinstance(each, Tensor):
-            _check_dense(f"token_tensors[{k}]", each)
+            check_dense(f"token_tensors[{k}]", each)
     if first.dim() < 2:
         raise ArgumentError(
             f"hidden must be [..., T, D], got {list(first.shape)}; a single row is hidden[None]"
@@ -75,7 +74,7 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
 def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
     """Raise unless the parameters are dense, real and on hidden's device."""
     for name, tensor in zip(names, learned):
-        _check_dense(name, tensor)
+        check_dense(name, tensor)
         if tensor.is_complex():
             raise ArgumentTypeError(
                 f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "
@@ -87,9 +86,9 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
             )
 
 
-def check_wanted(wanted: Sequence[bool]) -> None:
+def check_needs_grad(needs_grad: Sequence[bool]) -> None:
     """Raise if gradients are enabled and nothing needs one."""
-    if torch.is_grad_enabled() and not any(wanted):
+    if torch.is_grad_enabled() and not any(needs_grad):
         raise ArgumentError(
             "nothing here needs a gradient: no parameter of head or loss_fn, and no tensor that is cut; to "
             "compute the loss alone, call under torch.no_grad()"
@@ -150,51 +149,6 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
                     f"{where} must not be a {type(each).__name__} with statistics of its batch: a row's "
                     "result would depend on its chunk; put it in eval mode or before the head"
                 )
-
-
-def check_buffers(before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]) -> None:
-    """Raise if head or loss_fn changed a buffer."""
-    changed = [name for name in after if after[name] != before.get(name)]
-    if changed:
-        raise ArgumentError(
-            f"head and loss_fn must not change buffers, but did: {', '.join(changed)}. Once a chunk is "
-            "not once a step, and a row's result would depend on its chunk; put such a layer in eval mode or "
-            "before the head"
-        )
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names whose values differ."""
-    return [name for name in after if name in before and after[name] != before[name]]
-
-
-def check_unchanged(names: Sequence[str]) -> None:
-    """Raise if a value has changed before a chunk is computed from it again."""
-    if names:
-        raise ArgumentError(
-            "what the loss is computed from must not change until it is computed again, but did: "
-            f"{', '.join(dict.fromkeys(names))}. mode='recompute', derivatives of higher order and a "
-            "workspace run head and loss_fn more than once: change a copy (labels = labels.clone()), or "
-            "after backward; pass a number that follows a schedule as an argument after the labels; or use "
-            "mode='gradient_in_forward'"
-        )
-
-
-def check_same_loss(was: float, now: float) -> None:
-    """Raise because a chunk's loss is another one the second time."""
-    raise ArgumentError(
-        f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
-        "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "
-        "generator of its own). Read it before the call and pass it as a token tensor, or use "
-        "mode='gradient_in_forward'"
-    )
-
-
-def _check_dense(name: str, tensor: Tensor) -> None:
-    """Raise unless the tensor is dense."""
-    reason = tensor_kinds.reason_against(tensor)
-    if reason is not None:
-        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
 
 
 def is_cut(argument: Any) -> bool:

@@ -1,0 +1,126 @@
+"""Find how many rows fit a workspace, by running the first rows in chunks of growing size.
+
+What counts is the bytes of the tensors that operators return. They depend on shapes alone, so every
+rank finds the same number without asking the others. A chunk's memory is the largest of several
+sums, each linear in the number of rows. So between two measured sizes it stays below the line
+through both.
+"""
+
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.chunked_loss.isolation import isolated
+from lowtide.ops.chunked_loss.job import Job, Tensors
+from lowtide.ops.chunked_loss.loop import loss_alone, loss_and_gradients
+from lowtide.ops.chunked_loss.replay import Replay
+
+GROWTH = 16  # the largest factor from one measured size to the next
+
+# head -> loss_fn (of methods, the owners) -> kinds of tensors -> rows, and whether these were all
+_measured: Any = weakref.WeakKeyDictionary()
+
+
+def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
+    """Return how many rows of the job fit the workspace.
+
+    It is measured once for these functions (head, loss_fn) and kinds of tensors, then kept.
+    """
+    if job.rows < 2:
+        return 1
+    # A bound method is a new object on each access, so its owner is the key.
+    head, loss_fn = (getattr(function, "__self__", function) for function in functions)
+    methods = tuple(getattr(function, "__func__", None) for function in functions)
+    try:
+        sizes = _measured.setdefault(head, weakref.WeakKeyDictionary()).setdefault(loss_fn, {})
+    except TypeError:  # a function without weak references is measured every time
+        sizes = {}
+    dims = len(job.leading)
+    shapes = tuple(tensor.shape[dims:] if k < job.cut else tensor.shape for k, tensor in enumerate(tensors))
+    kinds = tuple((tensor.dtype, str(tensor.device)) for tensor in tensors)
+    key = (methods, workspace, shapes, kinds, job.needs_grad, tuple(job.replay.casts))
+    rows, all_of_them = sizes.get(key, (0, True))
+    if all_of_them and rows < job.rows:
+        # The caller's hooks of saved tensors must see the same in every call, measured or not.
+        with isolated():
+            rows = _most_rows(workspace, job.rows, lambda rows: _peak(job, tensors, rows))
+        sizes[key] = rows, rows == job.rows
+    return int(rows)
+
+
+def _most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
+    """Return how many rows, up to `limit`, a chunk may have within the workspace."""
+    rows, held = 1, peak(1)
+    if held > workspace:
+        raise ArgumentError(
+            f"workspace must hold a chunk of one row, which takes {held} bytes, got {workspace} bytes"
+        )
+    slope = held
+    while rows < limit:
+        more = min(limit, GROWTH * rows, rows + (workspace - held) // max(1, slope))
+        if more == rows:
+            break
+        needed = peak(more)
+        if needed > workspace:
+            return rows + (workspace - held) * (more - rows) // (needed - held)
+        slope = (needed - held) // (more - rows)
+        rows, held = more, needed
+    return rows
+
+
+def _peak(job: Job, tensors: Tensors, rows: int) -> int:
+    """Return the bytes that a chunk of so many rows takes.
+
+    A first chunk of one row allocates the sums, which do not count.
+    """
+    meter = _Meter()
+    sample = replace(
+        job,
+        chunks=((0, 1), (0, rows)),
+        aux={},
+        meter=lambda place: meter if place else contextlib.nullcontext(),
+        replay=Replay(tensors),
+        snapshot=copy.copy(job.snapshot),
+    )
+    with torch.random.fork_rng(devices=job.replay.cuda):
+        if any(job.needs_grad):
+            loss_and_gradients(sample, tensors)
+        else:
+            loss_alone(sample, tensors, graph=False)
+    return meter.peak
+
+
+class _Meter(TorchDispatchMode):
+    """Count the bytes of the tensors that operators return, from their creation to their end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _storages((args, kwargs))
+        result = function(*args, **(kwargs or {}))
+        for storage in _storages(result) - given:
+            if storage not in self.seen:
+                self.seen.add(storage)
+                self._hold(storage.nbytes())
+                weakref.finalize(storage, self._hold, -storage.nbytes())
+        return result
+
+    def _hold(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.peak = max(self.peak, self.held)
+
+
+def _storages(values: Any) -> set[Any]:
+    return {each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)}

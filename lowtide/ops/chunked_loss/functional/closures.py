@@ -1,0 +1,71 @@
+"""Raise for tensors that need a gradient and come through a closure or a global.
+
+They would get no gradient, since the loss is not known to be a function of them.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.chunked_loss.functional.tensors import Functional
+
+
+def check_leaves(functional: Functional, loss: Tensor, known: Iterable[Tensor]) -> None:
+    """Raise if the graph of `loss` has leaves other than the known tensors."""
+    ids = {id(tensor) for tensor in known}
+    others = [leaf for leaf in _leaves(loss) if id(leaf) not in ids]
+    if others:
+        names = {id(tensor): name for name, tensor in _captured(functional)}
+        raise error([names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in others])
+
+
+def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) -> list[str]:
+    """Return the names of tensors that the functions' closures and globals wrongly reach."""
+    return list({id(tensor): name for name, tensor in _captured(functional) if wrongly(tensor)}.values())
+
+
+def error(names: Sequence[str]) -> ArgumentError:
+    """Return the error for tensors of these names."""
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ArgumentError(
+        f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
+        "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
+        "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
+        "head=partial(F.linear, weight=weight); detach what needs no gradient"
+    )
+
+
+def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the functions' closures and globals, named as in the code."""
+    for function in (functional.head, functional.loss_fn):
+        function = getattr(function, "func", function)
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        if not inspect.isfunction(function):
+            continue
+        closure = inspect.getclosurevars(function)
+        for name, value in {**closure.globals, **closure.nonlocals}.items():
+            owners = {f"{name}.{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+            for owner, each in (owners | {name: value}).items():
+                if isinstance(each, Tensor):
+                    yield owner, each
+                elif isinstance(each, nn.Module):
+                    for key, parameter in each.named_parameters():
+                        yield f"{owner}.{key}", parameter
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Return the leaves of a loss's graph."""
+    if loss.grad_fn is None:
+        return [loss] if loss.requires_grad else []
+    leaves, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):  # the node that accumulates a leaf's gradient
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves

@@ -1,0 +1,115 @@
+"""Remember what a chunk is computed from, and raise if it has changed when it is computed again."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.chunked_loss.functional.constants import constants
+from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
+
+Rows = Mapping[str, Tensor]
+
+
+class Snapshot:
+    """Hold the state of a call's functions, and of the rows that it cuts, as it first ran.
+
+    The state is the versions of tensors, parameters and buffers, modules' training modes, and the
+    constants that the code reaches.
+    """
+
+    def __init__(self, functional: Functional, rows: Rows, constants: dict[str, Any] | None = None) -> None:
+        self.functional = functional
+        self.state = self._state(rows)
+        self.constants = self._constants() if constants is None else constants
+
+    def changed(self, rows: Rows | None = None) -> list[str]:
+        """Return the names of tensors and modes that have changed.
+
+        Without `rows` these are not compared. After the call autograd compares their versions.
+        """
+        return _differing(self.state, self._state(rows or {}))
+
+    def check(self) -> None:
+        """Raise if anything has changed before a chunk is computed again."""
+        check_none([*self.changed(), *_differing(self.constants, self._constants())])
+
+    def settle(self) -> None:
+        """Drop the constants that the functions' own code has changed, such as a counter."""
+        now = self._constants()
+        self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
+
+    def _state(self, rows: Rows) -> dict[str, Any]:
+        functional = self.functional
+        state: dict[str, Any] = {name: _version(row)[1] for name, row in rows.items()}
+        state |= {name: _version(tensor) for name, tensor in functional.tensors.items()}
+        state |= buffers(functional)
+        for prefix, module in functional.modules.items():
+            state |= {f"{prefix}.{name}": _version(each) for name, each in module.named_parameters()}
+            for name, each in module.named_modules():
+                state[f"{prefix}.{name}".rstrip(".") + ".training"] = each.training
+        # These are put into their places by name, whatever the modules hold by then.
+        return state | {name: _version(each) for name, each in zip(functional.names, functional.learned)}
+
+    def _constants(self) -> dict[str, Any]:
+        functional = self.functional
+        known = {id(tensor) for tensor in (*functional.learned, *functional.tensors.values())}
+        for module in functional.modules.values():
+            known |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        values = {
+            f"token_tensors[{k}]": each for k, each in enumerate(functional.arguments) if each is not ROW
+        }
+        return constants({"head": functional.head, "loss_fn": functional.loss_fn, **values}, known)
+
+
+def buffers(functional: Functional) -> dict[str, tuple[int, int]]:
+    """Return the versions of the modules' buffers, by name."""
+    return {
+        f"{prefix}.{name}": _version(buffer)
+        for prefix, module in functional.modules.items()
+        for name, buffer in module.named_buffers()
+    }
+
+
+def check_buffers(functional: Functional, before: dict[str, tuple[int, int]]) -> None:
+    """Raise if head or loss_fn has changed a buffer."""
+    changed = [name for name, version in buffers(functional).items() if version != before.get(name)]
+    if changed:
+        raise ArgumentError(
+            f"head and loss_fn must not change buffers, but did: {', '.join(changed)}. Once a chunk is "
+            "not once a step, and a row's result would depend on its chunk; put such a layer in eval mode or "
+            "before the head"
+        )
+
+
+def check_none(changed: Sequence[str]) -> None:
+    """Raise if there are names of values that have changed."""
+    if changed:
+        raise ArgumentError(
+            "what the loss is computed from must not change until it is computed again, but did: "
+            f"{', '.join(dict.fromkeys(changed))}. mode='recompute', derivatives of higher order and a "
+            "workspace run head and loss_fn more than once: change a copy (labels = labels.clone()), or "
+            "after backward; pass a number that follows a schedule as an argument after the labels; or use "
+            "mode='gradient_in_forward'"
+        )
+
+
+def other_loss(was: float, now: float) -> ArgumentError:
+    """Return the error for a chunk whose loss is another one the second time."""
+    return ArgumentError(
+        f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
+        "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "
+        "generator of its own). Read it before the call and pass it as a token tensor, or use "
+        "mode='gradient_in_forward'"
+    )
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return a tensor's id and version."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names whose values differ."""
+    return [name for name in after if name in before and after[name] != before[name]]

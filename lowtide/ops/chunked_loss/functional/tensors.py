@@ -1,0 +1,123 @@
+"""Find the tensors that the caller's two functions bring along, and put others in their places.
+
+Autograd has to know every tensor that a loss depends on. An nn.Module brings its parameters, a
+bound method those of its module, a functools.partial its arguments. While a chunk runs, detached
+copies that share their memory take their places, so that none of their hooks sees a chunk's
+gradient. What comes through a closure cannot be replaced (closures.py).
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.ops.chunked_loss.functional.fsdp import forward_of
+
+Function = Callable[..., Any]
+Result = TypeVar("Result")
+
+ROW = object()
+"""Stands among a call's arguments for a chunk of the next tensor that is cut."""
+
+
+class Functional:
+    """Represent loss_fn(head(*hidden), *arguments) as a function of all tensors that it depends on.
+
+    Attributes:
+        modules: the modules that the functions and arguments bring along, by name.
+        tensors: the tensors that they bring along themselves, by name.
+        learned: the tensors that need a gradient (with `every`, those that may have one), each
+            once. They include parameters of the modules.
+        names: the name of each learned tensor.
+    """
+
+    def __init__(
+        self, loss_fn: Function, head: Function, arguments: tuple[Any, ...], *, every: bool = False
+    ) -> None:
+        self.loss_fn, self.head, self.arguments = loss_fn, forward_of(head), arguments
+        owned = [*find_owned(head, "head"), *find_owned(loss_fn, "loss_fn")]
+        for k, argument in enumerate(arguments):
+            owned += find_owned(argument, f"token_tensors[{k}]")
+        self.modules = {name: each for name, each in owned if isinstance(each, nn.Module)}
+        self.tensors = {name: each for name, each in owned if isinstance(each, Tensor)}
+        named = [(name, each) for name, each in owned if isinstance(each, Tensor)]
+        for prefix, module in self.modules.items():
+            parameters = module.named_parameters(remove_duplicate=False)
+            named += [(f"{prefix}.{name}", parameter) for name, parameter in parameters]
+        learned: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in named:
+            if tensor.is_floating_point() if every else tensor.requires_grad:
+                learned.setdefault(id(tensor), (name, tensor))
+        self.names = [name for name, _ in learned.values()]
+        self.learned = tuple(tensor for _, tensor in learned.values())
+        self._places = {key: place for place, key in enumerate(learned)}
+        self._stage = _Stage(self.modules.values())
+        self._parameters = {
+            name: self._places[id(parameter)]
+            for name, parameter in self._stage.named_parameters(remove_duplicate=False)
+            if id(parameter) in learned
+        }
+
+    def __call__(self, hidden: Iterable[Tensor], rows: Iterable[Tensor], learned: tuple[Tensor, ...]) -> Any:
+        """Return what head returned and what loss_fn returned; to be called within `substituted`.
+
+        `rows` take the places of ROW.
+        """
+        new = {key: learned[place] for key, place in self._places.items()}
+        row = iter(rows)
+        arguments = [next(row) if each is ROW else _replaced(each, new) for each in self.arguments]
+        head, loss_fn = _replaced(self.head, new), _replaced(self.loss_fn, new)
+        out = head(*hidden)
+        return out, loss_fn(out, *arguments)
+
+    def substituted(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
+        """Return run(), with these tensors in place of the modules' parameters.
+
+        A backward pass belongs inside as well: a head with checkpoints runs once more in it.
+        """
+        parameters = {name: learned[place] for name, place in self._parameters.items()}
+        result: Result = torch.func.functional_call(self._stage, parameters, (run,), tie_weights=False)
+        return result
+
+
+class _Stage(nn.Module):
+    """Hold all modules in one, which torch.func.functional_call asks for."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for k, module in enumerate(modules):
+            self.add_module(str(k), module)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield the modules and tensors that a function or an argument brings along, with names."""
+    if isinstance(function, (nn.Module, Tensor)):
+        yield name, function
+    elif isinstance(function, functools.partial):
+        yield from find_owned(function.func, name)
+        for key, value in (*enumerate(function.args), *function.keywords.items()):
+            yield from find_owned(value, f"{name}.{key}")
+    elif type(function) in (dict, list, tuple):
+        for key, value in function.items() if isinstance(function, dict) else enumerate(function):
+            yield from find_owned(value, f"{name}.{key}")
+    elif inspect.ismethod(function):
+        yield from find_owned(function.__self__, name)
+
+
+def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
+    """Return a value with its tensors replaced, also inside partials and containers."""
+    if isinstance(value, functools.partial):
+        arguments = (_replaced(each, new) for each in value.args)
+        keywords = {key: _replaced(each, new) for key, each in value.keywords.items()}
+        return functools.partial(_replaced(value.func, new), *arguments, **keywords)
+    if type(value) is dict:
+        return {key: _replaced(each, new) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, new) for each in value)
+    return new.get(id(value), value) if isinstance(value, Tensor) else value

@@ -1,0 +1,133 @@
+"""Hold one call, and run a chunk of it with the checks of the first time."""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.ops.chunked_loss import validation
+from lowtide.ops.chunked_loss.accumulate import Sum
+from lowtide.ops.chunked_loss.functional import closures, snapshot
+from lowtide.ops.chunked_loss.functional.snapshot import Snapshot
+from lowtide.ops.chunked_loss.functional.tensors import Functional
+from lowtide.ops.chunked_loss.replay import Replay
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Job:
+    """Hold a call and what its chunks need.
+
+    Its tensors are those that are cut (hidden, then arguments), then those that are learned.
+    """
+
+    functional: Functional
+    hidden: int
+    """How many of the tensors that are cut go into the head."""
+    row_names: tuple[str, ...]
+    """The names of the tensors that are cut."""
+    leading: torch.Size
+    chunks: tuple[tuple[int, int], ...]
+    """[start, stop) of each chunk."""
+    needs_grad: tuple[bool, ...]
+    per_row: bool
+    """True if loss_fn may return a value for each row."""
+    has_aux: bool
+    snapshot: Snapshot
+    replay: Replay
+    aux: dict[str, Sum] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    """The loss of each chunk when it first ran."""
+    meter: Callable[[int], Any] = contextlib.nullcontext
+    """Maps a chunk's place to the context in which it is computed."""
+
+    @property
+    def cut(self) -> int:
+        """Return how many tensors are cut."""
+        return len(self.row_names)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return math.prod(self.leading)
+
+    def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
+        """Return rows [start, stop) of each tensor, as [c, ...]."""
+        return tuple(_cut(tensor, len(self.leading), start, stop) for tensor in tensors)
+
+    def changed(self, tensors: Tensors) -> list[str]:
+        """Return the names of tensors and modes that have changed since the first time."""
+        return self.snapshot.changed(dict(zip(self.row_names, tensors)))
+
+    def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
+        """Return what the head returned and the loss of a chunk, with the first time's checks."""
+        before = snapshot.buffers(self.functional)
+        out, value, aux = self._run(place, pieces, learned)
+        snapshot.check_buffers(self.functional, before)
+        validation.check_result(value, len(pieces[0]), self.per_row)
+        if value.requires_grad:
+            closures.check_leaves(self.functional, value, (*pieces, *learned))
+        for name, term in aux.items():
+            self._add_aux(name, term.detach() if isinstance(term, Tensor) else term)
+        return out, value
+
+    def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
+        """Return the loss of a chunk that was checked before."""
+        return self._run(place, pieces, learned)[1]
+
+    def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
+        """Return what the head returned, the loss and the aux of a chunk."""
+        with self.replay.chunk(place):
+            out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)
+        if not self.has_aux:
+            return out, value, {}
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ArgumentTypeError(
+                f"with has_aux, loss_fn must return (sum, dict), got {type(value).__name__}"
+            )
+        value, aux = value
+        validation.check_aux(aux)
+        return out, value, aux
+
+    def _add_aux(self, name: str, term: Any) -> None:
+        """Add a chunk's value of aux to its sum."""
+        total = self.aux.setdefault(name, Sum())
+        known = total.total
+        if isinstance(known, Tensor) and isinstance(term, Tensor) and known.shape != term.shape:
+            raise ArgumentError(
+                f"aux[{name!r}] must be a sum over rows, of one shape in every chunk, got "
+                f"{list(known.shape)} and then {list(term.shape)}"
+            )
+        total.add(term)
+
+
+def spans(rows: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return [start, stop) of each chunk; without rows, one empty chunk."""
+    return tuple((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+
+
+def _cut(tensor: Tensor, dims: int, start: int, stop: int) -> Tensor:
+    """Return rows [start, stop) of a tensor with `dims` leading dimensions.
+
+    It is a view; or a copy of these rows alone, where the strides allow no view (`hidden[:, :-1]`).
+    """
+    if dims == 1:
+        return tensor[start:stop]
+    leading = tensor.shape[:dims]
+    kept = [(size, stride) for size, stride in zip(leading, tensor.stride()) if size > 1]
+    flat = all(outer == size * inner for (_, outer), (size, inner) in pairwise(kept))
+    if flat or tensor.numel() == 0:
+        return tensor.view(math.prod(leading), *tensor.shape[dims:])[start:stop]
+    place = torch.arange(start, stop, device=tensor.device)
+    places = []  # one index for each dimension; torch.unravel_index would wait for the device
+    for size in reversed(leading):
+        places.append(place % size)
+        place = place // size
+    return tensor[tuple(reversed(places))]

@@ -1,0 +1,71 @@
+"""Keep the state that a chunk is computed in: random numbers and autocast."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+
+class Replay:
+    """Hold the generators' states at the start of each chunk, and the autocast settings."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors}
+        self.cuda = sorted({device.index for device in devices if device.type == "cuda"})
+        self.kinds = sorted({"cpu", *(device.type for device in devices if device.type != "meta")})
+        self.casts = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self.kinds
+        ]
+        self.cached = torch.is_autocast_cache_enabled()
+        self.states: dict[int, tuple[Tensor, ...]] = {}
+
+    @property
+    def autocast_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the autocast that was enabled."""
+        return {dtype for _, dtype, enabled in self.casts if enabled}
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Restore the autocast settings of the call."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
+            yield
+
+    @contextlib.contextmanager
+    def no_autocast(self) -> Iterator[None]:
+        """Switch autocast off, since backward runs in the dtypes of its forward pass."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.casts:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, False, self.cached))
+            yield
+
+    @contextlib.contextmanager
+    def chunk(self, place: int) -> Iterator[None]:
+        """Draw the same random numbers every time a chunk is computed.
+
+        The first time, the generators go on from where they are, and their states are kept.
+        """
+        if place not in self.states:
+            if not (self.cuda and torch.cuda.is_current_stream_capturing()):
+                self.states[place] = self._state(self.states.get(place - 1))
+            yield
+            return
+        with torch.random.fork_rng(devices=self.cuda):
+            cpu, *cuda = self.states[place]
+            torch.set_rng_state(cpu)
+            for device, state in zip(self.cuda, cuda):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    def drew(self) -> bool:
+        """Return True if random numbers were drawn since the first chunk began."""
+        first = self.states.get(0)
+        return first is not None and self._state(first) is not first
+
+    def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+        """Return the generators' states, or the last ones if they are the same: 5 KB each."""
+        now = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda))
+        return last if last and all(torch.equal(*each) for each in zip(now, last)) else now
