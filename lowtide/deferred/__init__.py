@@ -24,7 +24,6 @@ Modules, in the order of imports (each imports only from those above it):
 """
 
 from lowtide.deferred.api import Deferral, defer_logits
-from lowtide.deferred.counting import RealLogitsWarning
-from lowtide.deferred.steps import HeadNotCalledWarning
+from lowtide.deferred.reporting import HeadNotCalledWarning, RealLogitsWarning
 
 __all__ = ["Deferral", "HeadNotCalledWarning", "RealLogitsWarning", "defer_logits"]

@@ -11,11 +11,10 @@ from torch.nn.modules import module as modules
 from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
-from lowtide.deferred.counting import Counts
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, find_head
 from lowtide.deferred.logits import Source
-from lowtide.deferred.steps import Watch
+from lowtide.deferred.reporting import Counts, Watch
 
 __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
 

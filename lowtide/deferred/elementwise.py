@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, handles
-from lowtide.deferred.operands import copied
 
 
 def record(name: str, *operands: Any) -> Any:
@@ -47,11 +46,11 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
         return None  # torch has the error message.
     if operand.numel() == 1 and operand.dim() <= input.dim():
         shape = (1,) if operand.dim() else ()  # The number of dimensions decides the promotion.
-        return copied(operand.reshape(shape).to(input.device))
+        return operand.reshape(shape).to(input.device).clone()
     vector = 0 < operand.dim() <= input.dim() and operand.shape[-1] == input.classes
     if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
         return None
-    return expression.Vector(copied(operand.reshape(-1)))
+    return expression.Vector(operand.reshape(-1).clone())
 
 
 def _is_plain(tensor: Tensor) -> bool:

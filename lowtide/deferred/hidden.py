@@ -4,7 +4,6 @@ The product with as many outputs as there are classes becomes deferred logits. A
 of the head before it (dropout, an adapter's first product, a norm) runs at once, on the tensor.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.deferred import expression
+from lowtide.deferred.expression import record_shared
 from lowtide.deferred.logits import DeferredLogits, Source
-from lowtide.deferred.operands import copied, record_shared
-from lowtide.deferred.proxy import BINARY, REFLECTED, add_operators, flat, replaced, spelled
+from lowtide.deferred.proxy import Proxy, flat, replaced, spelled
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
@@ -25,44 +24,33 @@ class NotDeferred(Exception):
     """Signal that the head's forward must run on the tensor; the message gives the reason."""
 
 
-class DeferredHidden:
+class DeferredHidden(Proxy):
     """Stand for the hidden states within the head's forward."""
 
     def __init__(self, tensor: Tensor, classes: int, source: Source, grad: bool) -> None:
         self.tensor, self.classes, self.source, self.grad = tensor, classes, source, grad
 
+    def attribute(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return call(function, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = getattr(self.tensor, name)
-        if not callable(found):
-            return found
-        return functools.partial(_call_method, getattr(Tensor, name), self)
-
-
-def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
-    if hidden.grad and not torch.is_grad_enabled():
-        # An autograd.Function of the head (as a quantised head has) finds no tensor to
-        # differentiate.
-        raise NotDeferred("the head's own autograd.Function")
-    weight, bias = _factors(function, hidden, args, kwargs)
-    if weight is not None and _product(hidden, weight, bias):
-        return _logits(hidden, weight, bias)
-    args, kwargs = replaced((tuple(args), kwargs), DeferredHidden, lambda each: each.tensor)
-    found = function(*args, **kwargs)
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.dim() == 0:
-        return found
-    # A product of a kind that is not recorded.
-    if found.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
-        return hidden.source.counts.on(found, spelled(getattr(function, "__name__", str(function))))
-    return DeferredHidden(found, hidden.classes, hidden.source, hidden.grad)
+    def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
+        if hidden.grad and not torch.is_grad_enabled():
+            # An autograd.Function of the head, as of a quantised head, finds no tensor to
+            # differentiate.
+            raise NotDeferred("the head's own autograd.Function")
+        weight, bias = _factors(function, hidden, args, kwargs)
+        if weight is not None and _is_product(hidden, weight, bias):
+            return _logits(hidden, weight, bias)
+        args, kwargs = replaced((tuple(args), kwargs), DeferredHidden, lambda each: each.tensor)
+        result = function(*args, **kwargs)
+        if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim() == 0:
+            return result
+        # A product of a kind that is not recorded.
+        if result.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
+            return hidden.source.counts.on(result, spelled(getattr(function, "__name__", str(function))))
+        return DeferredHidden(result, hidden.classes, hidden.source, hidden.grad)
 
 
 def _factors(
@@ -79,11 +67,7 @@ def _factors(
     return None, None
 
 
-def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(method, args, kwargs)
-
-
-def _product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether this is the product with the classes, and runs without an error.
 
     Raises:
@@ -118,9 +102,6 @@ def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> Defe
     x, autocast = hidden.tensor, expression.autocast_dtype(hidden.tensor.device)
     dtype = x.dtype if autocast is None or x.dtype == torch.float64 else autocast
     meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
-    own_bias = None if bias is None else copied(bias)
+    own_bias = None if bias is None else bias.clone()
     node = expression.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
     return DeferredLogits(node, meta, hidden.source, meta.dim() - 1)
-
-
-add_operators(DeferredHidden, (*BINARY, *REFLECTED, "getitem", "neg"), call)

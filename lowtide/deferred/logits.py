@@ -1,7 +1,6 @@
 """Define `DeferredLogits`, which stand for logits until an operation needs real ones."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred import expression, frames
-from lowtide.deferred.counting import Counts
+from lowtide.deferred import expression
 from lowtide.deferred.expression import Node
 from lowtide.deferred.proxy import (
-    BINARY,
-    IN_PLACE,
-    OTHERS,
-    REFLECTED,
-    add_operators,
+    Proxy,
+    find_function,
     flat,
+    in_function,
     is_in_place,
     is_torchs,
     replaced,
     spelled,
 )
+from lowtide.deferred.reporting import Counts
 
 # A meta tensor of the same shape, dtype and strides answers these.
 METADATA = {
@@ -75,12 +72,17 @@ class Source:
         """How many of them are real."""
         self.changed: str | None = None
         """The operation that changed real ones in place."""
-        self.function = frames.enclosing_function()
-        """The frame of the autograd.Function that made them in its forward, without a gradient."""
+        self.in_function = in_function()
+        """True if they were made in the forward of an autograd.Function."""
+        self.function: str | None = None
+        """That Function, if it gave them no gradient and its results may need one."""
+        if self.in_function and not torch.is_grad_enabled():
+            function, needs_grad = find_function()
+            self.function = function if needs_grad else None
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
-class DeferredLogits:
+class DeferredLogits(Proxy):
     """Stand for the tensor that the head would have returned.
 
     They know their shape, dtype and device, and record what is done with them. They reduce to a
@@ -159,12 +161,11 @@ class DeferredLogits:
 
     def check_function(self) -> None:
         """Raise an error if these have left an autograd.Function, which gave them no gradient."""
-        function = self.source.function
-        if function is not None and not frames.is_at_work(function):
+        if self.source.function is not None and torch.is_grad_enabled() and not in_function():
             raise RuntimeError(
-                f"these logits have left {function.f_locals['cls'].__name__}, an autograd.Function, without "
-                "their gradient; compute the loss in it, or undo() the deferral (of torch.utils.checkpoint "
-                "take the other kind, use_reentrant=False)"
+                f"these logits have left {self.source.function}, without their gradient; compute the loss in "
+                "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
+                "use_reentrant=False)"
             )
 
     def checked(self) -> Node:
@@ -229,34 +230,41 @@ class DeferredLogits:
             )
         self.source.changed = operation
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return call(function, args, kwargs or {})
-
     def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__" or not hasattr(Tensor, name):
-            raise AttributeError(f"{name!r}: not an attribute of a tensor")
         if name in METADATA and self.tensor is None:
             return getattr(self.meta, name)
         if name in ("retain_grad", "register_hook"):
             raise RuntimeError(f"{name}: {NO_GRADIENT}")
-        if name in ("T", "mT"):
-            return self.transpose(-1, -2) if name == "mT" or self.dim() == 2 else self.real("Tensor.T").T
-        method = getattr(Tensor, name)
-        if callable(method):
-            return functools.partial(_call_method, method, self)
-        return getattr(self.real(spelled(name)), name)
+        return super().__getattr__(name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return call(Tensor.__getitem__, (self, index), {})
+    def attribute(self, name: str) -> Any:
+        if name == "mT" or (name == "T" and self.dim() == 2):
+            return self.transpose(-1, -2)
+        return getattr(self.real("Tensor.T" if name == "T" else spelled(name)), name)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __iter__(self) -> Any:
-        return iter([self[row] for row in range(len(self))])
+    @classmethod
+    def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", str(function))
+        handler, keywords = HANDLERS.get(name, (None, None))
+        deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
+        _check_gradients(deferred)
+        known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
+        # Logits without classes take no memory; torch handles them.
+        if handler is not None and known and all(each.tensor is None and each.classes for each in deferred):
+            result = handler(*args, **kwargs) if is_torchs(function, name) else NotImplemented
+            if result is not NotImplemented:
+                return result
+        if name in METADATA and isinstance(args[0], DeferredLogits):
+            return function(args[0].meta, *args[1:], **kwargs)
+        operation = spelled(name)
+        # torch refuses detach_ of views, and whether real logits are one is chance.
+        if name == "detach_":
+            raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
+        target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
+        args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
+        if isinstance(target, DeferredLogits):
+            target.about_to_change(operation)
+        return function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -280,8 +288,6 @@ class DeferredLogits:
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
         return self.detach()
 
-    __hash__ = object.__hash__
-
 
 def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
     """Return the tensor in the strides of `meta`; they decide whether a reshape is a view."""
@@ -292,53 +298,15 @@ def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
     return laid.copy_(tensor)
 
 
-def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function some of whose arguments are deferred logits."""
-    name = getattr(function, "__name__", str(function))
-    handler, keywords = HANDLERS.get(name, (None, None))
-    deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
-    _check_gradients(deferred)
-    known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
-    # Logits without classes take no memory; torch handles them.
-    if handler is not None and known and all(each.tensor is None and each.classes for each in deferred):
-        result = handler(*args, **kwargs) if is_torchs(function, name) else NotImplemented
-        if result is not NotImplemented:
-            return result
-    if name in METADATA and isinstance(args[0], DeferredLogits):
-        return function(args[0].meta, *args[1:], **kwargs)
-    operation = spelled(name)
-    # torch refuses detach_ of views, and whether real logits are one is chance.
-    if name == "detach_":
-        raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
-    target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
-    args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
-    if isinstance(target, DeferredLogits):
-        target.about_to_change(operation)
-    return function(*args, **kwargs)
-
-
 def _check_gradients(deferred: list[DeferredLogits]) -> None:
     """Raise an error within an autograd.Function that was given them.
 
     Such a Function computes no gradient for an argument that is not a tensor.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not in_function():
         return
-    sources = {id(each.source) for each in deferred if each.requires_grad}
-    if not sources:
-        return
-    for function, args in frames.functions_of_arguments():
-        for each in args:
-            given = getattr(each, "logits", each) if isinstance(each, Tensor) else each
-            if isinstance(given, DeferredLogits) and id(given.source) in sources:
-                raise RuntimeError(
-                    f"{function.__name__}, an autograd.Function, was given deferred logits, "
-                    "and would lose their gradient; pass logits.materialize(), or undo() the deferral"
-                )
-
-
-def _call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return call(method, args, kwargs)
-
-
-add_operators(DeferredLogits, (*BINARY, *REFLECTED, *IN_PLACE, *OTHERS), call)
+    if any(each.requires_grad and not each.source.in_function for each in deferred):
+        raise RuntimeError(
+            f"{find_function()[0]}, was given deferred logits, and would lose their gradient; pass "
+            "logits.materialize(), or undo() the deferral"
+        )

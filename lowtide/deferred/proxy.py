@@ -1,6 +1,11 @@
-"""Share what both proxies need: Python's operators, and the search for proxies in arguments."""
+"""Define what both proxies for tensors share.
 
-from collections.abc import Callable
+Torch functions, methods and Python's operators on a proxy all arrive in its class's `call`.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,24 +16,64 @@ BINARY = (
     *("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv"),
     "xor",
 )
-REFLECTED = tuple(f"r{name}" for name in BINARY)
 IN_PLACE = ("setitem", *(f"i{name}" for name in BINARY))
 OTHERS = (
     *("abs", "bool", "complex", "contains", "eq", "float", "ge", "gt", "index", "int", "invert", "le", "lt"),
     *("ne", "neg", "pos"),
 )
+OPERATORS = (*BINARY, *(f"r{name}" for name in BINARY), *IN_PLACE, *OTHERS)
 OWNERS = (torch, Tensor, torch.nn.functional, torch.autograd)
 
 
-def add_operators(kind: type, names: tuple[str, ...], call: Callable[..., Any]) -> None:
-    """Give the type these operators: call(Tensor's own, arguments, {})."""
+class Proxy:
+    """Stand for a tensor."""
 
-    def operator(name: str) -> Callable[..., Any]:
-        return lambda *args: call(getattr(Tensor, name), args, {})
+    @classmethod
+    def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a torch function some of whose arguments are proxies of this class."""
+        raise NotImplementedError
 
-    for name in names:
-        if hasattr(Tensor, f"__{name}__"):
-            setattr(kind, f"__{name}__", operator(f"__{name}__"))
+    def attribute(self, name: str) -> Any:
+        """Return an attribute of the tensor that is no method."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return cls.call(function, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__" or not hasattr(Tensor, name):
+            raise AttributeError(f"{name!r}: not an attribute of a tensor")
+        method = getattr(Tensor, name)
+        if callable(method):
+            return functools.partial(_call_method, type(self), method, self)
+        return self.attribute(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.call(Tensor.__getitem__, (self, index), {})
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[row] for row in range(len(self))])
+
+    __hash__ = object.__hash__
+
+
+def _call_method(kind: type[Proxy], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return kind.call(method, args, kwargs)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: type(self).call(getattr(Tensor, name), (self, *args), {})
+
+
+for _name in (f"__{name}__" for name in OPERATORS):
+    if hasattr(Tensor, _name):
+        setattr(Proxy, _name, _operator(_name))
 
 
 def is_torchs(function: Callable[..., Any], name: str) -> bool:
@@ -48,9 +93,11 @@ def is_in_place(name: str) -> bool:
 
 def spelled(name: str) -> str:
     """Return the name as code has it: torch.sin, Tensor.__getitem__."""
-    places = {"torch": torch, "torch.nn.functional": torch.nn.functional}
-    found = (f"{at}.{name}" for at, owner in places.items() if hasattr(owner, name))
-    return f"Tensor.{name}" if name[:2] == "__" else next(found, f"Tensor.{name}")
+    if name[:2] != "__":
+        for place, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional)):
+            if hasattr(owner, name):
+                return f"{place}.{name}"
+    return f"Tensor.{name}"
 
 
 def flat(value: Any) -> list[Any]:
@@ -69,3 +116,28 @@ def replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(replaced(each, kind, by) for each in value)
     return value
+
+
+def in_function() -> bool:
+    """Return True in the forward of an autograd.Function.
+
+    torch switches forward mode off there, and torch.no_grad does not.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
+def find_function() -> tuple[str, bool]:
+    """Describe the autograd.Function whose forward is running, and whether its inputs need gradients.
+
+    A forward without a context does not tell; that counts as True.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        context: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+        function = getattr(type(context), "_forward_cls", None)
+        if function is not None:
+            return f"{function.__name__}, an autograd.Function", any(context.needs_input_grad)
+    return "an autograd.Function", True

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from lowtide.deferred import expression
-from lowtide.deferred.frames import functions_of_arguments
-from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, call
-from lowtide.deferred.proxy import replaced
+from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits
+from lowtide.deferred.proxy import in_function, replaced
 
 
 class LogitsLeaf(Tensor):
@@ -36,24 +35,17 @@ class LogitsLeaf(Tensor):
             return _register_hook(*args, **kwargs or {})
         if name == "__get__" and isinstance(args[0], LogitsLeaf):
             return _attribute(args[0], function.__self__.__name__)
-        if name in ("clone", "view_as") and _is_given_to_a_function(args[0]):
-            return _made(
-                super().__torch_function__(function, types, args, kwargs), args[0].logits, copied=True
-            )
+        # An autograd.Function that passes its inputs on, as DistributedDataParallel has one.
+        if name in ("clone", "view_as") and in_function() and not torch.is_grad_enabled():
+            copy = super().__torch_function__(function, types, args, kwargs)
+            return _made(copy, args[0].logits, copied=True)
         args, kwargs = replaced((tuple(args), kwargs or {}), LogitsLeaf, lambda leaf: leaf.logits)
-        return call(function, args, kwargs)
+        return DeferredLogits.call(function, args, kwargs)
 
 
 def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
     leaf.logits, leaf.copied = logits, copied
     return leaf  # type: ignore[no-any-return]
-
-
-def _is_given_to_a_function(leaf: LogitsLeaf) -> bool:
-    """Return whether an autograd.Function with this leaf as an argument is in its forward."""
-    if torch.is_grad_enabled():
-        return False
-    return any(each is leaf for _, args in functions_of_arguments() for each in args)
 
 
 def _attribute(leaf: LogitsLeaf, name: str) -> Any:

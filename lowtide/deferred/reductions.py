@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred import chunks, expression
-from lowtide.deferred.counting import FUSED
 from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import Formula, formula
+from lowtide.deferred.reporting import FUSED
 from lowtide.ops.linear_cross_entropy import dispatch
 
 NO_CLASS = -(1 << 63)  # No class has this index.

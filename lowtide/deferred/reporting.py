@@ -1,0 +1,147 @@
+"""Report what happens to deferred logits: counts, and warnings.
+
+In compiled code an operator counts whenever it runs. A replayed CUDA graph runs no operator.
+"""
+
+import functools
+import itertools
+import sys
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.library import register_autograd, register_fake
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide.core.operator import operator
+
+FUSED = ""  # Names the event that is not an operation.
+
+
+class RealLogitsWarning(UserWarning):
+    """Warns that an operation has materialised deferred logits."""
+
+
+class Counts:
+    """Count one head's losses without logits, and the operations that materialised logits."""
+
+    def __init__(self) -> None:
+        self.fused = 0
+        self.materialized: dict[str, int] = {}
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    def add(self, event: str) -> None:
+        """Count a loss (`FUSED`) or a materialising operation, and warn of the latter's first."""
+        if event == FUSED:
+            self.fused += 1
+            return
+        self.materialized[event] = self.materialized.get(event, 0) + 1
+        if self.materialized[event] == 1:
+            warnings.warn(
+                f"{event} needs real logits: they are made, exactly, in the memory that they take. "
+                "What needs none: help(lowtide.defer_logits). If real ones are wanted here, call the head in "
+                "eval mode for them (head.eval(), then head.train()), or undo() the deferral",
+                RealLogitsWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def on(self, tensor: Tensor, event: str) -> Tensor:
+        """Return the tensor and count the event: now, or whenever a compiled graph runs."""
+        if not torch.compiler.is_compiling():
+            self.add(event)
+            return tensor
+        return _counted(tensor, self.number, event)
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Counts] = weakref.WeakValueDictionary()
+
+
+@operator("counted", "(Tensor x, int number, str event) -> Tensor")
+def _counted(x: Tensor, number: int, event: str) -> Tensor:
+    counts = _by_number.get(number)
+    if counts is not None:
+        counts.add(event)
+    return x.clone()
+
+
+@register_fake("lowtide::counted")
+def _(x: Tensor, number: int, event: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+register_autograd("lowtide::counted", lambda ctx, gradient: (gradient, None, None))
+
+
+class HeadNotCalledWarning(UserWarning):
+    """Warns that a model has been trained for two steps without a call of its deferred head."""
+
+
+class Watch:
+    """Warn once if an optimizer steps twice and the head has not been called with gradients.
+
+    Only steps over the head's parameters count; if it is frozen, steps over any of the model's.
+    Calls count from the start of the deferral.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        self.called, self.steps = False, 0
+        self.model, self.head, self.name = weakref.ref(model), weakref.ref(head), type(head).__name__
+        _listen()
+        _watches.add(self)
+
+    def end(self) -> None:
+        """Stop watching."""
+        _watches.discard(self)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Count an optimizer's step."""
+        model, head = self.model(), self.head()
+        if self.called or model is None or head is None:
+            return self.end()
+        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        # If the head is frozen, any step of the model counts.
+        own = [each for each in head.parameters() if each.requires_grad] or list(model.parameters())
+        self.steps += any(id(each) in trained for each in own)
+        if self.steps < 2:  # The first step may only create the optimizer's state.
+            return None
+        self.end()
+        return warnings.warn(
+            f"the deferred head ({self.name}) has not been called in training mode since defer_logits, and "
+            "an optimizer has stepped twice: the loss of this model is not made of what its head returns, "
+            "and nothing is saved. Code that multiplies by the head's weight itself can call "
+            "lowtide.linear_cross_entropy; trainers of TRL have "
+            "lowtide.integrations.trl.TRLDeferralCallback; if another module makes the logits, pass it as "
+            "head=",
+            HeadNotCalledWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Register one hook for all watches, and keep it.
+
+    A hook that is removed while it runs would change the dict that torch iterates over.
+    """
+
+    def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(_watches):
+            watch.stepped(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def user_stacklevel() -> int:
+    """Return the stacklevel that names the nearest caller outside lowtide and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("lowtide", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
