@@ -39,33 +39,34 @@ def by_rows(
 
     A chunk has as many rows as `workspace` holds, in bytes; None takes the default.
     """
-    cut: list[Tensor] = []
+    inputs: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []
-    expression.changed(
-        node, *(lambda tensor, into=into: into.append(tensor) or tensor for into in (cut, classes, scalars))
-    )
-    leading, terms = expression.leading(node), len(cut)
-    N, V = leading.numel(), next(expression.linears(node)).weight.tensor.shape[0]
-    cut = [each.reshape((N, *each.shape[len(leading) :])) for each in (*cut, *row_tensors)]
+    collect = (lambda tensor, into=into: into.append(tensor) or tensor for into in (inputs, classes, scalars))
+    expression.with_tensors(node, *collect)
+    shape = expression.row_shape(node)
+    N, V = shape.numel(), next(expression.linears(node)).weight.tensor.shape[0]
+    rows = [each.reshape((N, *each.shape[len(shape) :])) for each in (*inputs, *row_tensors)]
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
         parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
-        taken = (lambda _, part=part: next(part) for part in parts)
-        own = whole[len(classes) + len(scalars) :]
-        return function(expression.run(expression.changed(node, *taken)), *rows[terms:], *own), ()
+        take = (lambda _, part=part: next(part) for part in parts)
+        logits_CV = expression.evaluate(expression.with_tensors(node, *take))
+        return function(logits_CV, *rows[len(inputs) :], *whole[len(classes) + len(scalars) :]), ()
 
-    row = COPIES * V * max(node.dtype.itemsize, 4)
-    if workspace is not None and workspace < row:
-        raise too_small(workspace, row, f"one row of {V} logits, {COPIES} times over in a loss by chunks")
-    device = "cuda" if cut[0].is_cuda else "cpu"
+    row_bytes = COPIES * V * max(node.dtype.itemsize, 4)
+    if workspace is not None and workspace < row_bytes:
+        raise too_small(
+            workspace, row_bytes, f"one row of {V} logits, {COPIES} times over in a loss by chunks"
+        )
+    device = "cuda" if rows[0].is_cuda else "cpu"
     # No more than real logits would take, forward and backward, while there is room for enough rows.
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
-    rows = max(1, (default if workspace is None else workspace) // row)
+    chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
-        found = Rowwise(chunk, len(cut), results, rows)(*cut, *classes, *scalars, *others)
-    return tuple(each.view((*leading, *each.shape[1:])) for each in found)
+        outputs = Rowwise(chunk, len(rows), results, chunk_size)(*rows, *classes, *scalars, *others)
+    return tuple(each.view((*shape, *each.shape[1:])) for each in outputs)
 
 
 def cross_entropy(

@@ -12,35 +12,33 @@ from lowtide.deferred.logits import DeferredLogits, handles
 def record(name: str, *operands: Any) -> Any:
     """Record FUNCTIONS[name](*operands), the first of which is deferred.
 
-    Return NotImplemented if another operand would mix rows.
+    Return NotImplemented if another operand is of no kind that expression.Apply holds.
     """
     input = operands[0]
-    nodes = [_node(each, input) for each in operands]
-    if any(each is None for each in nodes):
+    recorded = [_operand(each, input) for each in operands]
+    if any(each is None for each in recorded):
         return NotImplemented
     autocast = expression.autocast_dtype(input.device)
     dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
     # Calling the function on meta tensors imports Dynamo (2 s). Its strides are the same.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
-    return input.like(expression.Apply(name, tuple(nodes), autocast, dtype), meta)
+    return input.like(expression.Apply(name, tuple(recorded), autocast, dtype), meta)
 
 
-def _node(operand: Any, input: DeferredLogits) -> Any:
-    """Return the operand in the form of expression.Apply, or None if it has none.
-
-    An Apply does not know the shape of the rows.
-    """
+def _operand(operand: Any, input: DeferredLogits) -> Any:
+    """Return the operand as expression.Apply holds it, or None if it holds none of the kind."""
     if isinstance(operand, DeferredLogits):
         together = (
             operand.source is input.source
             and operand.shape == input.shape
             and operand.class_dim == input.class_dim
-            and expression.leading(operand.node) == expression.leading(input.node)
+            and expression.row_shape(operand.node) == expression.row_shape(input.node)
         )
         return operand.checked() if together else None
     if not isinstance(operand, Tensor):
         return operand if isinstance(operand, (int, float, torch.dtype)) else None
-    if not _is_plain(operand) or not operand.is_floating_point():
+    plain = type(operand) in (Tensor, nn.Parameter) and operand.layout == torch.strided
+    if not plain or operand.is_nested or not operand.is_floating_point():
         return None
     if operand.device != input.device and operand.dim() > 0:
         return None  # torch has the error message.
@@ -53,14 +51,10 @@ def _node(operand: Any, input: DeferredLogits) -> Any:
     return expression.Vector(operand.reshape(-1).clone())
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
-
-
 def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
-    """Return the dtype of the result, by computing one number on `device`.
+    """Return the dtype of the result, which promotion and autocast decide.
 
-    Promotion and autocast decide it. None computes where the operands are.
+    It is that of one number, computed on `device`; None stands for the operands' own.
     """
 
     def one(each: Any) -> Any:
@@ -72,24 +66,18 @@ def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
         return expression.FUNCTIONS[name](*(one(each) for each in operands)).dtype
 
 
-@handles("mul", "multiply", "__mul__", "__rmul__")
-def mul(input: Any, other: Any) -> Any:
-    return record("mul", *((input, other) if isinstance(input, DeferredLogits) else (other, input)))
+def _binary(name: str, names: tuple[str, ...], *, commutes: bool) -> None:
+    @handles(name, *names)
+    def binary(input: Any, other: Any) -> Any:
+        if isinstance(input, DeferredLogits):
+            return record(name, input, other)
+        return record(name, other, input) if commutes else NotImplemented
 
 
-@handles("add", "__add__", "__radd__")
-def add(input: Any, other: Any) -> Any:
-    return record("add", *((input, other) if isinstance(input, DeferredLogits) else (other, input)))
-
-
-@handles("div", "divide", "true_divide", "__truediv__")
-def div(input: Any, other: Any) -> Any:
-    return record("div", input, other) if isinstance(input, DeferredLogits) else NotImplemented
-
-
-@handles("sub", "subtract", "__sub__")
-def sub(input: Any, other: Any) -> Any:
-    return record("sub", input, other) if isinstance(input, DeferredLogits) else NotImplemented
+_binary("add", ("__add__", "__radd__"), commutes=True)
+_binary("mul", ("multiply", "__mul__", "__rmul__"), commutes=True)
+_binary("sub", ("subtract", "__sub__"), commutes=False)
+_binary("div", ("divide", "true_divide", "__truediv__"), commutes=False)
 
 
 def _unary(name: str, *names: str) -> None:
@@ -158,15 +146,14 @@ def _softmax(name: str) -> None:
         dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
         if not isinstance(input, DeferredLogits) or not is_class_dim(input, dim) or len(args) > 2:
             return NotImplemented
-        if dtype is not None:
-            input = cast(input, dtype)
+        input = input if dtype is None else cast(input, dtype)
         if input is NotImplemented:
             return NotImplemented
         autocast = expression.autocast_dtype(input.device)
         with torch.no_grad():  # Autocast may widen the dtype, and ignores meta tensors.
             one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
         node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
-        # Torch's is contiguous, whatever it is of.
+        # torch's result is contiguous, whatever its input is.
         return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"))
 
 

@@ -1,8 +1,11 @@
-"""Represent logits as a small tree of products and of elementwise operations on them.
+"""Represent logits as a small tree of products and of operations on them.
 
-The tree has the operations as the model's code called them. Run on all rows, it gives the logits
-bit for bit. No operation mixes rows, so that the tree can also run on some of the rows, or on some
-of the classes.
+The tree has the operations as the model's code called them. Evaluated on all rows, it gives the
+logits bit for bit. No operation mixes rows, so the tree can also be evaluated on some of the rows.
+If no operation mixes classes, the same holds for classes.
+
+`Recorded.value` is the only way from the tree to the model's tensors, and refuses those that have
+changed since. Small operands (a number, a number a class) are copied, so they may change.
 
 Shapes: [...] are the rows, D features, V classes.
 """
@@ -45,7 +48,7 @@ class Recorded(NamedTuple):
 
     def value(self) -> Tensor:
         """Return the tensor; raise an error if it has since been changed or freed."""
-        if _freed(self.tensor):
+        if _is_freed(self.tensor):
             raise RuntimeError(
                 "the head's weight has been freed since the head was called: it is sharded, and gathered "
                 "only within the head's own forward. With FSDP2 keep it until backward, by "
@@ -92,24 +95,44 @@ class Apply(NamedTuple):
     """The result's dtype, by torch's own promotion."""
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
-def run(node: Node) -> Tensor:
+def evaluate(node: Node) -> Tensor:
     """Return the logits of the tree's rows and classes."""
-    with as_recorded(device(node), node.autocast):
+    with autocast(device(node), node.autocast):
         if isinstance(node, Linear):
             return F.linear(node.input.value(), node.weight.value(), node.bias)
-        return FUNCTIONS[node.name](*(_operand(each) for each in node.operands))
+        return FUNCTIONS[node.name](*(_value(each) for each in node.operands))
 
 
-def as_recorded(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+def _value(operand: object) -> object:
+    if isinstance(operand, (Linear, Apply)):
+        return evaluate(operand)
+    return operand.tensor if isinstance(operand, Vector) else operand
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """Set autocast as it was when recorded; the loss is often computed elsewhere."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
-def leading(node: Node) -> torch.Size:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of the autocast that is active; None if it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def linears(node: Node) -> Iterator[Linear]:
+    """Yield the products of the tree."""
+    if isinstance(node, Linear):
+        yield node
+    else:
+        for each in _nodes(node):
+            yield from linears(each)
+
+
+def _nodes(node: Apply) -> Iterator[Node]:
+    return (each for each in node.operands if isinstance(each, (Linear, Apply)))
+
+
+def row_shape(node: Node) -> torch.Size:
     """Return the shape of the rows in the tree; the logits may arrange them differently."""
     return next(linears(node)).input.tensor.shape[:-1]
 
@@ -118,64 +141,23 @@ def device(node: Node) -> torch.device:
     return next(linears(node)).input.tensor.device
 
 
-def linears(node: Node) -> Iterator[Linear]:
-    if isinstance(node, Linear):
-        yield node
-    else:
-        for each in node.operands:
-            if isinstance(each, (Linear, Apply)):
-                yield from linears(each)
-
-
 def requires_grad(node: Node) -> bool:
     if isinstance(node, Linear):
-        tensors = (node.input.tensor, node.weight.tensor, node.bias)
-        return any(each is not None and each.requires_grad for each in tensors)
-    if node.name == "detach":
+        tensors = [node.input.tensor, node.weight.tensor, node.bias]
+    elif node.name == "detach":
         return False
-    return any(
-        requires_grad(each)
-        if isinstance(each, (Linear, Apply))
-        else isinstance(each, (Tensor, Vector)) and _plain(each).requires_grad
-        for each in node.operands
-    )
+    elif any(requires_grad(each) for each in _nodes(node)):
+        return True
+    else:
+        tensors = [each.tensor for each in node.operands if isinstance(each, Vector)]
+        tensors += [each for each in node.operands if isinstance(each, Tensor)]
+    return any(each is not None and each.requires_grad for each in tensors)
 
 
 def mixes_classes(node: Node) -> bool:
     if isinstance(node, Linear):
         return False
-    operands = (each for each in node.operands if isinstance(each, (Linear, Apply)))
-    return node.name in MIX_CLASSES or any(mixes_classes(each) for each in operands)
-
-
-def changed(
-    node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
-) -> Node:
-    """Return the same tree with other tensors; all of the old ones are checked.
-
-    `rows` maps the inputs, `classes` the weights, biases and vectors, `scalars` all other tensors.
-    """
-
-    if isinstance(node, Linear):
-        input, weight = node.input.value(), node.weight.value()
-        return node._replace(
-            input=node.input if rows is None else record(rows(input)),
-            weight=node.weight if classes is None else record(classes(weight)),
-            bias=None if node.bias is None else _by(classes, node.bias),
-        )
-    operands: list[object] = []
-    for each in node.operands:
-        if isinstance(each, (Linear, Apply)):
-            operands.append(changed(each, rows, classes, scalars))
-        elif isinstance(each, Vector):
-            operands.append(Vector(_by(classes, each.tensor)))
-        else:
-            operands.append(_by(scalars, each) if isinstance(each, Tensor) else each)
-    return node._replace(operands=tuple(operands))
-
-
-def _by(change: Change | None, tensor: Tensor) -> Tensor:
-    return tensor if change is None else change(tensor)
+    return node.name in MIX_CLASSES or any(mixes_classes(each) for each in _nodes(node))
 
 
 def check(node: Node) -> None:
@@ -185,14 +167,29 @@ def check(node: Node) -> None:
         each.weight.value()
 
 
-def _operand(each: object) -> object:
-    if isinstance(each, (Linear, Apply)):
-        return run(each)
-    return _plain(each) if isinstance(each, (Tensor, Vector)) else each
+def with_tensors(
+    node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
+) -> Node:
+    """Return the same tree with other tensors; all of the old ones are checked.
 
+    `rows` maps the inputs, `classes` the weights, biases and vectors, `scalars` all other tensors.
+    """
+    if isinstance(node, Linear):
+        input, weight = node.input.value(), node.weight.value()
+        return node._replace(
+            input=node.input if rows is None else record(rows(input)),
+            weight=node.weight if classes is None else record(classes(weight)),
+            bias=node.bias if classes is None or node.bias is None else classes(node.bias),
+        )
 
-def _plain(each: Tensor | Vector) -> Tensor:
-    return each.tensor if isinstance(each, Vector) else each
+    def changed(operand: object) -> object:
+        if isinstance(operand, (Linear, Apply)):
+            return with_tensors(operand, rows, classes, scalars)
+        if isinstance(operand, Vector) and classes is not None:
+            return Vector(classes(operand.tensor))
+        return scalars(operand) if isinstance(operand, Tensor) and scalars is not None else operand
+
+    return node._replace(operands=tuple(changed(each) for each in node.operands))
 
 
 def record(tensor: Tensor) -> Recorded:
@@ -202,9 +199,8 @@ def record(tensor: Tensor) -> Recorded:
 
 def record_shared(tensor: Tensor) -> Recorded:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
-    if torch.compiler.is_compiling():
-        return record(tensor)
-    if active(tensor):  # An alias would lose the tangent, and the level.
+    # An alias would lose the tangent of forward mode, and the level of a transform.
+    if torch.compiler.is_compiling() or active(tensor):
         return record(tensor)
     if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())
@@ -216,7 +212,7 @@ def _version(tensor: Tensor) -> int | None:
     return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
-def _freed(tensor: Tensor) -> bool:
+def _is_freed(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0

@@ -44,7 +44,7 @@ def _permuting(name: str, method: str) -> None:
         moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
         node = input.node
         if moved != sorted(moved):
-            node = expression.changed(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
+            node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
         return input.like(node, meta, new_place)
 
 
@@ -81,7 +81,7 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
     if classes != slice(None):
         if expression.mixes_classes(input.node):
             return NotImplemented
-        node = expression.changed(input.checked(), classes=lambda tensor: tensor[classes])
+        node = expression.with_tensors(input.checked(), classes=lambda tensor: tensor[classes])
         input = input.like(node, input.meta[..., classes])
     every = all(isinstance(each, slice) and each == slice(None) for each in rows)
     return input if every else _rows(input, tuple(rows))
@@ -126,17 +126,17 @@ def _as_tensor(entry: Any, device: torch.device) -> Any:
 
 
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
-    node = expression.changed(_in_shape(input), rows=lambda x: x[index])
+    node = expression.with_tensors(_in_shape(input), rows=lambda x: x[index])
     if all(isinstance(each, (int, slice)) for each in index):  # A view, with a view's strides.
         meta = input.meta[index]
     else:
-        meta = torch.empty((*expression.leading(node), input.classes), dtype=input.dtype, device="meta")
+        meta = torch.empty((*expression.row_shape(node), input.classes), dtype=input.dtype, device="meta")
     return input.like(node, meta, meta.dim() - 1)
 
 
 def _in_shape(input: DeferredLogits) -> expression.Node:
     """Return the node with its inputs in the shape of the logits' rows."""
-    return expression.changed(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
+    return expression.with_tensors(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
 
 
 # Each handler calls the meta tensor first, so that torch checks dimensions, sizes and indices.

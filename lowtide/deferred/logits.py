@@ -188,7 +188,9 @@ class DeferredLogits(Proxy):
             # Gradients are on, and the tree detaches where there are none: a view made without
             # gradients could not be changed in place where they are on.
             with torch.inference_mode(False), torch.enable_grad():
-                tensor = expression.run(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
+                tensor = (
+                    expression.evaluate(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
+                )
                 self.tensor = _laid_like(self.meta, tensor)
             self.source.made += 1
         return self.tensor
@@ -204,7 +206,7 @@ class DeferredLogits(Proxy):
             first = False
             return x
 
-        return expression.changed(node, rows=count)
+        return expression.with_tensors(node, rows=count)
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""

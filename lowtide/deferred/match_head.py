@@ -21,7 +21,7 @@ SMALLEST, LARGEST = 2.0**-6, 2.0**6
 NORMAL = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
-class Formula(NamedTuple):
+class LinearHead(NamedTuple):
     """Hold cap tanh(scale u / divisor), or scale u / divisor, of u = sum_k x_k W_k^T + b."""
 
     inputs: tuple[Tensor, ...]
@@ -60,87 +60,85 @@ class Formula(NamedTuple):
         return self.inputs, self.weights, options
 
 
-def formula(node: Node) -> Formula | None:
-    """Return the formula of the expression, or None if it has none."""
+def match_head(node: Node) -> LinearHead | None:
+    """Return the head that the expression is, or None if it is none."""
     if isinstance(node, Linear):
-        head = node.input.value(), node.weight.value()
-        return Formula((head[0],), (head[1],), node.bias, node.autocast, node.dtype)
+        inputs, weights = (node.input.value(),), (node.weight.value(),)
+        return LinearHead(inputs, weights, node.bias, node.autocast, node.dtype)
     first, *rest = node.operands
     if isinstance(first, Vector) and node.name == "add":
         first, rest = rest[0], [first]
     if not isinstance(first, (Linear, Apply)):
         return None
-    below = formula(first)
-    found = None if below is None else _applied(below, node.name, rest)
-    return found if found is not None and _is_sound(found, node.dtype) else None
+    below = match_head(first)
+    head = None if below is None else _applied(below, node.name, rest)
+    return head if head is not None and _is_sound(head, node.dtype) else None
 
 
-def _applied(found: Formula, name: str, rest: list[object]) -> Formula | None:
+def _applied(head: LinearHead, name: str, rest: list[object]) -> LinearHead | None:
     match name, rest:
-        case "clone", []:
-            return found
+        case ("clone", []) | ("to", [torch.dtype()]):
+            return head
         case "detach", []:
-            return _detached(found)
-        case "to", [torch.dtype()]:
-            return found
+            return _detached(head)
         case "neg", []:
-            return _scaled(found, -1.0)
+            return _scaled(head, -1.0)
         case "mul", [factor]:
-            return _scaled(found, factor)
+            return _scaled(head, factor)
         case "div", [divisor]:
-            return _divided(found, divisor)
+            return _divided(head, divisor)
         case "tanh", []:
-            return found._replace(cap=1.0) if found.cap is None else None
+            return head._replace(cap=1.0) if head.cap is None else None
         case "add", [Vector(bias_V)]:
-            return _shifted(found, bias_V)
+            return _shifted(head, bias_V)
         case "sub", [Vector(bias_V)]:
-            return _shifted(found, -bias_V)
+            return _shifted(head, -bias_V)
         case "add", [Linear() | Apply() as other]:
-            return _sum(found, formula(other))
+            return _sum(head, match_head(other))
     return None
 
 
-def _is_sound(found: Formula, dtype: torch.dtype) -> bool:
+def _is_sound(head: LinearHead, dtype: torch.dtype) -> bool:
     """Return whether the operators keep the digits of `dtype`, the dtype of torch's result.
 
     float64 must stay float64, and nothing else may become it.
     """
-    wide, sum_dtype = torch.float64, found.sum_dtype
+    wide, sum_dtype = torch.float64, head.sum_dtype
     digits = torch.promote_types(dtype, sum_dtype) == sum_dtype and (dtype == wide) == (sum_dtype == wide)
-    factors = (found.factor, found.cap or 1.0)
+    factors = (head.factor, head.cap or 1.0)
     return digits and all(isinstance(each, Tensor) or _is_normal(each) for each in factors)
 
 
-def _scaled(found: Formula, factor: object) -> Formula | None:
+def _scaled(head: LinearHead, factor: object) -> LinearHead | None:
     if isinstance(factor, Tensor):
-        if found.cap is not None:
+        if head.cap is not None:
             return None
-        return found._replace(scale=found.scale * factor.reshape(()).to(found.sum_dtype))
+        return head._replace(scale=head.scale * factor.reshape(()).to(head.sum_dtype))
     if not _is_normal(factor):
         return None
-    if found.cap is None:
-        return found._replace(scale=found.scale * factor)  # type: ignore[operator]
-    return found._replace(cap=found.cap * factor) if factor > 0 else None  # type: ignore[operator]
+    if head.cap is None:
+        return head._replace(scale=head.scale * factor)  # type: ignore[operator]
+    return head._replace(cap=head.cap * factor) if factor > 0 else None  # type: ignore[operator]
 
 
-def _divided(found: Formula, divisor: object) -> Formula | None:
+def _divided(head: LinearHead, divisor: object) -> LinearHead | None:
     if isinstance(divisor, Tensor):
-        return _scaled(found, 1 / divisor.to(found.sum_dtype))
+        return _scaled(head, 1 / divisor.to(head.sum_dtype))
     if not _is_normal(divisor):
         return None
-    if found.cap is None:
-        return found._replace(divisor=found.divisor * divisor)  # type: ignore[operator]
-    return _scaled(found, 1 / divisor)  # type: ignore[operator]
+    if head.cap is None:
+        return head._replace(divisor=head.divisor * divisor)  # type: ignore[operator]
+    return _scaled(head, 1 / divisor)  # type: ignore[operator]
 
 
-def _shifted(found: Formula, bias_V: Tensor) -> Formula | None:
+def _shifted(head: LinearHead, bias_V: Tensor) -> LinearHead | None:
     """Add a bias, unless there is a scale already, by which it would have to be divided."""
-    if found.cap is not None or not _is_one(found.factor):
+    if head.cap is not None or not _is_one(head.factor):
         return None
-    return found._replace(bias=_sum_of_biases(found, found.bias, bias_V))
+    return head._replace(bias=_sum_of_biases(head, head.bias, bias_V))
 
 
-def _sum(one: Formula, other: Formula | None) -> Formula | None:
+def _sum(one: LinearHead, other: LinearHead | None) -> LinearHead | None:
     if other is None or one.cap is not None or other.cap is not None:
         return None
     if (one.autocast, one.dtype) != (other.autocast, other.dtype):
@@ -155,36 +153,36 @@ def _sum(one: Formula, other: Formula | None) -> Formula | None:
     )
 
 
-def _sum_of_biases(found: Formula, one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _sum_of_biases(head: LinearHead, one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Add biases in the dtype of sums, so that nothing is rounded."""
-    biases = [each.to(found.sum_dtype) for each in (one, other) if each is not None]
+    biases = [each.to(head.sum_dtype) for each in (one, other) if each is not None]
     return sum(biases[1:], biases[0]) if biases else None
 
 
-def _unscaled(found: Formula) -> Formula | None:
+def _unscaled(head: LinearHead) -> LinearHead | None:
     """Multiply the inputs by the scale; an adapter's inputs are small.
 
     Half-precision inputs must not underflow or overflow by it.
     """
-    factor = found.factor
+    factor = head.factor
     if _is_one(factor):
-        return found
-    half = found.dtype != found.sum_dtype
+        return head
+    half = head.dtype != head.sum_dtype
     if half and (isinstance(factor, Tensor) or not SMALLEST <= abs(factor) <= LARGEST):
         return None
-    inputs = tuple(each * factor for each in found.inputs)
-    if any(each.dtype != old.dtype for each, old in zip(inputs, found.inputs)):
+    inputs = tuple(each * factor for each in head.inputs)
+    if any(each.dtype != old.dtype for each, old in zip(inputs, head.inputs)):
         return None
-    bias = None if found.bias is None else found.bias.to(found.sum_dtype) * factor
-    return found._replace(inputs=inputs, bias=bias, scale=1.0, divisor=1.0)
+    bias = None if head.bias is None else head.bias.to(head.sum_dtype) * factor
+    return head._replace(inputs=inputs, bias=bias, scale=1.0, divisor=1.0)
 
 
-def _detached(found: Formula) -> Formula:
-    return found._replace(
-        inputs=tuple(each.detach() for each in found.inputs),
-        weights=tuple(each.detach() for each in found.weights),
-        bias=None if found.bias is None else found.bias.detach(),
-        scale=found.scale.detach() if isinstance(found.scale, Tensor) else found.scale,
+def _detached(head: LinearHead) -> LinearHead:
+    return head._replace(
+        inputs=tuple(each.detach() for each in head.inputs),
+        weights=tuple(each.detach() for each in head.weights),
+        bias=None if head.bias is None else head.bias.detach(),
+        scale=head.scale.detach() if isinstance(head.scale, Tensor) else head.scale,
     )
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lowtide.deferred import chunks, expression
 from lowtide.deferred.elementwise import is_class_dim
+from lowtide.deferred.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
-from lowtide.deferred.match_head import Formula, formula
+from lowtide.deferred.match_head import LinearHead, match_head
 from lowtide.deferred.reporting import FUSED
 from lowtide.ops.linear_cross_entropy import dispatch
 
@@ -33,10 +34,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
     legacy = size_average is not None or reduce is not None
     if legacy or not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
         return NotImplemented
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
     return _loss(input, input.checked(), target, weight, ignore_index, options)
 
 
@@ -61,12 +62,13 @@ def nll_loss(
 
 def _loss(
     input: DeferredLogits,
-    node: expression.Node,
+    node: Node,
     target: Any,
     weight: Tensor | None,
     ignore_index: int,
     options: dict[str, Any],
 ) -> Any:
+    """Return the loss by the fused operator or by chunks; NotImplemented if real logits are needed."""
     if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
         return NotImplemented
     probabilities = target.is_floating_point()
@@ -76,19 +78,20 @@ def _loss(
         probabilities and ignore_index >= 0
     ):
         return NotImplemented
-    other = weight is not None and not probabilities and weight.dtype != input.dtype
-    # This autocast casts both.
-    if other and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
+    mixed = weight is not None and not probabilities and weight.dtype != input.dtype
+    # CUDA's autocast casts both.
+    if mixed and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
         return NotImplemented
-    found, rows, workspace = formula(node), expression.leading(node), input.source.workspace
+    rows = expression.row_shape(node)
     if probabilities:
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     else:
         target = target.reshape(rows)
-    if found is not None:
-        loss = _fused(found, target, weight, ignore_index, options | {"workspace": workspace})
+    head, options = match_head(node), options | {"workspace": input.source.workspace}
+    if head is not None:
+        loss = _fused(head, target, weight, ignore_index, options)
     elif _takes_chunks(weight):
-        loss = chunks.cross_entropy(node, target, weight, ignore_index, workspace=workspace, **options)
+        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
     else:
         return NotImplemented
     loss = input.source.counts.on(loss, FUSED)
@@ -96,13 +99,13 @@ def _loss(
 
 
 def _fused(
-    found: Formula, target: Tensor, weight: Tensor | None, ignore_index: int, options: dict[str, Any]
+    head: LinearHead, target: Tensor, weight: Tensor | None, ignore_index: int, options: dict[str, Any]
 ) -> Tensor:
-    inputs, weights, head = found.arguments()
+    inputs, weights, of_head = head.arguments()
     ignored = None if target.is_floating_point() else ignore_index
-    with expression.as_recorded(target.device, found.autocast):
+    with expression.autocast(target.device, head.autocast):
         return dispatch.cross_entropy(
-            inputs, weights, target, weight=weight, ignore_index=ignored, **head, **options
+            inputs, weights, target, weight=weight, ignore_index=ignored, **of_head, **options
         )
 
 
@@ -113,6 +116,16 @@ def _takes_chunks(weight: Tensor | None) -> bool:
     """
     differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     return not differentiated and not torch.compiler.is_compiling()
+
+
+def _below_log_softmax(node: Node) -> Node | None:
+    """Return what the log-softmax of this node is taken of, if the node is one, cast or not."""
+    if isinstance(node, Linear):
+        return None
+    if node.name == "log_softmax":
+        return node.operands[0]  # type: ignore[return-value]
+    cast = node.name == "to" and node.dtype != torch.float64
+    return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
 
 
 @handles("grad")
@@ -128,14 +141,11 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    node = input.checked()
-    found = formula(node)
-    if found is None:
-        (result,) = _by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
-        return result.unsqueeze(place) if keepdim else result
-    rows = found.inputs[0].shape[:-1]
-    target = torch.zeros(rows, dtype=torch.long, device=input.device)
-    result = _log_probs(found, target, input.source.workspace).logsumexp.view(input.rows)
+    head = match_head(input.checked())
+    if head is None:
+        return _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1))
+    target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
+    result = _log_probs(head, target, input.source.workspace).logsumexp.view(input.rows)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -147,26 +157,22 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        picked = _picked(node, index.reshape(expression.leading(node)), input.source.workspace)
+        picked = _picked(node, index.reshape(expression.row_shape(node)), input.source.workspace)
         if picked is not None:
             return picked.view(index.shape)
     (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return result
 
 
-def _picked(node: expression.Node, index: Tensor, workspace: int | None) -> Tensor | None:
+def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
     """Return each row's log-probability of class `index`, after the operations on it."""
-    if isinstance(node, expression.Linear) or any(
-        isinstance(each, expression.Vector) for each in node.operands
-    ):
+    if isinstance(node, Linear) or any(isinstance(each, Vector) for each in node.operands):
         return None
     below, *rest = node.operands
     if node.name == "log_softmax":
-        found = formula(below)  # type: ignore[arg-type]
-        return None if found is None else _log_probs(found, index, workspace).log_prob
-    if node.name == "softmax" or any(
-        isinstance(each, (expression.Linear, expression.Apply)) for each in rest
-    ):
+        head = match_head(below)  # type: ignore[arg-type]
+        return None if head is None else _log_probs(head, index, workspace).log_prob
+    if node.name == "softmax" or any(isinstance(each, (Linear, Apply)) for each in rest):
         return None
     picked = _picked(below, index, workspace)  # type: ignore[arg-type]
     return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
@@ -178,10 +184,11 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     The logits are deferred or real. Deferred ones take one pass if the operators support the head;
     that counts as a fused loss.
     """
-    found = formula(input.checked()) if isinstance(input, DeferredLogits) and input.classes_last else None
-    if found is not None:
-        flat = target.reshape(found.inputs[0].shape[:-1])
-        results = _log_probs(found, flat, input.source.workspace)
+    deferred = isinstance(input, DeferredLogits) and input.classes_last
+    head = match_head(input.checked()) if deferred else None
+    if head is not None:
+        flat = target.reshape(head.inputs[0].shape[:-1])
+        results = _log_probs(head, flat, input.source.workspace)
         first = input.source.counts.on(results.log_prob, FUSED)
         return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
@@ -193,33 +200,17 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     )
 
 
-def _log_probs(found: Formula, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
-    inputs, weights, head = found.arguments()
-    with expression.as_recorded(target.device, found.autocast):
-        return dispatch.log_probs(inputs, weights, target, ignore_index=NO_CLASS, workspace=workspace, **head)
-
-
-def _below_log_softmax(node: expression.Node) -> expression.Node | None:
-    if isinstance(node, expression.Linear):
-        return None
-    if node.name == "log_softmax":
-        return node.operands[0]  # type: ignore[return-value]
-    cast = node.name == "to" and node.dtype != torch.float64
-    return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
+def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
+    inputs, weights, of_head = head.arguments()
+    with expression.autocast(target.device, head.autocast):
+        return dispatch.log_probs(
+            inputs, weights, target, ignore_index=NO_CLASS, workspace=workspace, **of_head
+        )
 
 
 @handles("argmax")
 def argmax(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     return _reduced(input, dim, keepdim, lambda z_CV: z_CV.argmax(-1))
-
-
-@handles("max")
-def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    place = _class_dim(input, dim)
-    if place is None:
-        return NotImplemented
-    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
-    return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in found)
 
 
 @handles("amax")
@@ -237,20 +228,28 @@ def mean(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype
     return _reduced(input, dim, keepdim, lambda z_CV: z_CV.mean(-1, dtype=dtype))
 
 
+@handles("max")
+def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    results = _by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
+    return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in results)
+
+
 @handles("topk")
 def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not input.classes_last or _class_dim(input, dim) is None:
         return NotImplemented
-    found = _by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)))
-    return torch.return_types.topk(found)
+    return torch.return_types.topk(_by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted))))
 
 
 def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    (found,) = _by_rows(input, 1, lambda z_CV: (function(z_CV),))
-    return found.unsqueeze(place) if keepdim else found
+    (result,) = _by_rows(input, 1, lambda z_CV: (function(z_CV),))
+    return result.unsqueeze(place) if keepdim else result
 
 
 def _class_dim(input: Any, dim: Any) -> int | None:
@@ -265,6 +264,7 @@ def _by_rows(
 ) -> tuple[Tensor, ...]:
     """Return the results of chunks.by_rows in the shape of the logits' rows."""
     node = input.checked()
-    cut = [each.reshape((*expression.leading(node), *each.shape[len(input.rows) :])) for each in row_tensors]
-    found = chunks.by_rows(node, results, function, *cut, workspace=input.source.workspace)
-    return tuple(each.view((*input.rows, *each.shape[len(expression.leading(node)) :])) for each in found)
+    rows, shape = expression.row_shape(node), input.rows
+    cut = [each.reshape((*rows, *each.shape[len(shape) :])) for each in row_tensors]
+    outputs = chunks.by_rows(node, results, function, *cut, workspace=input.source.workspace)
+    return tuple(each.view((*shape, *each.shape[len(rows) :])) for each in outputs)
