@@ -10,8 +10,7 @@ Modules, in the order of imports:
 * cuda: what a CUDA device would save and hold, for fake tensors on the CPU.
 * tracker: the bytes held, by category, and their peak.
 * step: one step on fake tensors.
-* training: the same step with data.
-* measure: the peak of the step with data, on a CUDA device.
+* training: the same step with data, and its peak on a CUDA device.
 * report: estimates as a table and as a picture.
-* rows: estimates as a CSV.
+* table: estimates as a CSV.
 """

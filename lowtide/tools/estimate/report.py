@@ -47,7 +47,8 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     if any(each.measured or each.out_of_memory for each in results):
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
-    console.print(f"[bold]{title(one.setting)}[/bold]: {one.parameters / 1e9:,.3f} billion parameters")
+    console.print(f"[bold]{_title(one.setting)}[/bold]: {one.parameters / 1e9:,.3f} billion parameters")
+    console.print(f"assumed: {one.device}")
     console.print(table)
     console.print(
         f"one copy of the logits {one.logits / unit:,.2f} {name}, "
@@ -67,14 +68,13 @@ def _error(result: Result) -> str:
     return "" if result.measured is None else f"{100 * (result.estimate.peak / result.measured - 1):+.1f} %"
 
 
-def title(setting: Setting) -> str:
+def _title(setting: Setting) -> str:
     return f"{setting.batch} x {setting.length:,} tokens, {_how(setting)}"
 
 
 def _how(setting: Setting) -> str:
-    return ", ".join(
-        [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
-    )
+    how = [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
+    return ", ".join(how)
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

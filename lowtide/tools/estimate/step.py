@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ class Estimate:
     logits: int  # Bytes of one copy, in the dtype of the products.
     hidden: int  # Bytes of one hidden state before every layer, which checkpointing keeps.
     parameters: int
+    device: str = field(default="", compare=False)  # The one that is assumed, in words.
 
     @property
     def peak(self) -> int:
@@ -40,9 +41,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the second of two steps, which has optimizer states.
 
-    What the first step would leave behind is made here. `device` "cuda" is the promise; "cpu" is
-    what the CPU's own operators save, for comparison. `report` receives a few words on what is
-    being done.
+    What the first step would leave behind is made here. "cpu" as `device` gives what the CPU's own
+    operators hold, for comparison. `report` receives a few words on what is being done.
     """
     with ExitStack() as stack:
         report("building the model")
@@ -68,7 +68,15 @@ def estimate(
         logits=setting.tokens * model.classes * itemsize,
         hidden=setting.tokens * model.width * model.depth * itemsize,
         parameters=sum(each.numel() for each in model.module.parameters()),
+        device=_assumed(device),
     )
+
+
+def _assumed(device: str) -> str:
+    """Name the device whose bytes are estimated: the card at hand decides how the loss is computed."""
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return "a CUDA device that is not a Hopper card" if device == "cuda" else "the CPU"
 
 
 @contextlib.contextmanager

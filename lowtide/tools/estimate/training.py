@@ -1,11 +1,13 @@
-"""Run the estimated step with data."""
+"""Run the estimated step with data, and measure its peak on a CUDA device."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
 
 from lowtide import defer_logits
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.model import Model, build
 from lowtide.tools.estimate.setting import Loss, Setting
 
@@ -34,3 +36,20 @@ def training(
             optimizer.zero_grad()
 
         yield step, model, optimizer
+
+
+def measure(setting: Setting, loss: Loss) -> int | None:
+    """Return the bytes at the second step's peak, or None if the card's memory is too small."""
+    if not torch.cuda.is_available():
+        raise UserError("--measure: torch sees no CUDA device here; leave it out to estimate without one")
+    gc.collect()  # Free the previous model.
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    try:
+        with training(setting, loss, "cuda") as (step, _, _):
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            return torch.cuda.max_memory_allocated() - before
+    except torch.OutOfMemoryError:
+        return None

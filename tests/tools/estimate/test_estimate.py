@@ -2,10 +2,9 @@ import pytest
 import torch
 
 from lowtide.memory import peak_memory
-from lowtide.tools.estimate.measure import measure
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import estimate
-from lowtide.tools.estimate.training import training
+from lowtide.tools.estimate.training import measure, training
 from tests.tools.estimate.conftest import TINY_GPT2, TINY_LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")

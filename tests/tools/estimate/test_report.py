@@ -8,13 +8,14 @@ from rich.console import Console
 
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.report import Result, draw, print_table
-from lowtide.tools.estimate.rows import COLUMNS, read, write
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import Estimate
+from lowtide.tools.estimate.table import COLUMNS, read, write
 from lowtide.tools.estimate.tracker import CATEGORIES
 from tests.support.drawings import drawn
 
 GIB = 2**30
+H200 = "NVIDIA H200"
 ROOT = Path(__file__).parents[3]
 MEASURED = ROOT / "benchmarks" / "h200" / "estimate_measured.csv"
 
@@ -22,7 +23,9 @@ MEASURED = ROOT / "benchmarks" / "h200" / "estimate_measured.csv"
 @pytest.fixture
 def pair():
     held = dict(zip(CATEGORIES, (3 * GIB, GIB, 6 * GIB, 2 * GIB, 8 * GIB)))
-    eager = Estimate(Setting("m", 1, 1000), Loss.eager, held, "backward", 2 * GIB, GIB // 2, 10**9)
+    eager = Estimate(
+        Setting("m", 1, 1000), Loss.eager, held, "backward", 2 * GIB, GIB // 2, 10**9, "NVIDIA H200"
+    )
     ours = replace(eager, loss=Loss.lowtide, held=held | {"logits": 0}, when="forward")
     return [Result(eager, out_of_memory=True), Result(ours, measured=int(12.5 * GIB))]
 
@@ -31,6 +34,7 @@ def test_the_table_says_it_all(pair):
     console = Console(record=True, width=100)
     print_table(console, pair)
     lines = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
+    assert ["assumed:", "NVIDIA", "H200"] in lines
     assert ["logits", "8.00", "0.00"] in lines
     assert ["peak", "20.00", "12.00"] in lines
     assert ["reached", "in", "backward", "forward"] in lines
@@ -68,6 +72,7 @@ def test_what_is_written_is_read_again(pair, tmp_path):
     path = tmp_path / "deeper" / "estimate.csv"
     write([eager, ours, other], path)
     assert read(path) == [eager, ours, other]
+    assert [each.estimate.device for each in read(path)] == [H200] * 3
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from lowtide.tools import files
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
@@ -24,8 +22,7 @@ COLUMNS = (*ENVIRONMENT, *SETTING, *OWN)
 
 
 def write(results: Iterable[Result], path: Path) -> None:
-    # The card of this machine: it decides how the loss is computed, even if nothing is measured.
-    environment = asdict(Environment.of("cuda" if torch.cuda.is_available() else "cpu"))
+    environment = asdict(Environment.of("cpu"))
     with files.whole_file(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -37,6 +34,7 @@ def _row(result: Result) -> dict[str, object]:
     how = one.setting
     named = {"dtype": how.dtype.value, "optimizer": how.optimizer.value, "loss": one.loss.value}
     return {
+        "card": one.device,
         **asdict(how),
         **named,
         **{column: one.held[category] for category, column in HELD.items()},
@@ -74,6 +72,7 @@ def _result(row: dict[str, str]) -> Result:
         int(row["copy_of_logits"]),
         int(row["hidden_states"]),
         int(row["parameters"]),
+        row["card"],
     )
     out_of_memory = row["measured_bytes"] == OUT_OF_MEMORY
     measured = int(row["measured_bytes"]) if row["measured_bytes"] and not out_of_memory else None
