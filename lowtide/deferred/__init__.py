@@ -5,12 +5,9 @@ object runs the fused operator.
 
 Modules, in the order of imports (each imports only from those above it):
 
-* frames: find the callers, by the interpreter's frames.
-* counting: count fused losses and materialised logits, in compiled code too.
-* steps: warn when training never calls the deferred head.
-* proxy: Python's operators and the search for proxies among arguments.
-* operands: record tensors, and refuse those that have changed since.
-* expression: the recorded operations, a tree that can run on any of its rows.
+* reporting: counts of fused losses and materialised logits, in compiled code too; warnings.
+* proxy: torch functions, methods and operators on what stands for a tensor.
+* expression: the recorded operations, a tree that can be evaluated on any of its rows.
 * logits: `DeferredLogits`, the proxy for logits.
 * elementwise: operations that are recorded number by number.
 * indexing: operations that select, reshape or permute rows and classes.

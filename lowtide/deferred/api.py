@@ -12,7 +12,7 @@ from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
-from lowtide.deferred.locate_head import check_head, check_model, classes, find_head
+from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
 from lowtide.deferred.logits import Source
 from lowtide.deferred.reporting import Counts, Watch
 
@@ -208,7 +208,7 @@ def defer_logits(
         loss.backward()
     """
     check_model(model, head)
-    found = find_head(model) if head is None else head
+    found = locate_head(model) if head is None else head
     check_head(found)
     check_workspace(workspace)
     if workspace is not None and workspace <= 0:

@@ -9,7 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
-def find_head(model: nn.Module) -> nn.Module:
+def locate_head(model: nn.Module) -> nn.Module:
     """Return the model's output embedding, or the only linear layer that can be one."""
     model = _unwrapped(model)
     own = getattr(model, "get_output_embeddings", None)

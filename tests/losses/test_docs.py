@@ -13,7 +13,7 @@ def test_examples():
     first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}
     exec(first, names)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     with_loss = 0
     for block in blocks:
         names["loss"] = torch.zeros(())
@@ -24,7 +24,7 @@ def test_examples():
         assert names["loss"].isfinite(), block
         assert names["loss"].requires_grad, block
         names["loss"].backward(retain_graph=True)
-    assert with_loss == 8
+    assert with_loss == 9
     assert names["hidden"].grad[:, 4:-1].abs().sum() > 0
     assert names["log_scale"].grad != 0
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred.locate_head import check_head, find_head
+from lowtide.deferred.locate_head import check_head, locate_head
 from lowtide.tools.demo.config import SIZES
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.errors import UserError
@@ -52,7 +52,7 @@ def build(setting: Setting) -> Model:
     sizes = BUILT_IN.get(setting.model)
     model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
     try:
-        check_head(find_head(model.module))
+        check_head(locate_head(model.module))
     except ArgumentError as reason:
         raise UserError(f"{setting.model}: {reason}") from reason
     model.module.train()
