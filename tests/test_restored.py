@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import lowtide
 from lowtide.core.cpu_gemm import gemm
-from lowtide.ops.attention.operator import backends as attention_engines
+from lowtide.ops.attention import dispatch as attention_dispatch
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements
 from tests.ops import distillation as distilled
 from tests.ops.attention import helpers as attended
@@ -199,7 +199,7 @@ def decisions(monkeypatch):
         monkeypatch.setattr(module, name, counted)
 
     count(planner, "choose_engine")
-    count(attention_engines, "chosen")
+    count(attention_dispatch, "choose_backend")
     return found
 
 

@@ -131,13 +131,13 @@ def attention(
         with_logsumexp=logsumexp,
         backend=backend,
     )
-    found = call.engine()
+    found = call.choice()
     heads_of_keys = heads if key_heads is None else key_heads
     title = (
         f"memory_efficient_attention: B {batch} M {queries} N {sizes['N']} H {heads}/{heads_of_keys} "
         f"K {features} {dtype.value} on {call.device}"
     )
-    _print(_console(), title, {"engine": found.name, "why": found.reason})
+    _print(_console(), title, {"engine": found.backend, "why": found.reason})
 
 
 @app.command("linear-cross-entropy")

@@ -29,14 +29,17 @@ def chosen_engines() -> Iterator[set[str]]:
         for module, name, describe in (
             ("lowtide.ops.linear_cross_entropy.operator.ops", "make_plan", _of_loss),
             ("lowtide.ops.distillation.engine", "make_plan", _of_distillation),
-            ("lowtide.ops.attention.dispatch", "choose", lambda choice, *_: f"attention: {choice.backend}"),
-            ("lowtide.ops.attention.operator.backends", "chosen", lambda name, *_: f"attention: {name}"),
+            (
+                "lowtide.ops.attention.dispatch",
+                "choose_backend",
+                lambda choice, *_: f"attention: {choice.backend}",
+            ),
         ):
             owner = import_module(module)
             observed = _observed(getattr(owner, name), describe, found)
             stack.enter_context(mock.patch.object(owner, name, observed))
         yield found
-    found.discard("attention: auto")  # to which `chosen` then gives a name
+    found.discard("attention: higher_order")  # the records name no backend there
 
 
 def _observed(function: Callable[..., Any], describe: Callable[..., str], found: set[str]) -> Any:

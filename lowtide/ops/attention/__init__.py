@@ -9,10 +9,10 @@ The folders and modules, in the order of imports (each imports only those above 
     torch_backend/   tiles in plain torch, for any device
     triton_backend/  kernels for CUDA
     sdpa/            torch's own kernels as a backend
-    operator/        the registered operators, their derivatives, and the choice of a backend
+    operator/        the registered operators and their derivatives
     delegate.py      the plain case, handed to torch's scaled_dot_product_attention
-    dispatch.py      which way a call goes
-    choice.py        the same decision, asked for without running anything
+    backend.py       which backend takes a call, and why not the others
+    dispatch.py      a call, sent to its backend
     api.py           the public functions; their docstrings are the contract
     merge.py         attention to several sets of keys, merged into one
 """

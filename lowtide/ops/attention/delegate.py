@@ -22,74 +22,12 @@ from torch.nn.attention import sdpa_kernel
 # Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
 from torch.nn.functional import scaled_dot_product_attention as torchs_own
 
-from lowtide.core.autodiff import active, is_differentiated, placed
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals, is_plain_causal
-from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, sizes
+from lowtide.core.autodiff import is_differentiated, placed
+from lowtide.ops.attention.definition.masks import Band, intervals
+from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.operator.autograd import Gradients, again
 from lowtide.ops.attention.sdpa import alignment
 from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
-
-HALVES = (torch.bfloat16, torch.float16)
-# These kernels multiply a causal mask's -inf by the scale, in float32: a scale of 0 or less gives
-# NaN.
-SCALES = torch.finfo(torch.float32)
-# The most programs along the second and third dimension of a CUDA grid.
-PROGRAMS = 65535
-
-
-def reason_against(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    with_logsumexp: bool,
-) -> str | None:
-    """Return why torch's kernels cannot take the call, or are not known to be right, or None.
-
-    The checks that take the host longest come last.
-    """
-    if with_logsumexp:
-        return "it gives no logsumexp"
-    if options.softcap:
-        return "it takes no soft cap"
-    if options.dropout:
-        return "its dropout depends on the kernel"
-    if operands.bias is not None:
-        return "its biases are dense"
-    if window is not None:
-        return "it takes no window"
-    if active(*operands[:3]):
-        return "it knows no transforms"
-    size = sizes(operands)
-    if mask is not None and not is_plain_causal(mask, size.M, size.N):
-        return "it takes no mask but a causal one"
-    if size.K != size.E:
-        return "it needs as many features of values as of keys"
-    if 0 in size:
-        return "it needs something to attend"
-    if not SCALES.tiny <= options.scale <= SCALES.max:
-        return "its causal masks are nan where the scale is not a normal float32 above 0"
-    if operands.device.type == "cuda":
-        reason = _reason_against_on_cuda(operands, size, mask is not None)
-    elif operands.query.dtype in HALVES:
-        reason = "its kernels for the CPU round sums to half precision"
-    else:
-        sides = (each.stride(3) == 1 for each in operands[:3])
-        reason = None if all(sides) else "it needs features that lie side by side"
-    return reason
-
-
-def _reason_against_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
-    """Return the same for what holds on CUDA alone."""
-    if operands.query.dtype not in HALVES:
-        return "its kernels for float32 are slower"
-    if size.K > 256 or size.K % 8:
-        return "it takes at most 256 features, a multiple of 8"
-    if causal and size.M != size.N:
-        return "its causal mask needs as many queries as keys"
-    if size.B * size.H > PROGRAMS:
-        return f"it is not known to be right for more than {PROGRAMS} heads in all batches"
-    return alignment.reason_against(*operands[:3])
 
 
 def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # [B, H, M, E]
@@ -97,7 +35,7 @@ def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # 
     tracked = torch.is_grad_enabled() and any(each.requires_grad for each in operands[:3])
     if not tracked:
         return _sdpa(operands, causal, options)
-    return _Handed.apply(causal, options, *operands[:3])  # type: ignore[no-any-return]
+    return _Delegated.apply(causal, options, *operands[:3])  # type: ignore[no-any-return]
 
 
 def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
@@ -134,7 +72,7 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Handed(torch.autograd.Function):
+class _Delegated(torch.autograd.Function):
     """Differentiate one call of torch's function by the graph that forward keeps."""
 
     @staticmethod

@@ -5,5 +5,5 @@ Modules, in the order of imports:
 * environment: versions, devices and switches.
 * cpu: the CPU's bfloat16 units, compiler and threads.
 * linear_cross_entropy: the engine and the plan of a call of the loss.
-* attention: the engine of a call of attention, and why.
+* attention: the backend of a call of attention, and why.
 """

@@ -1,6 +1,6 @@
-"""Tell which engine computes a call of attention, and why, from its description alone.
+"""Tell which backend computes a call of attention, and why, from its description alone.
 
-Tensors without data go to the functions that choose at run time (lowtide.ops.attention.choice).
+Tensors without data go to the functions that choose at run time (lowtide.ops.attention.dispatch).
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
 of values.
@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import attn_bias
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.attention.choice import Engine, engine
+from lowtide.ops.attention import dispatch
+from lowtide.ops.attention.backend import Choice
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.definition.validation import check_choice, check_numbers, check_window
@@ -73,8 +74,8 @@ class Call:
     with_logsumexp: bool = False
     backend: str = "auto"
 
-    def engine(self) -> Engine:
-        """Return the engine; raise any error that the call itself would raise."""
+    def choice(self) -> Choice:
+        """Return the backend and why; raise any error that the call itself would raise."""
         check_numbers(self.dropout, None, self.softcap)
         check_choice(self.backend)
         band = check_window(self.window)
@@ -93,7 +94,7 @@ class Call:
             operands = Operands(*(None if each is None else self._there(each) for each in own))
             if operands.bias is not None:
                 operands.bias.requires_grad_(self.bias_gradient)
-            return engine(operands, mask, band, options, self.with_logsumexp)
+            return dispatch.choose(operands, mask, band, options, self.with_logsumexp)
 
     @property
     def _key_heads(self) -> int:
@@ -158,12 +159,12 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Return a line for each call, with its engines on the CPU and on CUDA."""
+    """Return a line for each call, with its backends on the CPU and on CUDA."""
     return [(call, _names(cases, "cpu"), _names(cases, "cuda")) for call, cases in LINES.items()]
 
 
 def _names(cases: tuple[dict[str, Any], ...], device: str) -> str:
-    found = {Call(device=device, **case).engine().name: None for case in cases}
+    found = {Call(device=device, **case).choice().backend: None for case in cases}
     return " or ".join(found)
 
 

@@ -5,7 +5,7 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention.operator import backends
+from lowtide.ops.attention.operator import ops
 from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
 from tests.support.cuda_graphs import captured
 from tests.support.loss import no_synchronisation
@@ -36,10 +36,10 @@ def test_who_runs_it(name, dtype, expected, monkeypatch):
 
     ran = set()
     for engine, module, attribute in (
-        ("triton", launch_forward, "Kernels"),
-        ("triton", launch_backward, "BackwardKernels"),
-        ("torch", backends, "Blockwise"),
-        ("torch", backends, "BlockwiseBackward"),
+        ("triton", launch_forward, "forward"),
+        ("triton", launch_backward, "backward"),
+        ("torch", ops, "Blockwise"),
+        ("torch", ops, "BlockwiseBackward"),
     ):
         run = getattr(module, attribute)
         monkeypatch.setattr(

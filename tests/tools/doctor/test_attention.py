@@ -9,7 +9,7 @@ import torch
 
 import lowtide
 from lowtide.ops.attention import dispatch
-from lowtide.ops.attention.operator import backends
+from lowtide.ops.attention.operator import ops
 from lowtide.tools.doctor.attention import LINES, Call, Layout, Mask, markdown
 
 DOCS = Path(__file__).parents[3] / "docs" / "attention.md"
@@ -73,26 +73,26 @@ def test_what_it_names_runs(call, monkeypatch):
 
     runners = [
         ("sdpa", dispatch.delegate, "attention"),
-        ("torch", backends, "Blockwise"),
+        ("torch", ops, "Blockwise"),
         ("reference", dispatch.reference, "attention"),
     ]
     if importlib.util.find_spec("triton") is not None:
         from lowtide.ops.attention.triton_backend import launch_forward
 
-        runners.append(("triton", launch_forward, "Kernels"))
+        runners.append(("triton", launch_forward, "forward"))
     for name, owner, attribute in runners:
         monkeypatch.setattr(owner, attribute, watched(name, getattr(owner, attribute)))
     run(call)
-    assert ran == [call.engine().name]
+    assert ran == [call.choice().backend]
 
 
 def test_the_reasons():
-    assert "its biases are dense" in replace(SMALL, bias=(1, 1, 1, 12)).engine().reason
-    assert "it takes no window" in replace(SMALL, window=(1, 0)).engine().reason
-    for_cuda = Call(device="cuda", K=512).engine()
+    assert "its biases are dense" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
+    assert "it takes no window" in replace(SMALL, window=(1, 0)).choice().reason
+    for_cuda = Call(device="cuda", K=512).choice()
     assert "at most 256 features" in for_cuda.reason
-    assert ("not triton" in for_cuda.reason) == (for_cuda.name == "torch")
-    assert "query is float64" in Call(device="cuda", dtype=torch.float64).engine().reason
+    assert ("not triton" in for_cuda.reason) == (for_cuda.backend == "torch")
+    assert "query is float64" in Call(device="cuda", dtype=torch.float64).choice().reason
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_reasons():
 def test_it_raises_what_the_call_raises(changes, message):
     call = replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
-        call.engine()
+        call.choice()
     if "layout" not in changes:
         with pytest.raises(ValueError, match=message):
             run(call)
@@ -126,4 +126,4 @@ def test_a_line_of_the_table_is_one_engine():
     """Or it would have to be two lines."""
     for call, cases in LINES.items():
         for device in ("cpu", "cuda"):
-            assert len({Call(device=device, **case).engine().name for case in cases}) == 1, (call, device)
+            assert len({Call(device=device, **case).choice().backend for case in cases}) == 1, (call, device)

@@ -4,6 +4,7 @@ Shapes: B batches; H query heads, G key heads, R = H / G query heads to a key he
 other); M queries, N keys; K features of queries and keys, E of values.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,3 +96,11 @@ def sizes(operands: Operands) -> Sizes:
 def is_far(tensor: Tensor) -> bool:
     """Return True if the elements of 128 rows lie further apart than 32 bits can express."""
     return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31
+
+
+def allocate(like: Tensor, shape: Sequence[int], rows_first: bool) -> Tensor:
+    """Return memory for [B, H, M, X], in this order or as [B, M, H, X]."""
+    B, H, M, X = shape
+    if rows_first:
+        return like.new_empty(B, M, H, X).transpose(1, 2)
+    return like.new_empty(shape)

@@ -4,9 +4,7 @@ Each operator runs the backend that was chosen before the call, forward and back
 
 The modules, in the order of imports (a module imports only those above it):
 
-    backends.py      which backend runs a call, and the call to it
     higher_order.py  derivatives of any order, forward mode and vmap
-    ops.py           the two registered operators
-    fake.py          shapes, dtypes and FLOPs of their outputs, for graphs
+    ops.py           the two registered operators, run by the backend that their options name
     autograd.py      their derivative
 """

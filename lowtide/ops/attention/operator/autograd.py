@@ -15,12 +15,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
 from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.operator import (
-    backends,
-    fake,  # noqa: F401  imported to register the shapes
-    higher_order,
-    ops,
-)
+from lowtide.ops.attention.operator import higher_order, ops
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -28,9 +23,8 @@ Gradients = tuple[Tensor | None, ...]
 def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
 
-    The backend is chosen here, once for forward and backward.
+    The backend that the options name runs forward and backward.
     """
-    options = options._replace(backend=backends.chosen(operands, options))
     tracked = torch.is_grad_enabled()
     wanted = tuple(tracked and each is not None and each.requires_grad for each in operands.differentiable)
     out, logsumexp = _Attention.apply(options, wanted, with_logsumexp, *operands)

@@ -1,40 +1,47 @@
-"""Register the operators that a graph sees of lowtide's attention.
+"""Register the operators that a graph sees of lowtide's attention, and run them.
 
     attention             the result and, if asked for, the statistics of each row (operands.py)
     attention_backward    the gradients asked for among query, key, value and bias, in this order
 
-fake.py says what comes out of them without running them. They know no autograd; autograd.py
-differentiates them.
+The options name the backend. autograd.py differentiates the operators, which have no derivative of
+their own. A graph learns the shapes, dtypes and FLOPs of their outputs here. FLOPs are those of all
+M N scores, since a graph knows no mask.
+
+Shapes: B batches, H heads, M queries, N keys, K features, E of values.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.library import register_fake
+from torch.utils.flop_counter import register_flop_formula
 
+from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.operator import backends
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
+from lowtide.ops.attention.sdpa import kernels
+from lowtide.ops.attention.torch_backend.backward import BlockwiseBackward
+from lowtide.ops.attention.torch_backend.forward import Blockwise
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
 OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal"
 
 
 @operator("attention", f"({OPERANDS}, bool keep_statistics, {OPTIONS}) -> Tensor[]")
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    end: Tensor | None,
-    seed: Tensor | None,
-    keep_statistics: bool,
-    *options: Any,
-) -> list[Tensor]:
+def attention(*arguments: Any) -> list[Tensor]:
     """Run forward on the backend that the options name."""
-    operands = Operands(query, key, value, bias, first, end, seed)
-    return backends.forward(operands, Options(*options), keep_statistics)
+    _, operands, keep_statistics, options = _parse(arguments)
+    if options.backend == "sdpa":
+        return kernels.forward(operands, options, keep_statistics)
+    if options.backend == "triton":
+        from lowtide.ops.attention.triton_backend import launch_forward  # imports Triton
+
+        with torch.cuda.device_of(operands.query):
+            return launch_forward.forward(operands, options, keep_statistics)
+    with on_device_of(operands.query):
+        return Blockwise(operands, options).forward(keep_statistics)
 
 
 @operator(
@@ -42,22 +49,56 @@ def attention(
     "(Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor statistics, "
     f"{OPERANDS}, bool[] wanted, {OPTIONS}) -> Tensor[]",
 )
-def attention_backward(
-    upstream: Tensor,
-    logsumexp_upstream: Tensor | None,
-    out: Tensor,
-    statistics: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    first: Tensor | None,
-    end: Tensor | None,
-    seed: Tensor | None,
-    wanted: Sequence[bool],
-    *options: Any,
-) -> list[Tensor]:
+def attention_backward(*arguments: Any) -> list[Tensor]:
     """Run backward on the backend that the options name."""
-    operands = Operands(query, key, value, bias, first, end, seed)
-    given = (upstream, logsumexp_upstream, out, statistics)
-    return backends.backward(operands, Options(*options), wanted, *given)
+    saved, operands, wanted, options = _parse(arguments, saved=4)
+    if options.backend == "sdpa":
+        return kernels.backward(operands, options, wanted, *saved)
+    if options.backend == "triton":
+        from lowtide.ops.attention.triton_backend import launch_backward
+
+        with torch.cuda.device_of(operands.query):
+            return launch_backward.backward(operands, options, wanted, *saved)
+    with on_device_of(operands.query):
+        return BlockwiseBackward(operands, options, wanted).backward(*saved)
+
+
+def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, Options]:
+    """Return the arguments before the operands, the operands, what is asked for, and the options."""
+    end = saved + len(Operands._fields)
+    operands, options = Operands(*arguments[saved:end]), Options(*arguments[end + 1 :])
+    return arguments[:saved], operands, arguments[end], options
+
+
+@register_fake("lowtide::attention")
+def _(*arguments: Any) -> list[Tensor]:
+    _, operands, keep_statistics, options = _parse(arguments)
+    B, H, _, M, _, _, E = sizes(operands)
+    out = allocate(operands.query, (B, H, M, E), options.rows_first)
+    if not keep_statistics:
+        return [out]
+    return [out, operands.query.new_empty(operands.statistics_shape, dtype=operands.sum_dtype)]
+
+
+@register_fake("lowtide::attention_backward")
+def _(*arguments: Any) -> list[Tensor]:
+    _, operands, wanted, options = _parse(arguments, saved=4)
+    gradients = [allocate(each, each.shape, options.rows_first) for each in operands[:3]]
+    if operands.bias is not None:
+        gradients.append(operands.bias.new_empty(operands.bias.shape))
+    return [gradient for gradient, want in zip(gradients, wanted) if want]
+
+
+@register_flop_formula(torch.ops.lowtide.attention)
+def _(*shapes: Any, **_kwargs: Any) -> int:
+    _, operands, _, _ = _parse(shapes)
+    (B, H, M, K), (_, _, N, E) = operands.query, operands.value
+    return 2 * B * H * M * N * (K + E)
+
+
+@register_flop_formula(torch.ops.lowtide.attention_backward)
+def _(*shapes: Any, **_kwargs: Any) -> int:
+    _, operands, (query, key, value, bias), _ = _parse(shapes, saved=4)
+    (B, H, M, K), (_, _, N, E) = operands.query, operands.value
+    scores = query or key or bias
+    return 2 * B * H * M * N * (K * (1 + query + key) + E * (value + scores))

@@ -111,7 +111,7 @@ def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBa
 
 
 def _laid(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
-    """Return the tensor in the memory layout of `chunk.allocate`."""
+    """Return the tensor in the memory layout of `operands.allocate`."""
     if rows_first:
         return tensor_BHMX.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor_BHMX.contiguous()

@@ -4,8 +4,7 @@ Products are BLAS calls; the scores of one tile exist at a time.
 
 The modules, in the order of imports (a module imports only those above it):
 
-    chunk.py     some heads of some batches, as one batch of products
-    tiling.py    sizes of tiles, and the tiles that a mask leaves
+    tiling.py    a tile's size, its operands, and the tiles that a mask leaves
     forward.py   the online softmax
     backward.py  the gradients, from scores that are computed again
 """

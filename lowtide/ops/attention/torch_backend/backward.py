@@ -15,10 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.torch_backend.chunk import Chunk, allocate
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
-from lowtide.ops.attention.torch_backend.tiling import Columns
+from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns
 
 
 class BlockwiseBackward(Blockwise):

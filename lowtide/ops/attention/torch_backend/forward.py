@@ -5,7 +5,7 @@ and D dropout's 0 or 1 / (1 - rate):
 
     lse_i = log sum_j exp(z_ij)        p_ij = exp(z_ij - lse_i)        o_i = sum_j D_ij p_ij v_j
 
-Query heads that share a key head are rows of one product (chunk.py).
+Query heads that share a key head are rows of one product (tiling.py).
 
 Shapes of a tile: c key heads, r rows, n columns, K features, E of values.
 """
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.attention.definition import dropout
-from lowtide.ops.attention.definition.operands import Operands, Options, sizes
-from lowtide.ops.attention.torch_backend.chunk import Chunk, allocate
-from lowtide.ops.attention.torch_backend.tiling import Columns, Seen, head_chunks, spans, tile_shape
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
+from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns, Seen, head_chunks, spans, tile_shape
 
 
 class Blockwise:

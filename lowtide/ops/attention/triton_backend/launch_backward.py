@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.operands import Operands, Options, is_far
-from lowtide.ops.attention.torch_backend.chunk import allocate
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
 from lowtide.ops.attention.triton_backend.bf16_split import pieces
 from lowtide.ops.attention.triton_backend.launch_forward import Kernels, as_pieces
 from lowtide.ops.attention.triton_backend.recompute import (
@@ -36,6 +35,32 @@ WITH_BATCHES = (
     *("query_ptr", "key_ptr", "value_ptr", "bias_ptr", "row_key_ptr", "upstream_ptr", "rows_ptr"),
     *("bias_sum_ptr", "grad_key_ptr", "grad_value_ptr"),
 )
+
+
+def backward(
+    operands: Operands,
+    options: Options,
+    wanted: Sequence[bool],
+    upstream: Tensor,
+    logsumexp_upstream: Tensor | None,
+    out: Tensor,
+    statistics: Tensor,
+) -> list[Tensor]:
+    """Return the gradients asked for among query, key, value and bias."""
+    operands, out = _readable(operands, out)
+    kernels = BackwardKernels(operands, options, wanted)
+    return kernels.backward(upstream, logsumexp_upstream, out, statistics.contiguous())
+
+
+def _readable(operands: Operands, out: Tensor) -> tuple[Operands, Tensor]:
+    """Copy the saved tensors that the kernels cannot read in their present strides.
+
+    Hooks may bring saved tensors back in other strides.
+    """
+    matrices = (each.contiguous() if is_far(each) else each for each in (*operands[:3], out))
+    query, key, value, out = matrices
+    first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))
+    return operands._replace(query=query, key=key, value=value, first=first, end=end), out
 
 
 class BackwardKernels(Kernels):

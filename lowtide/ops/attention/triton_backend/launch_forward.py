@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.definition import dropout
-from lowtide.ops.attention.definition.operands import Operands, Options, sizes
-from lowtide.ops.attention.torch_backend.chunk import allocate
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
 from lowtide.ops.attention.triton_backend.bf16_split import in_pieces, pieces, precision
 from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.forward import forward_kernel
@@ -108,3 +107,8 @@ def as_pieces(tensors: dict[str, Tensor], count: int) -> dict[str, Any]:
         piece_stride, *strides = parts.stride()
         given |= {f"{name}_ptr": parts, f"{name}_strides": (*strides, piece_stride)}
     return given
+
+
+def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
+    """Return the result and, if asked for, the statistics of each row."""
+    return Kernels(operands, options).forward(keep_statistics)

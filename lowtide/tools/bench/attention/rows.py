@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowtide import attn_bias
 from lowtide.memory import peak_memory
-from lowtide.ops.attention.choice import engine
+from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition.layouts import from_xformers
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
@@ -200,4 +200,4 @@ def _engine(case: AttentionCase, inputs: Inputs, backend: str) -> str:
     _, *own = from_xformers(inputs.query, inputs.key, inputs.value, inputs.bias)
     mask = attn_bias.LowerTriangularMask() if case.causal else None
     options = Options(case.K**-0.5, dropout=case.dropout, backend=backend)
-    return engine(Operands(*own), mask, None, options).name
+    return dispatch.choose(Operands(*own), mask, None, options).backend

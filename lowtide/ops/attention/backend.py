@@ -1,0 +1,178 @@
+"""Choose the backend of a call, once, and say why it is none of those that "auto" prefers.
+
+"auto" takes torch's own kernels ("sdpa") where they are known to be right, else the Triton kernels
+where they run, else tiles in plain torch. The answer depends on the options and on the operands'
+shapes, strides, dtypes, device and addresses, so `lowtide doctor` asks with fake tensors.
+
+Shapes: B batches, H heads, M queries, N keys, K features of queries and keys, E of values.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from lowtide.core.autodiff import active
+from lowtide.core.backend import kernels_run_on_the_cpu
+from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_plain_causal
+from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, is_far, sizes
+from lowtide.ops.attention.definition.validation import ArgumentError
+from lowtide.ops.attention.sdpa import alignment
+
+HALVES = (torch.bfloat16, torch.float16)
+# torch's kernels multiply a causal mask's -inf by the scale, in float32. A scale of 0 or less gives
+# NaN.
+SCALES = torch.finfo(torch.float32)
+# The most programs along the second and third dimension of a CUDA grid.
+PROGRAMS = 65535
+
+
+class Choice(NamedTuple):
+    """Hold the backend of a call, and why "auto" passed over the backends that it prefers."""
+
+    backend: str
+    """"sdpa", "triton", "torch", "reference", or "higher_order" (the definition in chunks)."""
+    against_sdpa: str | None = None
+    """None where "sdpa" is taken, or was not considered."""
+    against_triton: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Return why this backend was chosen, in words."""
+        if self.backend == "sdpa":
+            return "torch's own kernels compute the same exactly, in O(M) memory"
+        if self.backend == "reference":
+            return "it is named: all scores at once, O(M N) memory"
+        against = {"sdpa": self.against_sdpa, "triton": self.against_triton}
+        reasons = [f"not {name}: {reason}" for name, reason in against.items() if reason]
+        return "; ".join(reasons) or "it is named"
+
+
+# The choices that have nothing to add, made once.
+SDPA, REFERENCE, TORCH, TRITON = map(Choice, ("sdpa", "reference", "torch", "triton"))
+
+
+def choose_backend(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    with_logsumexp: bool,
+) -> Choice:
+    """Return the backend for this call; raise if a named one cannot run it."""
+    named, against_sdpa = options.backend, None
+    if named in ("auto", "sdpa"):
+        against_sdpa = reason_against_sdpa(operands, mask, window, options, with_logsumexp)
+        if against_sdpa is None:
+            return SDPA
+        if named == "sdpa":
+            raise ArgumentError(f"backend='sdpa' cannot run this call: {against_sdpa}; use backend='auto'")
+    if named == "reference":
+        return REFERENCE
+    if active(*operands.differentiable):
+        return Choice("higher_order", against_sdpa)
+    if named == "torch":
+        return TORCH
+    if named == "auto" and operands.device.type != "cuda":
+        return Choice("torch", against_sdpa, "on the CPU its interpreter runs by name")
+    against_triton = _reason_against_triton(operands)
+    if named == "triton":
+        if against_triton is None:
+            return TRITON
+        raise ArgumentError(
+            f"backend='triton' cannot run this call: {against_triton}; use backend='auto' or 'torch'"
+        )
+    return Choice("triton" if against_triton is None else "torch", against_sdpa, against_triton)
+
+
+def reason_against_sdpa(
+    operands: Operands,
+    mask: AttentionBias | None,
+    window: Band | None,
+    options: Options,
+    with_logsumexp: bool,
+) -> str | None:
+    """Return why torch's kernels cannot take the call, or are not known to be right, or None.
+
+    The checks that take the host longest come last.
+    """
+    if with_logsumexp:
+        return "it gives no logsumexp"
+    if options.softcap:
+        return "it takes no soft cap"
+    if options.dropout:
+        return "its dropout depends on the kernel"
+    if operands.bias is not None:
+        return "its biases are dense"
+    if window is not None:
+        return "it takes no window"
+    size = sizes(operands)
+    if mask is not None and not is_plain_causal(mask, size.M, size.N):
+        return "it takes no mask but a causal one"
+    if size.K != size.E:
+        return "it needs as many features of values as of keys"
+    if 0 in size:
+        return "it needs something to attend"
+    if not SCALES.tiny <= options.scale <= SCALES.max:
+        return "its causal masks are nan where the scale is not a normal float32 above 0"
+    if active(*operands[:3]):
+        return "it knows no transforms"
+    if operands.device.type == "cuda":
+        return _reason_against_sdpa_on_cuda(operands, size, mask is not None)
+    if operands.query.dtype in HALVES:
+        return "its kernels for the CPU round sums to half precision"
+    if not all(tensor.stride(3) == 1 for tensor in operands[:3]):
+        return "it needs features that lie side by side"
+    return None
+
+
+def _reason_against_sdpa_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
+    """Return the same for what holds on CUDA alone."""
+    if operands.query.dtype not in HALVES:
+        return "its kernels for float32 are slower"
+    if size.K > 256 or size.K % 8:
+        return "it takes at most 256 features, a multiple of 8"
+    if causal and size.M != size.N:
+        return "its causal mask needs as many queries as keys"
+    if size.B * size.H > PROGRAMS:
+        return f"it is not known to be right for more than {PROGRAMS} heads in all batches"
+    return alignment.reason_against(*operands[:3])
+
+
+def _reason_against_triton(operands: Operands) -> str | None:
+    """Return why the Triton kernels cannot run this call, or None."""
+    reason = _reason_against_triton_on(operands.device, operands.query.dtype)
+    if reason is None and any(is_far(tensor) for tensor in operands[:3]):
+        return "its kernels count within a tile in 32 bits, and a stride is too large for that"
+    return reason
+
+
+def _reason_against_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the Triton kernels cannot run on this device in this dtype, or None."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        return "triton is not installed"
+    if device.type != "cuda" and not kernels_run_on_the_cpu():
+        return f"its kernels run on CUDA tensors, and query is on {device}"
+    if dtype == torch.float64:
+        return "its kernels sum in float32, and query is float64"
+    if device.type == "cuda" and not _is_known_to_run(device):
+        return "its kernels are for NVIDIA cards from compute capability 8.0 on"
+    return None
+
+
+# A compiled graph takes the answer as a constant, untraced: it depends on machine and process alone.
+# torch.compiler.assume_constant_result sets the same mark, but imports all of torch.compile.
+_reason_against_triton_on.__dict__["_dynamo_marked_constant"] = True
+
+
+@cache
+def _is_known_to_run(device: torch.device) -> bool:
+    """Return True if the kernels are known to run on this card.
+
+    A call may only be described, for a card that is not there. Such a card counts as one that can.
+    """
+    if not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
