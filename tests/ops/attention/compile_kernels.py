@@ -41,6 +41,7 @@ PIECES = {
     "COUNT": 3,
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
+CONSTANTS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCKS_K", "BLOCK_E", "BLOCKS_E", "CUT_K", "CUT_E")
 OPERANDS = ("query", "key", "value", "upstream")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -98,7 +99,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
-        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "rows_ptr", "grad_bias_ptr"), F32),
+        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
         **dict.fromkeys(
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
@@ -123,29 +124,28 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **build.arguments,
     }
     row_bias = given["bias_ptr"] is not None and not given["COLUMN_BIAS"]
-    return {**given, **_blocks(kernel, build.half, build.features, capability, row_bias)}
+    return {**given, **_tile(kernel, build.half, build.features, capability, row_bias)}
 
 
-def _blocks(kernel: str, half: bool, features: int, capability: int, row_bias: bool) -> dict[str, Any]:
-    from lowtide.ops.attention.triton_backend.tile_sizes import blocks, cut
+def _tile(kernel: str, half: bool, features: int, capability: int, row_bias: bool) -> dict[str, Any]:
+    from lowtide.ops.attention.triton_backend.tile_sizes import find_tile
 
     if kernel == "dropout keys":
         return {"BLOCK": 1024, "warps": 4, "stages": 3}
-    if kernel == "pieces":
+    if kernel == "split":
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
-    if kernel == "rows":
+    if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
-    size = blocks(kernel, half, features, SHARED[capability], row_bias)
-    assert size is not None
-    given = cut(features, features, size)
-    return {**given, "warps": given.pop("num_warps"), "stages": given.pop("num_stages")}
+    tile = find_tile(kernel, half, features, features, SHARED[capability], row_bias)
+    assert tile is not None
+    return {**dict(zip(CONSTANTS, tile.constants)), "warps": tile.warps, "stages": tile.stages}
 
 
 def _builds() -> dict[str, Build]:
     builds = {
-        "rows": Build(
+        "delta": Build(
             "ops.attention.triton_backend.recompute",
-            "rows_kernel",
+            "delta_kernel",
             True,
             128,
             {"lse_strides": ("i32", "i32", 1)},
@@ -157,7 +157,7 @@ def _builds() -> dict[str, Build]:
             1,
             {**DROPPED, "seed_ptr": "*i64"},
         ),
-        "pieces": Build("ops.attention.triton_backend.bf16_split", "pieces_kernel", False, 64, PIECES),
+        "split": Build("ops.attention.triton_backend.bf16_split", "split_kernel", False, 64, PIECES),
     }
 
     def add(

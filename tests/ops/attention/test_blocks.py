@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, blocks, cut
+from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, find_tile
 
 
 def names_of(half):
@@ -19,27 +19,26 @@ def names_of(half):
 def test_any_features_have_a_tile(half, shared_memory):
     for K in (1, 8, 16, 24, 31, 32, 40, 64, 65, 128, 130, 256, 300, 512, 600, 5000):
         for E in (1, 24, 40, 128, 1000):
-            found = {name: blocks(name, half, max(K, E), shared_memory) for name in names_of(half)}
+            found = {name: find_tile(name, half, K, E, shared_memory) for name in names_of(half)}
             absent = {name for name, size in found.items() if size is None}
             if half and max(K, E) > 256:
                 assert absent == {"query", "key and value", "key", "value"}
             else:
                 assert all("key and value" in name and "of scores" not in name for name in absent)
-            for size in filter(None, found.values()):
-                given = cut(K, E, size)
-                assert min(given["BLOCK_K"], given["BLOCK_E"]) >= 64
-                assert given["BLOCK_K"] * given["BLOCKS_K"] >= K > given["BLOCK_K"] * (given["BLOCKS_K"] - 1)
-                assert given["CUT_K"] == (K % given["BLOCK_K"] > 0)
-                assert given["BLOCK_E"] * given["BLOCKS_E"] >= E > given["BLOCK_E"] * (given["BLOCKS_E"] - 1)
-                assert given["CUT_E"] == (E % given["BLOCK_E"] > 0)
+            for tile in filter(None, found.values()):
+                assert min(tile.K, tile.E) >= 64
+                assert tile.K * tile.blocks_K >= K > tile.K * (tile.blocks_K - 1)
+                assert tile.cut_K == (K % tile.K > 0)
+                assert tile.E * tile.blocks_E >= E > tile.E * (tile.blocks_E - 1)
+                assert tile.cut_E == (E % tile.E > 0)
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
 @pytest.mark.parametrize("half", [True, False])
 def test_tiles_lie_within_what_a_strip_keeps(half, shared_memory):
-    """KEYS of grad_scores.py; and problem.py, is_far."""
+    """KEYS of strips.py; and operands.py, is_far."""
     for K in (1, 64, 128, 256, 512, 5000):
-        found = (blocks(name, half, K, shared_memory) for name in names_of(half))
+        found = (find_tile(name, half, K, K, shared_memory) for name in names_of(half))
         for size in filter(None, found):
             assert 128 % size.N == 0
             assert size.M <= 128

@@ -19,7 +19,7 @@ from tests.ops.attention.test_layouts import poisoned
 from tests.support.loss import norm, skip_unless_runnable
 
 triton = pytest.importorskip("triton")
-launch = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_forward")
+bf16_split = pytest.importorskip("lowtide.ops.attention.triton_backend.bf16_split")
 
 pytestmark = INTERPRETED
 
@@ -172,8 +172,8 @@ def matmul_precision():
 def test_float32_products_follow_torchs_setting(setting, expected, monkeypatch, matmul_precision):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)  # it knows float32 only
     matmul_precision(setting)
-    assert (launch.precision(), launch.pieces(torch.float32)) == expected
-    assert launch.pieces(torch.bfloat16) == launch.pieces(torch.float16) == 1
+    assert (bf16_split.precision(), bf16_split.piece_count(torch.float32)) == expected
+    assert bf16_split.piece_count(torch.bfloat16) == bf16_split.piece_count(torch.float16) == 1
 
 
 def rounded(tensor, digits):

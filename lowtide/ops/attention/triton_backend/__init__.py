@@ -12,6 +12,7 @@ The modules, in the order of imports (a module imports only those above it):
     recompute.py        backward kernels that compute the scores again
     stored_scores.py    backward kernels that read stored gradients of scores
     strips.py           which scores backward stores, and how many at a time
-    launch_forward.py   launches of forward, and arguments that all kernels share
+    launch.py           one call as its kernels read it
+    launch_forward.py   the launch of forward
     launch_backward.py  launches of backward
 """

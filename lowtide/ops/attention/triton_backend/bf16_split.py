@@ -24,7 +24,7 @@ STEP = tl.constexpr(16)
 TILE, WIDTH = 4096, 128
 
 
-def pieces(dtype: torch.dtype) -> int:
+def piece_count(dtype: torch.dtype) -> int:
     """Return the number of pieces of each operand.
 
     Three stand for float32: their six products are more exact than one product in float32. Two are
@@ -52,24 +52,26 @@ def _allows_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def in_pieces(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+def split(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return the pieces of each float32 tensor [B, H, M, F] as [count, B, H, M, F] in bfloat16.
 
     Tensors may have any strides. In memory, the rows of a piece follow each other, each padded with
-    zeros to a multiple of 16 features (`padded`).
+    zeros to a multiple of 16 features (`padded_width`).
 
     The first piece of an infinity or a NaN is that value, and the others are 0. A finite number has
     finite pieces.
     """
     found = [
-        torch.empty(count, *each.shape[:3], padded(each.shape[3]), dtype=torch.bfloat16, device=each.device)
+        torch.empty(
+            count, *each.shape[:3], padded_width(each.shape[3]), dtype=torch.bfloat16, device=each.device
+        )
         for each in tensors
     ]
     block = min(next_power_of_2(max(each.shape[4] for each in found)), WIDTH)
     rows = TILE // block
     programs = max(each.shape[1] * each.shape[2] * cdiv(each.shape[3], rows) for each in found)
     if programs:
-        pieces_kernel[(programs, len(found))](
+        split_kernel[(programs, len(found))](
             tuple(tensors), tuple(each.view(torch.int16) for each in found),
             tuple(each.stride() for each in tensors), tuple(tuple(each.shape) for each in tensors),
             COUNT=count, BLOCK_M=rows, BLOCK_F=block,
@@ -77,13 +79,13 @@ def in_pieces(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     return [each[..., : tensor.shape[3]] for each, tensor in zip(found, tensors)]
 
 
-def padded(F: int) -> int:
+def padded_width(F: int) -> int:
     """Return the number of features of a padded row."""
     return cdiv(F, STEP.value) * STEP.value
 
 
 @triton.jit
-def pieces_kernel(
+def split_kernel(
     ptrs, pieces_ptrs, strides, shapes, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
     """Split all operands in one launch.
@@ -92,14 +94,14 @@ def pieces_kernel(
     """
     for operand in tl.static_range(len(ptrs)):
         if tl.program_id(1) == operand:
-            cut_tile(
+            split_tile(
                 ptrs[operand], pieces_ptrs[operand], strides[operand], shapes[operand],
                 COUNT, BLOCK_M, BLOCK_F,
             )  # fmt: skip
 
 
 @triton.jit
-def cut_tile(
+def split_tile(
     ptr, pieces_ptr, strides, shape, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr
 ):  # fmt: skip
     """Split one tile of one operand."""
@@ -116,7 +118,7 @@ def cut_tile(
             ptrs = ptr + i * strides[2] + f.to(tl.int64) * strides[3]
             rest = tl.load(ptrs, mask=(i < M) & (f < F), other=0.0)
             for piece in tl.static_range(COUNT):
-                bits = rounded(rest)
+                bits = round_bits(rest)
                 to_ptrs = pieces_ptr + piece_stride * piece + (i * width + f)
                 tl.store(to_ptrs, (bits >> 16).to(tl.int16), mask=(i < M) & (f < width))
                 rest -= bits.to(tl.float32, bitcast=True)
@@ -124,7 +126,7 @@ def cut_tile(
 
 
 @triton.jit
-def rounded(x):
+def round_bits(x):
     """Return the bits of x rounded to bfloat16, with the lower half 0.
 
     Ties round away from 0. A number that would become infinite is truncated.

@@ -11,12 +11,12 @@ from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
     LOWEST,
     add_product,
-    finished,
     head,
     interval,
     kept,
     load_pieces,
     product,
+    score_tile,
     seen_of_rows,
     store_statistics,
     store_tile,
@@ -77,7 +77,7 @@ def forward_kernel(
                 True, MASKED, CUT_K, PIECES,
             )  # fmt: skip
             j = start_n + row_n
-            z, _ = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+            z, _ = score_tile(scores, i[:, None], j[None, :], first[:, None], end[:, None],
                 bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
             new_max_m = tl.maximum(max_m, tl.max(z, 1))
             weight = weights(z, new_max_m[:, None], 0.0, BASE_2)

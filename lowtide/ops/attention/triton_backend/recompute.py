@@ -14,7 +14,6 @@ from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
     LOG2E,
     add_product,
-    finished,
     head,
     interval,
     kept,
@@ -22,6 +21,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
     load_rows,
     load_tile,
     product,
+    score_tile,
     seen_of_rows,
     store_tile,
     tile_start,
@@ -31,8 +31,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
 
 
 @triton.jit
-def rows_kernel(
-    out_ptr, upstream_ptr, logsumexp_upstream_ptr, statistics_ptr, rows_ptr,
+def delta_kernel(
+    out_ptr, upstream_ptr, logsumexp_upstream_ptr, statistics_ptr, row_terms_ptr,
     out_strides, upstream_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -56,32 +56,32 @@ def rows_kernel(
         out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
         upstream = load_tile((upstream_ptr, start_m, row_m, upstream_strides, M), e, E, True, True)
         delta_m += tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)
-    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2) + i
-    tl.store(rows_ptr, delta_m, mask=i < M)
+    row_terms_ptr = row_terms_of(row_terms_ptr, bh, M, BASE_2) + i
+    tl.store(row_terms_ptr, delta_m, mask=i < M)
     if BASE_2:
         logarithm_ptr = statistics_ptr + bh.to(tl.int64) * M + i
     else:
         maximum_ptr = statistics_ptr + bh.to(tl.int64) * (2 * M) + i
-        tl.store(rows_ptr + M, tl.load(maximum_ptr, mask=i < M, other=0.0), mask=i < M)
-        logarithm_ptr, rows_ptr = maximum_ptr + M, rows_ptr + M
+        tl.store(row_terms_ptr + M, tl.load(maximum_ptr, mask=i < M, other=0.0), mask=i < M)
+        logarithm_ptr, row_terms_ptr = maximum_ptr + M, row_terms_ptr + M
     logarithm_m = tl.load(logarithm_ptr, mask=i < M, other=0.0)
     logarithm_m = tl.where(logarithm_m == -float("inf"), 0.0, logarithm_m) * LOG2E
-    tl.store(rows_ptr + M, logarithm_m, mask=i < M)
+    tl.store(row_terms_ptr + M, logarithm_m, mask=i < M)
 
 
 @triton.jit
-def rows_of(rows_ptr, bh, M, BASE_2: tl.constexpr):
+def row_terms_of(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
     """Return where the rows of one batch and head begin."""
-    return rows_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
+    return row_terms_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
 
 
 @triton.jit
-def load_shift(rows_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
     """Load the shift and log2_sum of rows i; in base 2 the shift stands for both."""
-    shift = load_rows(rows_ptr + M, i, M, CUT)
+    shift = load_rows(row_terms_ptr + M, i, M, CUT)
     log2_sum = shift
     if not BASE_2:
-        log2_sum = load_rows(rows_ptr + 2 * M, i, M, CUT)
+        log2_sum = load_rows(row_terms_ptr + 2 * M, i, M, CUT)
     return shift, log2_sum
 
 
@@ -116,7 +116,7 @@ def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, rows_ptr, grad_query_ptr,
+    upstream_ptr, row_terms_ptr, grad_query_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -141,9 +141,9 @@ def query_gradient_kernel(
     upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
     query = load_tile(query_place, k, K, True, CUT_K)
     upstream = load_tile(upstream_place, e, E, True, CUT_E)
-    rows_ptr = rows_of(rows_ptr, bh, M, BASE_2)
-    delta = load_rows(rows_ptr, i, M, True)[:, None]
-    shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
+    row_terms_ptr = row_terms_of(row_terms_ptr, bh, M, BASE_2)
+    delta = load_rows(row_terms_ptr, i, M, True)[:, None]
+    shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
@@ -160,7 +160,7 @@ def query_gradient_kernel(
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
-            z, room = finished(scores, i[:, None], j[None, :], first[:, None], end[:, None],
+            z, room = score_tile(scores, i[:, None], j[None, :], first[:, None], end[:, None],
                 bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
             of_weight = product(
                 upstream,
@@ -192,7 +192,7 @@ def query_gradient_kernel(
 @triton.jit(do_not_specialize=["first_group"])
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    row_first_ptr, row_end_ptr, upstream_ptr, rows_ptr, grad_key_ptr, grad_value_ptr,
+    row_first_ptr, row_end_ptr, upstream_ptr, row_terms_ptr, grad_key_ptr, grad_value_ptr,
     bias_sum_ptr, grad_scores_ptr, grad_z_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides,
     grad_key_strides, grad_value_strides, grad_scores_strides,
@@ -238,7 +238,7 @@ def key_value_gradient_kernel(
         q_ptr = head(query_ptr, query_strides, b, there * R + r)
         do_ptr = head(upstream_ptr, upstream_strides, b, there * R + r)
         head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
-        head_rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
+        head_terms_ptr = row_terms_of(row_terms_ptr, b * H + h, M, BASE_2)
         if bias_ptr is not None:
             head_bias_ptr = head(bias_ptr, bias_strides, b, h)
         if row_key_ptr is not None:
@@ -267,10 +267,10 @@ def key_value_gradient_kernel(
                 first, end = i, i
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
-                z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+                z, room = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
                     head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
                 )  # fmt: skip
-                shift_m, log2_sum_m = load_shift(head_rows_ptr, i, M, MASKED, BASE_2)
+                shift_m, log2_sum_m = load_shift(head_terms_ptr, i, M, MASKED, BASE_2)
                 weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
                 used, stays = weight, MASKED
                 if row_key_ptr is not None:
@@ -287,7 +287,7 @@ def key_value_gradient_kernel(
                     or grad_scores_ptr is not None
                     or grad_z_ptr is not None
                 ):
-                    delta = load_rows(head_rows_ptr, i, M, MASKED)[None, :]
+                    delta = load_rows(head_terms_ptr, i, M, MASKED)[None, :]
                     grad = gradient_of_scores(
                         weight, of_weight, delta, stays, rescale, row_key_ptr is not None
                     )

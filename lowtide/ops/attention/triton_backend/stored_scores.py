@@ -18,20 +18,20 @@ from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.recompute import (
     gradient_of_scores,
     load_shift,
-    rows_of,
+    row_terms_of,
     scores_of,
     store_scores,
 )
 from lowtide.ops.attention.triton_backend.tiles import (
     add_product,
     dot,
-    finished,
     head,
     interval,
     kept,
     load_pieces,
     load_rows,
     load_tile,
+    score_tile,
     seen_of_rows,
     store_tile,
     tile_start,
@@ -73,7 +73,7 @@ def over_features(
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def scores_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, rows_ptr, weight_ptr, grad_scores_ptr, grad_z_ptr, bias_sum_ptr,
+    upstream_ptr, row_terms_ptr, weight_ptr, grad_scores_ptr, grad_z_ptr, bias_sum_ptr,
     query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -104,14 +104,14 @@ def scores_kernel(
     if bias_ptr is not None:
         head_bias_ptr = head(bias_ptr, bias_strides, b, h)
     row = (b * H + h).to(tl.int64) * M
-    rows_ptr = rows_of(rows_ptr, b * H + h, M, BASE_2)
+    row_terms_ptr = row_terms_of(row_terms_ptr, b * H + h, M, BASE_2)
 
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scores = over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    z, room = finished(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+    z, room = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
         head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
-    shift_m, log2_sum_m = load_shift(rows_ptr, i, M, True, BASE_2)
+    shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
     weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
     sloped = weight
     if SOFTCAP > 0:
@@ -125,7 +125,7 @@ def scores_kernel(
         store_scores(ptr, grad_scores_strides, row_n, i, used, True)
     if grad_scores_ptr is not None or grad_z_ptr is not None or bias_sum_ptr is not None:
         of_weight = over_features(value_place, upstream_place, E, zero, PRECISION, BLOCK_E, BLOCKS_E, CUT_E)
-        delta = load_rows(rows_ptr, i, M, True)[None, :]
+        delta = load_rows(row_terms_ptr, i, M, True)[None, :]
         if grad_z_ptr is not None or bias_sum_ptr is not None:
             grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
             if bias_sum_ptr is not None:

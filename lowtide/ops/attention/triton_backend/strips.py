@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowtide.ops.attention.definition.operands import Operands, Options, Sizes
-from lowtide.ops.attention.triton_backend.bf16_split import padded
+from lowtide.ops.attention.triton_backend.bf16_split import padded_width
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv
 
 # Bytes that a strip may hold, including its operands' pieces and a float32 sum of dq: 256 MiB of
@@ -51,6 +51,15 @@ class Strip(NamedTuple):
     first_key: int
     keys: int
 
+    @property
+    def end_key(self) -> int:
+        return self.first_key + self.keys
+
+    @property
+    def key_heads(self) -> slice:
+        """Return the strip's key heads."""
+        return slice(self.first_group, self.first_group + self.groups)
+
     def heads(self, size: Sizes) -> slice:
         """Return the strip's query heads."""
         return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
@@ -63,7 +72,7 @@ class Strip(NamedTuple):
         return self.groups * self.batches * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
 
 
-class Kept(NamedTuple):
+class Stored(NamedTuple):
     """Hold which numbers backward stores for each score."""
 
     weight: bool = False
@@ -74,7 +83,9 @@ class Kept(NamedTuple):
     """Gradients of the softmax's input z, for a bias beside a soft cap."""
 
 
-def kept(operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool) -> Kept:
+def stored(
+    operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool
+) -> Stored:
     """Return what backward stores of each score.
 
     together: one kernel computes the gradients of key and value. many: there are too many features
@@ -89,10 +100,10 @@ def kept(operands: Operands, options: Options, wanted: Sequence[bool], together:
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
     capped = options.softcap > 0
     if many:
-        return Kept(value, query or key or (bias and not capped), bias and capped)
+        return Stored(value, query or key or (bias and not capped), bias and capped)
     apart = key and not together
     dear = operands.query.dtype.itemsize == 4 and (apart or (query and (key or value)))
-    return Kept(False, dear or (bias and (not capped or query or apart)), bias and capped)
+    return Stored(False, dear or (bias and (not capped or query or apart)), bias and capped)
 
 
 def strips(
@@ -109,7 +120,7 @@ def strips(
     columns = cdiv(N, KEYS)
     # Bytes of 128 keys of one batch and key head.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
-    operands = 2 * pieces * (size.R * M + N) * (padded(K) + padded(E))
+    operands = 2 * pieces * (size.R * M + N) * (padded_width(K) + padded_width(E))
     most = room // (column * columns + operands)
     fewest = (B if shared_batches else 1) * (G if shared_heads else 1)
     if pieces and fewest * (column + operands) > room:

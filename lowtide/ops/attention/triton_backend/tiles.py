@@ -169,7 +169,7 @@ def product(
 
 
 @triton.jit
-def finished(
+def score_tile(
     product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
     BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip

@@ -1,0 +1,190 @@
+"""Hold the arguments that the Triton kernels of one call share.
+
+Every kernel that computes scores takes the groups of these arguments in the same order, so that a
+launch reads like the kernel's list of parameters.
+
+Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
+of values.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.attention.definition import dropout
+from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, sizes
+from lowtide.ops.attention.triton_backend.bf16_split import piece_count, precision, split
+from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
+from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_tile, shared_memory
+
+# Dropout keys of a program.
+KEYS = 1024
+Strides = tuple[int, ...]
+
+
+class Scalars(NamedTuple):
+    """Hold the numbers that kernels of scores take, in the kernels' order."""
+
+    scale: float
+    limit: int
+    """Of dropout, as `rescale` is (definition/dropout.py)."""
+    rescale: float
+
+
+class Switches(NamedTuple):
+    """Hold the constants that kernels of scores are compiled for, in the kernels' order."""
+
+    softcap: float
+    precision: str
+    base_2: bool
+    """True if scores are in base 2 (tiles.py)."""
+    column_bias: bool
+    """True if the bias is the same for all queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """Hold one call as its kernels read it, or some batches of it."""
+
+    size: Sizes
+    dtype: torch.dtype
+    """The operands' dtype, before they are split."""
+    query: Tensor
+    """As in Operands, or bfloat16 pieces [count, B, H, M, K]; so are key and value."""
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    """As in Operands; uint8 in place of bool."""
+    first: Tensor | None
+    end: Tensor | None
+    row_key: Tensor | None
+    """Dropout's keys, [B, H, M] and [N], int32."""
+    column_key: Tensor | None
+    scalars: Scalars
+    switches: Switches
+    # Of backward alone.
+    upstream: Tensor | None = None
+    """Gradient of the result; in pieces where query is."""
+    row_terms: Tensor | None = None
+    """What delta_kernel writes of each row, [B, H, 2 or 3, M]."""
+    row_first: Tensor | None = None
+    """The queries that see a key, row_first <= i < row_end, [N]."""
+    row_end: Tensor | None = None
+    grad_query: Tensor | None = None
+    """Memory for a gradient; None for one that is not asked for."""
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+    grad_bias: Tensor | None = None
+    """Of a bias with rows and columns."""
+    bias_sum: Tensor | None = None
+    """The gradient of a bias that is the same for all queries, [B, H, 1, N]."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return the tensors that every kernel of scores takes first."""
+        vectors = self.first, self.end, self.row_key, self.column_key
+        return self.query, self.key, self.value, self.bias, *vectors
+
+    @property
+    def strides(self) -> tuple[Strides, ...]:
+        """Return the strides of query, key, value and bias."""
+        operands = (strides_of(each) for each in (self.query, self.key, self.value))
+        return *operands, broadcast_strides(self.bias)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return H, R, M, N, K and E."""
+        _, H, _, M, N, K, E = self.size
+        return H, self.size.R, M, N, K, E
+
+    @property
+    def pieces(self) -> int:
+        """Return the number of pieces that each operand is in."""
+        return self.query.shape[0] if self.query.dim() == 5 else 1
+
+    def of_batches(self, batches: slice) -> "KernelCall":
+        """Return the part of these batches; what all batches share stays as it is."""
+        names = (
+            *("query", "key", "value", "bias", "row_key", "upstream", "row_terms"),
+            *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
+        )
+        tensors = {name: getattr(self, name) for name in names}
+        own = {
+            name: each if each is None or each.shape[0] == 1 else each[batches]
+            for name, each in tensors.items()
+        }
+        return replace(self, **own)
+
+    def split(self, heads: slice, key_heads: slice) -> "KernelCall":
+        """Return the call with the operands of some heads in pieces, if the dtype needs them.
+
+        With one piece the operands stay as they are, with all heads.
+        """
+        count = piece_count(self.dtype)
+        if count == 1:
+            return self
+        whole = {"query": heads, "key": key_heads, "value": key_heads, "upstream": heads}
+        operands = {name: getattr(self, name) for name in whole}
+        own = {name: each[:, whole[name]] for name, each in operands.items() if each is not None}
+        return replace(self, **dict(zip(own, split([*own.values()], count))))
+
+    def tile(self, kernel: str, pieces: int = 1) -> Tile:
+        """Return the tile of a kernel whose operands have so many pieces."""
+        found = self.find_tile(kernel, pieces)
+        assert found is not None
+        return found
+
+    def find_tile(self, kernel: str, pieces: int = 1) -> Tile | None:
+        """Return the same, or None if the kernel is not for so many features."""
+        name = kernel if pieces == 1 else f"{kernel} of {pieces} pieces"
+        row_bias = self.bias is not None and self.bias.shape[2] > 1
+        half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
+        return find_tile(name, half, self.size.K, self.size.E, room, row_bias)
+
+
+def kernel_call(operands: Operands, options: Options) -> KernelCall:
+    """Return the call as its kernels read it; dropout's keys are computed for it."""
+    size, (query, key, value, bias, first, end, seed) = sizes(operands), operands
+    row_key = column_key = None
+    scalars = Scalars(options.scale, 0, 1.0)
+    if seed is not None:
+        row_key, column_key = _dropout_keys(seed, size)
+        rate = options.dropout
+        scalars = Scalars(options.scale, dropout.limit(rate), dropout.rescale(rate))
+    column_bias = bias is not None and bias.shape[2] == 1
+    switches = Switches(options.softcap, precision(), not operands.adds_bias, column_bias)
+    if bias is not None and bias.dtype == torch.bool:
+        bias = bias.view(torch.uint8)
+    vectors = first, end, row_key, column_key
+    return KernelCall(size, query.dtype, query, key, value, bias, *vectors, scalars, switches)
+
+
+def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
+    """Return dropout's keys, [B, H, M] and [N], int32."""
+    B, H, _, M, N, _, _ = size
+    row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)
+    column_key = torch.empty(N, dtype=torch.int32, device=seed.device)
+    row_programs = cdiv(B * H * M, KEYS)
+    programs = row_programs + cdiv(N, KEYS)
+    if programs:
+        dropout_keys_kernel[(programs,)](
+            seed, row_key, column_key, B * H * M, row_programs, H, M, N, BLOCK=KEYS
+        )
+    return row_key, column_key
+
+
+def strides_of(tensor: Tensor | None) -> Strides:
+    """Return the strides that a kernel takes: of pieces the first stride comes last; None has 0."""
+    if tensor is None:
+        return 0, 0, 0, 0
+    strides = tensor.stride()
+    return strides if len(strides) == 4 else (*strides[1:], strides[0])
+
+
+def broadcast_strides(bias: Tensor | None) -> Strides:
+    """Return a bias's strides, 0 where its size is 1."""
+    if bias is None:
+        return 0, 0, 0, 0
+    return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))
