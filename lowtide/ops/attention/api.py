@@ -5,8 +5,13 @@ from torch import Tensor
 
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition import layouts
-from lowtide.ops.attention.definition.masks import AttentionBias, from_torch, is_from_torch
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.masks import (
+    AttentionBias,
+    LowerTriangularMask,
+    from_torch,
+    is_from_torch,
+)
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.definition.validation import (
     Backend,
     check_bias,
@@ -210,10 +215,9 @@ def scaled_dot_product_attention(
     if is_causal:
         if mask is not None:
             raise layouts.ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
-        mask = dispatch.CAUSAL
-    operands = Operands(*own)
+        mask = LowerTriangularMask()
     options = Options(_scale(scale, query), dropout=dropout_p, rows_first=False)
-    out, _ = dispatch.attention(operands, mask, None, options, None, None)
+    out, _ = dispatch.attention(AttentionCall(Operands(*own), mask, None, options))
     return layout.result(out)
 
 
@@ -240,7 +244,8 @@ def _attention(
     mask, tensor = _parted(attn_bias)
     layout, *own = layouts.from_xformers(query, key, value, tensor)
     options = Options(_scale(scale, query), float(softcap or 0), float(p), True, backend)
-    out, logsumexp = dispatch.attention(Operands(*own), mask, band, options, seed, generator, with_logsumexp)
+    call = AttentionCall(Operands(*own), mask, band, options, with_logsumexp, seed, generator)
+    out, logsumexp = dispatch.attention(call)
     return layout.result(out), None if logsumexp is None else layout.logsumexp(logsumexp)
 
 

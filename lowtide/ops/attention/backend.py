@@ -14,8 +14,8 @@ import torch
 
 from lowtide.core.autodiff import active
 from lowtide.core.backend import kernels_run_on_the_cpu
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_plain_causal
-from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, is_far, sizes
+from lowtide.ops.attention.definition.masks import is_plain_causal
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
 from lowtide.ops.attention.definition.validation import ArgumentError
 from lowtide.ops.attention.sdpa import alignment
 
@@ -52,17 +52,11 @@ class Choice(NamedTuple):
 SDPA, REFERENCE, TORCH, TRITON = map(Choice, ("sdpa", "reference", "torch", "triton"))
 
 
-def choose_backend(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    with_logsumexp: bool,
-) -> Choice:
+def choose_backend(call: AttentionCall) -> Choice:
     """Return the backend for this call; raise if a named one cannot run it."""
-    named, against_sdpa = options.backend, None
+    operands, named, against_sdpa = call.operands, call.options.backend, None
     if named in ("auto", "sdpa"):
-        against_sdpa = reason_against_sdpa(operands, mask, window, options, with_logsumexp)
+        against_sdpa = reason_against_sdpa(call)
         if against_sdpa is None:
             return SDPA
         if named == "sdpa":
@@ -85,17 +79,12 @@ def choose_backend(
     return Choice("triton" if against_triton is None else "torch", against_sdpa, against_triton)
 
 
-def reason_against_sdpa(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    with_logsumexp: bool,
-) -> str | None:
+def reason_against_sdpa(call: AttentionCall) -> str | None:
     """Return why torch's kernels cannot take the call, or are not known to be right, or None.
 
     The checks that take the host longest come last.
     """
+    operands, mask, window, options, with_logsumexp, *_ = call
     if with_logsumexp:
         return "it gives no logsumexp"
     if options.softcap:

@@ -10,77 +10,61 @@ from torch.nn.functional import pad
 from lowtide.ops.attention import delegate
 from lowtide.ops.attention.backend import Choice, choose_backend
 from lowtide.ops.attention.definition import reference
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTriangularMask, intervals
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.masks import AttentionBias, intervals
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.definition.validation import ArgumentError, check_operands
 from lowtide.ops.attention.operator import autograd, higher_order
 
-CAUSAL = LowerTriangularMask()
 
-
-def attention(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    seed: int | Tensor | None,
-    generator: torch.Generator | None,
-    with_logsumexp: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
-    E = operands.value.shape[3]
-    operands = prepare(operands, mask)
-    backend = choose_backend(operands, mask, window, options, with_logsumexp).backend
-    if backend == "sdpa":
-        out, logsumexp = _sdpa(operands, mask is not None, options), None
-    else:
-        operands = _add_vectors(operands, mask, window, options, seed, generator)
-        out, logsumexp = _run(operands, options._replace(backend=backend), with_logsumexp)
+    E = call.operands.value.shape[3]
+    call = prepare(call)
+    out, logsumexp = _run(call, choose_backend(call).backend)
     return (out if E else out[..., :0]), logsumexp
 
 
-def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
-    """Run torch's own kernels: in a compiled graph by the operator, else directly."""
-    if torch.compiler.is_compiling():
-        return autograd.attention(operands, options._replace(backend="sdpa", causal=causal), False)[0]
-    return delegate.attention(operands, causal, options)
+def choose(call: AttentionCall) -> Choice:
+    """Return the backend that `attention` takes, or raise what it raises."""
+    return choose_backend(prepare(call))
 
 
-def _run(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
-    """Run the backend that the options name, other than "sdpa"."""
-    if options.backend == "reference":
-        return reference.attention(operands, options)
-    if options.backend == "higher_order":
-        return higher_order.attention(operands, options)
-    return autograd.attention(operands, options, with_logsumexp)
-
-
-def choose(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    with_logsumexp: bool = False,
-) -> Choice:
-    """Return the backend that `attention` takes with these arguments, or raise what it raises."""
-    return choose_backend(prepare(operands, mask), mask, window, options, with_logsumexp)
-
-
-def prepare(operands: Operands, mask: AttentionBias | None) -> Operands:
-    """Return the checked operands in autocast's dtype.
+def prepare(call: AttentionCall) -> AttentionCall:
+    """Return the call with checked operands in autocast's dtype.
 
     Operands without features get one feature of 0.
     """
-    operands = _autocast(operands)
+    operands = _autocast(call.operands)
     check_operands(operands)
-    if mask is not None:
-        _check_mask(operands, mask)
+    if call.mask is not None:
+        _check_mask(operands, call.mask)
     query, key, value = operands[:3]
     if query.shape[3] == 0:
         operands = operands._replace(query=pad(query, (0, 1)), key=pad(key, (0, 1)))
     if value.shape[3] == 0:
         operands = operands._replace(value=pad(value, (0, 1)))
-    return operands
+    return call if operands is call.operands else call._replace(operands=operands)
+
+
+def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor | None]:
+    """Run a backend."""
+    operands, options = call.operands, call.options._replace(backend=backend)
+    if backend == "sdpa":
+        causal = call.mask is not None
+        if torch.compiler.is_compiling():
+            return autograd.attention(operands, options._replace(causal=causal), False)
+        return delegate.attention(operands, causal, options), None
+    M, N = operands.query.shape[2], operands.key.shape[2]
+    found = intervals(call.mask, call.window, M, N, operands.device)
+    if found is not None:
+        operands = operands._replace(first=found.first_M, end=found.end_M)
+    if options.dropout:
+        operands = operands._replace(seed=_draw_seed(call.seed, call.generator, operands.device))
+    if backend == "reference":
+        return reference.attention(operands, options)
+    if backend == "higher_order":
+        return higher_order.attention(operands, options)
+    return autograd.attention(operands, options, call.with_logsumexp)
 
 
 def _check_mask(operands: Operands, mask: AttentionBias) -> None:
@@ -102,23 +86,6 @@ def _autocast(operands: Operands) -> Operands:
         for each in operands[:3]
     )
     return operands._replace(query=query, key=key, value=value)
-
-
-def _add_vectors(
-    operands: Operands,
-    mask: AttentionBias | None,
-    window: Band | None,
-    options: Options,
-    seed: int | Tensor | None,
-    generator: torch.Generator | None,
-) -> Operands:
-    """Return the operands with the intervals of keys that queries see, and with dropout's seed."""
-    M, N = operands.query.shape[2], operands.key.shape[2]
-    if (found := intervals(mask, window, M, N, operands.device)) is not None:
-        operands = operands._replace(first=found.first_M, end=found.end_M)
-    if options.dropout:
-        operands = operands._replace(seed=_draw_seed(seed, generator, operands.device))
-    return operands
 
 
 def _draw_seed(

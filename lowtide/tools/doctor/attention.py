@@ -19,7 +19,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.backend import Choice
 from lowtide.ops.attention.definition import layouts
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.definition.validation import check_choice, check_numbers, check_window
 
 
@@ -94,7 +94,7 @@ class Call:
             operands = Operands(*(None if each is None else self._there(each) for each in own))
             if operands.bias is not None:
                 operands.bias.requires_grad_(self.bias_gradient)
-            return dispatch.choose(operands, mask, band, options, self.with_logsumexp)
+            return dispatch.choose(AttentionCall(operands, mask, band, options, self.with_logsumexp))
 
     @property
     def _key_heads(self) -> int:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.backend import reason_against_sdpa
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.sdpa import alignment
 from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
 from tests.support.budgets import HALVES, norm
@@ -112,7 +112,7 @@ def reason(*shapes_and_strides, mask=None, scale=1.0, dtype=torch.bfloat16, devi
             for shape, strides in shapes_and_strides
         ]
     operands = Operands(*(tensors if len(tensors) == 3 else tensors * 3))
-    return reason_against_sdpa(operands, mask, None, Options(scale), False)
+    return reason_against_sdpa(AttentionCall(operands, mask, None, Options(scale)))
 
 
 REFUSED = {

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.ops.attention.definition.masks import AttentionBias, Band
+
 
 class Operands(NamedTuple):
     """Hold the tensors of a call, in the layout of the computation."""
@@ -67,6 +69,20 @@ class Options(NamedTuple):
     """"auto" or a backend's name; for the operators "sdpa", "triton" or "torch"."""
     causal: bool = False
     """For the operators' "sdpa" alone: query i sees the keys j <= i. Others get intervals."""
+
+
+class AttentionCall(NamedTuple):
+    """Hold one call, in the layout of the computation, before its backend is chosen."""
+
+    operands: Operands
+    """Without intervals and seed."""
+    mask: AttentionBias | None
+    window: Band | None
+    options: Options
+    with_logsumexp: bool = False
+    seed: int | Tensor | None = None
+    """Dropout's seed; None if the generator, or torch's default one, draws it."""
+    generator: torch.Generator | None = None
 
 
 class Sizes(NamedTuple):

@@ -26,7 +26,7 @@ from lowtide import attn_bias
 from lowtide.memory import peak_memory
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition.layouts import from_xformers
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
 from lowtide.tools.bench.attention.providers import Attention, AttentionProvider
 from lowtide.tools.bench.attention.truth import exact
@@ -200,4 +200,4 @@ def _engine(case: AttentionCase, inputs: Inputs, backend: str) -> str:
     _, *own = from_xformers(inputs.query, inputs.key, inputs.value, inputs.bias)
     mask = attn_bias.LowerTriangularMask() if case.causal else None
     options = Options(case.K**-0.5, dropout=case.dropout, backend=backend)
-    return dispatch.choose(Operands(*own), mask, None, options).backend
+    return dispatch.choose(AttentionCall(Operands(*own), mask, None, options)).backend
