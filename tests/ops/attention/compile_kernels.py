@@ -124,10 +124,12 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **build.arguments,
     }
     row_bias = given["bias_ptr"] is not None and not given["COLUMN_BIAS"]
-    return {**given, **_tile(kernel, build.half, build.features, capability, row_bias)}
+    return {**given, **_tile(kernel, given["PIECES"], build.half, build.features, capability, row_bias)}
 
 
-def _tile(kernel: str, half: bool, features: int, capability: int, row_bias: bool) -> dict[str, Any]:
+def _tile(
+    kernel: str, pieces: int, half: bool, features: int, capability: int, row_bias: bool
+) -> dict[str, Any]:
     from lowtide.ops.attention.triton_backend.tile_sizes import find_tile
 
     if kernel == "dropout keys":
@@ -136,7 +138,8 @@ def _tile(kernel: str, half: bool, features: int, capability: int, row_bias: boo
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
     if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
-    tile = find_tile(kernel, half, features, features, SHARED[capability], row_bias)
+    kernel = re.sub(r" of \d pieces", "", kernel)
+    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias)
     assert tile is not None
     return {**dict(zip(CONSTANTS, tile.constants)), "warps": tile.warps, "stages": tile.stages}
 

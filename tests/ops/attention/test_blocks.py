@@ -7,11 +7,11 @@ pytest.importorskip("triton")
 from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, find_tile
 
 
-def names_of(half):
-    counts = ("",) if half else (" of 2 pieces", " of 3 pieces")
+def kernels_of(half):
+    """Each with a number of pieces."""
     names = ("forward", "key and value", "value", "query of scores", "key and value of scores")
-    found = [name + count for name in names for count in counts]
-    return [*found, "query", "bias of scores", *(("key", "scores") if half else ())]
+    found = [(name, count) for name in names for count in ((1,) if half else (2, 3))]
+    return [*found, ("query", 1), ("bias of scores", 1), *((("key", 1), ("scores", 1)) if half else ())]
 
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
@@ -19,8 +19,8 @@ def names_of(half):
 def test_any_features_have_a_tile(half, shared_memory):
     for K in (1, 8, 16, 24, 31, 32, 40, 64, 65, 128, 130, 256, 300, 512, 600, 5000):
         for E in (1, 24, 40, 128, 1000):
-            found = {name: find_tile(name, half, K, E, shared_memory) for name in names_of(half)}
-            absent = {name for name, size in found.items() if size is None}
+            found = {each: find_tile(*each, half, K, E, shared_memory) for each in kernels_of(half)}
+            absent = {name for (name, _), tile in found.items() if tile is None}
             if half and max(K, E) > 256:
                 assert absent == {"query", "key and value", "key", "value"}
             else:
@@ -38,7 +38,7 @@ def test_any_features_have_a_tile(half, shared_memory):
 def test_tiles_lie_within_what_a_strip_keeps(half, shared_memory):
     """KEYS of strips.py; and operands.py, is_far."""
     for K in (1, 64, 128, 256, 512, 5000):
-        found = (find_tile(name, half, K, K, shared_memory) for name in names_of(half))
+        found = (find_tile(*each, half, K, K, shared_memory) for each in kernels_of(half))
         for size in filter(None, found):
             assert 128 % size.N == 0
             assert size.M <= 128

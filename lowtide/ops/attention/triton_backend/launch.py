@@ -21,27 +21,29 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_til
 
 # Dropout keys of a program.
 KEYS = 1024
+# The fields that are cut where a strip has some of the batches.
+WITH_BATCHES = (
+    *("query", "key", "value", "bias", "row_key", "upstream", "row_terms"),
+    *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
+)
 Strides = tuple[int, ...]
 
 
 class Scalars(NamedTuple):
-    """Hold the numbers that kernels of scores take, in the kernels' order."""
+    """Hold the numbers that kernels of scores take: the scale, and those of dropout."""
 
     scale: float
     limit: int
-    """Of dropout, as `rescale` is (definition/dropout.py)."""
     rescale: float
 
 
 class Switches(NamedTuple):
-    """Hold the constants that kernels of scores are compiled for, in the kernels' order."""
+    """Hold what kernels of scores are compiled for (tiles.py)."""
 
     softcap: float
     precision: str
     base_2: bool
-    """True if scores are in base 2 (tiles.py)."""
     column_bias: bool
-    """True if the bias is the same for all queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +108,8 @@ class KernelCall:
 
     def of_batches(self, batches: slice) -> "KernelCall":
         """Return the part of these batches; what all batches share stays as it is."""
-        names = (
-            *("query", "key", "value", "bias", "row_key", "upstream", "row_terms"),
-            *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
-        )
-        tensors = {name: getattr(self, name) for name in names}
-        own = {
-            name: each if each is None or each.shape[0] == 1 else each[batches]
-            for name, each in tensors.items()
-        }
+        tensors = ((name, getattr(self, name)) for name in WITH_BATCHES)
+        own = {name: x[batches] for name, x in tensors if x is not None and x.shape[0] > 1}
         return replace(self, **own)
 
     def split(self, heads: slice, key_heads: slice) -> "KernelCall":
@@ -126,8 +121,8 @@ class KernelCall:
         if count == 1:
             return self
         whole = {"query": heads, "key": key_heads, "value": key_heads, "upstream": heads}
-        operands = {name: getattr(self, name) for name in whole}
-        own = {name: each[:, whole[name]] for name, each in operands.items() if each is not None}
+        tensors = ((name, getattr(self, name)) for name in whole)
+        own = {name: x[:, whole[name]] for name, x in tensors if x is not None}
         return replace(self, **dict(zip(own, split([*own.values()], count))))
 
     def tile(self, kernel: str, pieces: int = 1) -> Tile:
@@ -138,10 +133,9 @@ class KernelCall:
 
     def find_tile(self, kernel: str, pieces: int = 1) -> Tile | None:
         """Return the same, or None if the kernel is not for so many features."""
-        name = kernel if pieces == 1 else f"{kernel} of {pieces} pieces"
         row_bias = self.bias is not None and self.bias.shape[2] > 1
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
-        return find_tile(name, half, self.size.K, self.size.E, room, row_bias)
+        return find_tile(kernel, pieces, half, self.size.K, self.size.E, room, row_bias)
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:

@@ -114,14 +114,13 @@ LARGE_FLOAT: Table = {
         (64, TileSizes(64, 64, 64, 64, 4, 2)),
         (ANY, TileSizes(64, 32, 128, 128, 4, 3)),
     ),
-    "key and value of scores of 2 pieces": ((ANY, TileSizes(32, 64, 128, 128, 4, 3)),),
     "key and value of 3 pieces": ((64, TileSizes(32, 64, 64, 64, 4, 2)),),
     "value of 3 pieces": ((128, TileSizes(64, 64, 128, 128, 4, 1)), (ANY, TileSizes(32, 64, 64, 64, 4, 1))),
     "query of scores of 3 pieces": (
         (64, TileSizes(64, 64, 64, 64, 4, 3)),
         (ANY, TileSizes(64, 32, 128, 128, 4, 3)),
     ),
-    "key and value of scores of 3 pieces": ((ANY, TileSizes(32, 64, 128, 128, 4, 3)),),
+    "key and value of scores": ((ANY, TileSizes(32, 64, 128, 128, 4, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
 }
 SMALL_HALF: Table = {
@@ -151,43 +150,43 @@ SMALL_FLOAT: Table = {
     ),
     "forward of 3 pieces": ((64, TileSizes(64, 32, 64, 64, 4, 2)), (ANY, TileSizes(64, 32, 64, 128, 8, 1))),
     "query": ((ANY, TileSizes(32, 32, 64, 64, 4, 1)),),
-    "key and value of 2 pieces": ((64, TileSizes(32, 32, 64, 64, 4, 1)),),
-    "value of 2 pieces": ((ANY, TileSizes(32, 32, 64, 64, 4, 1)),),
-    "query of scores of 2 pieces": ((ANY, TileSizes(64, 32, 64, 64, 4, 1)),),
-    "key and value of scores of 2 pieces": ((ANY, TileSizes(32, 64, 64, 64, 4, 1)),),
-    "key and value of 3 pieces": ((64, TileSizes(32, 32, 64, 64, 4, 1)),),
-    "value of 3 pieces": ((ANY, TileSizes(32, 32, 64, 64, 4, 1)),),
-    "query of scores of 3 pieces": ((ANY, TileSizes(64, 32, 64, 64, 4, 1)),),
-    "key and value of scores of 3 pieces": ((ANY, TileSizes(32, 64, 64, 64, 4, 1)),),
+    "key and value": ((64, TileSizes(32, 32, 64, 64, 4, 1)),),
+    "value": ((ANY, TileSizes(32, 32, 64, 64, 4, 1)),),
+    "query of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 1)),),
+    "key and value of scores": ((ANY, TileSizes(32, 64, 64, 64, 4, 1)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
 }
 
 
 def find_tile(
-    kernel: str, half: bool, K: int, E: int, shared_memory: int, row_bias: bool = False
+    kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias: bool = False
 ) -> Tile | None:
     """Return the tile of a kernel, or None if it is not for so many features.
 
-    "half" means 16-bit operands. "row_bias" means a bias that differs between queries, whose own
-    tiles need room.
+    "pieces" counts those of each operand. "half" means 16-bit operands. "row_bias" means a bias
+    that differs between queries, whose own tiles need room.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
-    table, features = tables[0 if half else 1][kernel], max(K, E)
-    size = next((size for most, size in table if features <= most), None)
+    table, features = tables[0 if half else 1], max(K, E)
+    name = f"{kernel} of {pieces} pieces"
+    sizes = table[name if name in table else kernel]
+    size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None
     if row_bias:
-        size = _with_row_bias(kernel, size, features)
+        size = _with_row_bias(kernel, pieces, size, features)
     block_k = max(MIN_FEATURES, min(next_power_of_2(K), size.K))
     block_e = max(MIN_FEATURES, min(next_power_of_2(E), size.E))
     blocks = block_k, cdiv(K, block_k), block_e, cdiv(E, block_e)
     return Tile(size.M, size.N, *blocks, K % block_k > 0, E % block_e > 0, size.warps, size.stages)
 
 
-def _with_row_bias(kernel: str, size: TileSizes, features: int) -> TileSizes:
+def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int) -> TileSizes:
     """Return a size that leaves room for the tiles of a bias."""
-    if kernel == "forward of 3 pieces" and size.N > 32:
+    if kernel == "forward" and pieces == 3 and size.N > 32:
         return size._replace(N=32, stages=size.stages + 1)
+    if pieces > 1:
+        return size
     if kernel == "key and value":
         return size._replace(stages=min(size.stages, 2))
     if kernel == "value":
