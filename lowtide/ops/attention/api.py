@@ -210,7 +210,7 @@ def scaled_dot_product_attention(
     """
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None)
-    mask, tensor = _parted(attn_mask)
+    mask, tensor = _split_bias(attn_mask)
     layout, *own = layouts.from_torch(query, key, value, tensor, enable_gqa)
     if is_causal:
         if mask is not None:
@@ -241,7 +241,7 @@ def _attention(
     check_choice(backend)
     check_seed(seed, generator)
     band = check_window(window)
-    mask, tensor = _parted(attn_bias)
+    mask, tensor = _split_bias(attn_bias)
     layout, *own = layouts.from_xformers(query, key, value, tensor)
     options = Options(_scale(scale, query), float(softcap or 0), float(p), True, backend)
     call = AttentionCall(Operands(*own), mask, band, options, with_logsumexp, seed, generator)
@@ -249,7 +249,7 @@ def _attention(
     return layout.result(out), None if logsumexp is None else layout.logsumexp(logsumexp)
 
 
-def _parted(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | None, Tensor | None]:
+def _split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | None, Tensor | None]:
     """Return the mask and the tensor that `attn_bias` consists of."""
     if is_from_torch(attn_bias):
         return from_torch(attn_bias), None

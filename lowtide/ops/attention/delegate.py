@@ -20,12 +20,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import sdpa_kernel
 
 # Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
-from torch.nn.functional import scaled_dot_product_attention as torchs_own
+from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from lowtide.core.autodiff import is_differentiated, placed
 from lowtide.ops.attention.definition.masks import Band, intervals
 from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.operator.autograd import Gradients, again
+from lowtide.ops.attention.operator.autograd import Gradients, differentiable_backward
 from lowtide.ops.attention.sdpa import alignment
 from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
 
@@ -48,9 +48,9 @@ def _sdpa(operands: Operands, causal: bool, options: Options) -> Tensor:
         "dropout_p": alignment.NO_DROPOUT,
     }
     if _is_fused_already(operands, given):
-        return torchs_own(query, key, value, **given)
+        return torch_sdpa(query, key, value, **given)
     with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):
-        return torchs_own(query, key, value, **given)
+        return torch_sdpa(query, key, value, **given)
 
 
 def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
@@ -79,7 +79,7 @@ class _Delegated(torch.autograd.Function):
     def forward(ctx: Any, causal: bool, options: Options, *tensors: Tensor) -> Tensor:
         ctx.causal, ctx.options = causal, options
         ctx.save_for_backward(*tensors)
-        ctx.wanted = tuple(tensor.requires_grad for tensor in tensors)
+        ctx.needs_grad = tuple(tensor.requires_grad for tensor in tensors)
         # Under the caller's hooks a saved tensor could come back with other strides or at another
         # address.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
@@ -90,19 +90,21 @@ class _Delegated(torch.autograd.Function):
         return ctx.out.detach()  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:  # type: ignore[override]
         tensors = ctx.saved_tensors
-        if is_differentiated(upstream):
+        if is_differentiated(grad_output):
             operands, M, N = Operands(*tensors), tensors[0].shape[2], tensors[1].shape[2]
             if ctx.causal:
                 found = intervals(None, Band(right=0), M, N, operands.device)
                 assert found is not None
                 operands = operands._replace(first=found.first_M, end=found.end_M)
-            gradients = again(operands, ctx.options, (*ctx.wanted, False), (upstream, None))[:3]
+            gradients = differentiable_backward(
+                operands, ctx.options, (*ctx.needs_grad, False), (grad_output, None)
+            )[:3]
         else:
-            wanted = [own for own in ctx.own if own.requires_grad]
-            upstream = alignment.readable_like(upstream, ctx.out)
+            inputs = [own for own in ctx.own if own.requires_grad]
+            grad_output = alignment.readable_like(grad_output, ctx.out)
             keep = torch._C._autograd._get_current_graph_task_keep_graph()
-            found = torch.autograd.grad(ctx.out, wanted, upstream, retain_graph=keep)
-            gradients = placed(found, ctx.wanted)
+            found = torch.autograd.grad(ctx.out, inputs, grad_output, retain_graph=keep)
+            gradients = placed(found, ctx.needs_grad)
         return (None, None, *gradients)

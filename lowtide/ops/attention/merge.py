@@ -59,13 +59,13 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     nothing_1 = total_1 == 0
     total_1 = total_1.masked_fill(nothing_1, 1)
     share_P = weight_P / total_1
-    terms = (_beside(share, out) * out for share, out in zip(share_P, outs))
+    terms = (_as_factor(share, out) * out for share, out in zip(share_P, outs))
     merged = sum(terms, start=torch.zeros((), dtype=logsumexp_P.dtype, device=logsumexp_P.device))
     logsumexp = (max_1 + total_1.log()).masked_fill(nothing_1, -torch.inf)
     return merged.to(outs[0].dtype), logsumexp
 
 
-def _beside(share: Tensor, out: Tensor) -> Tensor:
+def _as_factor(share: Tensor, out: Tensor) -> Tensor:
     """Return a logsumexp's weight [B, H, M] as [B, M, H, 1], to multiply an out."""
     return share.movedim(-1, 1)[..., None] if out.dim() > 3 else share[..., None]
 
@@ -79,7 +79,7 @@ def _checked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
             raise ArgumentTypeError(f"parts[{place}] must be (out, logsumexp), got {type(part).__name__}")
         out, logsumexp = part
         check_tensors({f"parts[{place}][0]": out, f"parts[{place}][1]": logsumexp})
-        expected = _beside(logsumexp, out).shape[:-1] if logsumexp.dim() == out.dim() - 1 else None
+        expected = _as_factor(logsumexp, out).shape[:-1] if logsumexp.dim() == out.dim() - 1 else None
         if out.dim() not in (3, 4, 5) or expected != out.shape[:-1]:
             raise ArgumentError(
                 f"parts[{place}] must be out [B, M, H, E] and logsumexp [B, H, M], got {list(out.shape)} and "

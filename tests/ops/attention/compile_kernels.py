@@ -42,7 +42,7 @@ PIECES = {
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 CONSTANTS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCKS_K", "BLOCK_E", "BLOCKS_E", "CUT_K", "CUT_E")
-OPERANDS = ("query", "key", "value", "upstream")
+OPERANDS = ("query", "key", "value", "grad_output")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "forward": ("ops.attention.triton_backend.forward", "forward_kernel", ()),
@@ -90,7 +90,7 @@ SPILLS = {
 
 def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
     tensor = "*bf16" if build.half else F32
-    names = ("query", "key", "value", "upstream", "out", "grad_query", "grad_key", "grad_value")
+    names = ("query", "key", "value", "grad_output", "out", "grad_query", "grad_key", "grad_value")
     absent = (
         *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
         *("weight", "grad_scores", "grad_z"),
@@ -99,7 +99,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
-        **dict.fromkeys(("statistics_ptr", "logsumexp_upstream_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
+        **dict.fromkeys(("statistics_ptr", "grad_logsumexp_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
         **dict.fromkeys(
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.ops.attention.definition.dropout import column_keys, kept, row_keys
+from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import intervals, visible, window_band
 from tests.support.budgets import Result, budget, norm
 
@@ -142,7 +142,7 @@ def kept_scores(case: Case) -> Tensor:  # [B, H, M, N]
     B, M, H, _ = case.query.shape
     seed = torch.tensor(case.options["seed"], device=case.query.device)
     rows = row_keys(seed, B, H, M)[..., None]
-    return kept(rows, column_keys(seed, case.key.shape[1]), case.options["p"])
+    return keep_mask(rows, column_keys(seed, case.key.shape[1]), case.options["p"])
 
 
 def differentiate(

@@ -7,7 +7,7 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention.definition.dropout import column_keys, kept, limit, row_keys
+from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, limit, row_keys
 from lowtide.ops.attention.torch_backend import tiling
 from tests.ops.attention.helpers import differentiate, make_case, make_upstream, ours
 
@@ -38,7 +38,7 @@ def bits(seed, b, h, i, j):
 def test_the_bits(device, seed):
     B, H, M, N, p = 2, 3, 5, 7, 0.4
     tensor = torch.tensor(seed, device=device)
-    found = kept(row_keys(tensor, B, H, M)[..., None], column_keys(tensor, N), p)
+    found = keep_mask(row_keys(tensor, B, H, M)[..., None], column_keys(tensor, N), p)
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, (B, H, M, N))).tolist():
         signed = (bits(seed, b, h, i, j) ^ 1 << 31) - (1 << 31)
         assert found[b, h, i, j].item() == (signed > limit(p)), (b, h, i, j)
@@ -49,7 +49,7 @@ def test_rate(p):
     """Of n independent scores, by the binomial law: n p, and within 5 standard deviations; so along each
     axis, and for pairs of neighbours."""
     seed = torch.tensor(7)
-    dropped = ~kept(row_keys(seed, 2, 4, 256)[..., None], column_keys(seed, 512), p)
+    dropped = ~keep_mask(row_keys(seed, 2, 4, 256)[..., None], column_keys(seed, 512), p)
 
     def holds(events, rate):
         n = events.numel()

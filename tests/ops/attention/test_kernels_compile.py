@@ -26,7 +26,7 @@ def test_compiles_and_fits(compiled, name, capability):
     assert max(result["spill_stores"], result["spill_loads"]) <= BUILDS[name].spills
     assert result["registers"] * result["warps"] * 32 <= 65536
     assert result["shared"] <= SHARED[capability]
-    # Narrower ones are what ptxas 12.8 gets wrong (blocks.py).
+    # Narrower ones are what ptxas 12.8 gets wrong (tile_sizes.py).
     assert set(result["row_bytes"]) <= {128}
 
 

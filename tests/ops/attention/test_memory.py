@@ -1,5 +1,5 @@
 """No tensor of M x N, ever; and linear in M. On CUDA float32's backward keeps the scores of as many heads and
-keys as there is room for (grad_scores.py): here for the fewest, but where a test asks how much room that is.
+keys as there is room for (strips.py): here for the fewest, but where a test asks how much room that is.
 """
 
 import importlib.util

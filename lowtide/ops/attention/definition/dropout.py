@@ -19,16 +19,16 @@ WORD = 0xFFFFFFFF
 def row_keys(seed: Tensor, B: int, H: int, M: int) -> Tensor:
     """Return a key for each query, [B, H, M], int32."""
     b, h, i = (torch.arange(size, device=seed.device) for size in (B, H, M))
-    key_BH = _chained(_chained(_seed_key(seed), b)[:, None], h)
-    return _signed(_chained(key_BH[:, :, None], i))
+    key_BH = _chain(_chain(_seed_key(seed), b)[:, None], h)
+    return _to_int32(_chain(key_BH[:, :, None], i))
 
 
 def column_keys(seed: Tensor, N: int) -> Tensor:
     """Return a key for each key column, [N], int32."""
-    return _signed(_chained(_chained(_seed_key(seed), torch.full_like(seed, GOLDEN)), _range(seed, N)))
+    return _to_int32(_chain(_chain(_seed_key(seed), torch.full_like(seed, GOLDEN)), _range(seed, N)))
 
 
-def kept(row_key: Tensor, column_key: Tensor, dropout: float) -> Tensor:
+def keep_mask(row_key: Tensor, column_key: Tensor, dropout: float) -> Tensor:
     """Return True for each score that dropout keeps; the keys broadcast against each other.
 
     Only the upper bits of the last product are compared. The mixing's last step does not change
@@ -60,15 +60,15 @@ def _range(seed: Tensor, size: int) -> Tensor:
 def _seed_key(seed: Tensor) -> Tensor:
     """Return the hash of both words of the seed."""
     low, high = seed & WORD, (seed >> 32) & WORD
-    return _chained(_mixed(low), high)
+    return _chain(_mix(low), high)
 
 
-def _chained(key: Tensor, value: Tensor) -> Tensor:
+def _chain(key: Tensor, value: Tensor) -> Tensor:
     """Return the hash of a key and one more index."""
-    return _mixed(((key + GOLDEN) & WORD) ^ value)
+    return _mix(((key + GOLDEN) & WORD) ^ value)
 
 
-def _mixed(bits: Tensor) -> Tensor:
+def _mix(bits: Tensor) -> Tensor:
     """Return lowbias32 of numbers below 2^32, in int64.
 
     Products wrap, and their lower words are right.
@@ -80,6 +80,6 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits ^ (bits >> 16)
 
 
-def _signed(bits: Tensor) -> Tensor:
+def _to_int32(bits: Tensor) -> Tensor:
     """Return unsigned 32-bit numbers as int32 with the same bits."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32)

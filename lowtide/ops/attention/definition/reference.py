@@ -8,7 +8,7 @@ Shapes: B batches, H query heads, G key heads, M queries, N keys, K features, E 
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.dropout import column_keys, kept, rescale, row_keys
+from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, rescale, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import Operands, Options, sizes
 
@@ -18,17 +18,17 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     query, key, value, bias, first, end, seed = operands
     B, H, _, M, N, _, _ = sizes(operands)
     shown_MN = None if first is None or end is None else visible(Intervals(first, end), N)
-    kept_BHMN = None
+    keep_BHMN = None
     if seed is not None:
-        kept_BHMN = kept(row_keys(seed, B, H, M)[..., None], column_keys(seed, N), options.dropout)
+        keep_BHMN = keep_mask(row_keys(seed, B, H, M)[..., None], column_keys(seed, N), options.dropout)
     dtype = operands.sum_dtype
     wide = Operands(query.to(dtype), key.to(dtype), value.to(dtype), bias)
-    out, logsumexp = attend(wide, shown_MN, kept_BHMN, options)
+    out, logsumexp = attend(wide, shown_MN, keep_BHMN, options)
     return out.to(query.dtype), logsumexp
 
 
 def attend(
-    operands: Operands, shown_MN: Tensor | None, kept_BHMN: Tensor | None, options: Options
+    operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return the same from operands in the dtype of the sums; the mask and dropout are dense."""
     query, key, value, bias = operands.differentiable
@@ -56,7 +56,7 @@ def attend(
         sum_BHM1 = sum_BHM1.masked_fill(nothing_BHM1, 1)
         logsumexp_BHM1 = (max_BHM1 + sum_BHM1.log()).masked_fill(nothing_BHM1, -torch.inf)
         weight_BHMN = weight_BHMN / sum_BHM1
-        if kept_BHMN is not None:
-            weight_BHMN = weight_BHMN * kept_BHMN * rescale(options.dropout)
+        if keep_BHMN is not None:
+            weight_BHMN = weight_BHMN * keep_BHMN * rescale(options.dropout)
         out_BHME = (weight_BHMN.reshape(B, G, rows, N) @ value).reshape(B, H, M, E)
     return out_BHME, logsumexp_BHM1[..., 0]

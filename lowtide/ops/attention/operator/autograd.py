@@ -26,8 +26,10 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
     The backend that the options name runs forward and backward.
     """
     tracked = torch.is_grad_enabled()
-    wanted = tuple(tracked and each is not None and each.requires_grad for each in operands.differentiable)
-    out, logsumexp = _Attention.apply(options, wanted, with_logsumexp, *operands)
+    needs_grad = tuple(
+        tracked and each is not None and each.requires_grad for each in operands.differentiable
+    )
+    out, logsumexp = _Attention.apply(options, needs_grad, with_logsumexp, *operands)
     return out, logsumexp
 
 
@@ -36,40 +38,46 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, options: Options, wanted: tuple[bool, ...], with_logsumexp: bool, *tensors: Tensor | None
+        ctx: Any,
+        options: Options,
+        needs_grad: tuple[bool, ...],
+        with_logsumexp: bool,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, *kept = ops.attention(*tensors, with_logsumexp or any(wanted), *options)
-        ctx.options, ctx.wanted = options, wanted
+        out, *statistics = ops.attention(*tensors, with_logsumexp or any(needs_grad), *options)
+        ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
-        if any(wanted):
-            ctx.save_for_backward(*tensors, out, *kept)
-        return out, kept[0].sum(2) if with_logsumexp else None
+        if any(needs_grad):
+            ctx.save_for_backward(*tensors, out, *statistics)
+        return out, statistics[0].sum(2) if with_logsumexp else None
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, logsumexp_upstream: Tensor | None) -> Gradients:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> Gradients:  # type: ignore[override]
         nothing = (None, None, None)
-        if upstream is None and logsumexp_upstream is None:
+        if grad_output is None and grad_logsumexp is None:
             return (*nothing, *(None,) * len(Operands._fields))
         *tensors, out, statistics = ctx.saved_tensors
         operands = Operands(*tensors)
-        if is_differentiated(upstream, logsumexp_upstream):
-            gradients = again(operands, ctx.options, ctx.wanted, (upstream, logsumexp_upstream))
-        else:
-            if upstream is None:
-                upstream = torch.zeros_like(out)
-            found = ops.attention_backward(
-                upstream, logsumexp_upstream, out, statistics, *operands, ctx.wanted, *ctx.options
+        if is_differentiated(grad_output, grad_logsumexp):
+            gradients = differentiable_backward(
+                operands, ctx.options, ctx.needs_grad, (grad_output, grad_logsumexp)
             )
-            gradients = placed(found, ctx.wanted)
+        else:
+            if grad_output is None:
+                grad_output = torch.zeros_like(out)
+            found = ops.attention_backward(
+                grad_output, grad_logsumexp, out, statistics, *operands, ctx.needs_grad, *ctx.options
+            )
+            gradients = placed(found, ctx.needs_grad)
         return (*nothing, *gradients, None, None, None)
 
 
-def again(
-    operands: Operands, options: Options, wanted: Sequence[bool], upstream: Sequence[Tensor | None]
+def differentiable_backward(
+    operands: Operands, options: Options, needs_grad: Sequence[bool], grad_output: Sequence[Tensor | None]
 ) -> Gradients:
     """Return the gradients as differentiable functions of the operands."""
 
     def attended(own: list[Tensor | None]) -> tuple[Tensor, ...]:
         return higher_order.attention(operands._replace(**dict(zip(Operands._fields, own))), options)
 
-    return differentiable_gradients(attended, operands.differentiable, wanted, upstream)
+    return differentiable_gradients(attended, operands.differentiable, needs_grad, grad_output)

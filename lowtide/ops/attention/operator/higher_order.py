@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.attention.definition import reference
-from lowtide.ops.attention.definition.dropout import column_keys, kept, row_keys
+from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import Operands, Options, sizes
 
@@ -42,14 +42,14 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
         bias = given.get("bias")
         if "bias" in rows:
             bias = given["bias"].movedim(0, 2)
-        shown_mN = kept_BHmN = None
+        shown_mN = keep_BHmN = None
         if "first" in rows:
             shown_mN = visible(Intervals(given["first"], given["end"]), N)
         if "row_key" in rows:
             row_key_BHm1 = given["row_key"].movedim(0, 2)[..., None]
-            kept_BHmN = kept(row_key_BHm1, given["column_key"], options.dropout)
+            keep_BHmN = keep_mask(row_key_BHm1, given["column_key"], options.dropout)
         part = Operands(given["query"].movedim(0, 2), given["key"], given["value"], bias)
-        out_BHmE, logsumexp_BHm = reference.attend(part, shown_mN, kept_BHmN, options)
+        out_BHmE, logsumexp_BHm = reference.attend(part, shown_mN, keep_BHmN, options)
         return (out_BHmE.movedim(2, 0), logsumexp_BHm.movedim(2, 0)), ()
 
     queries = max(1, WORKSPACE // max(1, COPIES * B * H * N * dtype.itemsize))

@@ -46,21 +46,21 @@ def attention(*arguments: Any) -> list[Tensor]:
 
 @operator(
     "attention_backward",
-    "(Tensor upstream, Tensor? logsumexp_upstream, Tensor out, Tensor statistics, "
-    f"{OPERANDS}, bool[] wanted, {OPTIONS}) -> Tensor[]",
+    "(Tensor grad_output, Tensor? grad_logsumexp, Tensor out, Tensor statistics, "
+    f"{OPERANDS}, bool[] needs_grad, {OPTIONS}) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
     """Run backward on the backend that the options name."""
-    saved, operands, wanted, options = _parse(arguments, saved=4)
+    saved, operands, needs_grad, options = _parse(arguments, saved=4)
     if options.backend == "sdpa":
-        return kernels.backward(operands, options, wanted, *saved)
+        return kernels.backward(operands, options, needs_grad, *saved)
     if options.backend == "triton":
         from lowtide.ops.attention.triton_backend import launch_backward
 
         with torch.cuda.device_of(operands.query):
-            return launch_backward.backward(operands, options, wanted, *saved)
+            return launch_backward.backward(operands, options, needs_grad, *saved)
     with on_device_of(operands.query):
-        return BlockwiseBackward(operands, options, wanted).backward(*saved)
+        return BlockwiseBackward(operands, options, needs_grad).backward(*saved)
 
 
 def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, Options]:
@@ -82,11 +82,11 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @register_fake("lowtide::attention_backward")
 def _(*arguments: Any) -> list[Tensor]:
-    _, operands, wanted, options = _parse(arguments, saved=4)
+    _, operands, needs_grad, options = _parse(arguments, saved=4)
     gradients = [allocate(each, each.shape, options.rows_first) for each in operands[:3]]
     if operands.bias is not None:
         gradients.append(operands.bias.new_empty(operands.bias.shape))
-    return [gradient for gradient, want in zip(gradients, wanted) if want]
+    return [gradient for gradient, want in zip(gradients, needs_grad) if want]
 
 
 @register_flop_formula(torch.ops.lowtide.attention)

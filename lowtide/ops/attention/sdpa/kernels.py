@@ -46,7 +46,7 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
             *tensors, NO_DROPOUT, options.causal, False, **given
         )
-    out = _laid(out, options.rows_first)
+    out = _in_layout(out, options.rows_first)
     if not keep_statistics:
         return [out]
     return [out, logsumexp[:, :, None, : out.shape[2]].contiguous()]
@@ -55,9 +55,9 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
 def backward(
     operands: Operands,
     options: Options,
-    wanted: Sequence[bool],
-    upstream: Tensor,
-    logsumexp_upstream: Tensor | None,
+    needs_grad: Sequence[bool],
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
     out: Tensor,
     statistics_BH1M: Tensor,
 ) -> list[Tensor]:
@@ -65,14 +65,14 @@ def backward(
 
     torch's kernels compute all three in any case.
     """
-    assert logsumexp_upstream is None
+    assert grad_logsumexp is None
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
         out = readable_like(out, torch.empty_like(tensors[0], device="meta"))
     out = readable(out)
-    upstream = readable_like(upstream, out)
-    given_first = (upstream, *tensors, out)
+    grad_output = readable_like(grad_output, out)
+    given_first = (grad_output, *tensors, out)
     logsumexp_BHM, M, N = statistics_BH1M[:, :, 0], out.shape[2], tensors[1].shape[2]
     seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read for dropout alone
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -83,8 +83,8 @@ def backward(
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % ROWS), value=torch.inf)
         found = aten._scaled_dot_product_efficient_attention_backward(
-            upstream, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
-            [*wanted[:3], False], options.causal, **given
+            grad_output, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
+            [*needs_grad[:3], False], options.causal, **given
         )  # fmt: skip
     elif operands.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -94,7 +94,7 @@ def backward(
         found = aten._scaled_dot_product_flash_attention_backward(
             *given_first, logsumexp_BHM, None, None, M, N, NO_DROPOUT, options.causal, seed, seed, **given
         )
-    return [_laid(each, options.rows_first) for each, want in zip(found, wanted) if want]
+    return [_in_layout(each, options.rows_first) for each, want in zip(found, needs_grad) if want]
 
 
 def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBackend:
@@ -110,7 +110,7 @@ def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBa
     return SDPBackend(found)
 
 
-def _laid(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
+def _in_layout(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
     """Return the tensor in the memory layout of `operands.allocate`."""
     if rows_first:
         return tensor_BHMX.transpose(1, 2).contiguous().transpose(1, 2)

@@ -23,12 +23,12 @@ from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns
 class BlockwiseBackward(Blockwise):
     """Hold one backward call: its operands, the gradients asked for, and their memory."""
 
-    def __init__(self, operands: Operands, options: Options, wanted: Sequence[bool]) -> None:
+    def __init__(self, operands: Operands, options: Options, needs_grad: Sequence[bool]) -> None:
         super().__init__(operands, options)
-        self.want_query, self.want_key, self.want_value, self.want_bias = wanted
+        self.want_query, self.want_key, self.want_value, self.want_bias = needs_grad
         self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE = (
             allocate(tensor, tensor.shape, options.rows_first) if want else None
-            for tensor, want in zip(operands[:3], wanted)
+            for tensor, want in zip(operands[:3], needs_grad)
         )
         self.grad_bias: Tensor | None = None
         if self.want_bias and operands.bias is not None:
@@ -36,8 +36,8 @@ class BlockwiseBackward(Blockwise):
 
     def backward(
         self,
-        upstream_BHME: Tensor,
-        logsumexp_upstream_BHM: Tensor | None,
+        grad_output_BHME: Tensor,
+        grad_logsumexp_BHM: Tensor | None,
         out_BHME: Tensor,
         statistics_BHSM: Tensor,
     ) -> list[Tensor]:
@@ -45,14 +45,14 @@ class BlockwiseBackward(Blockwise):
         for chunk in self.chunks():
             sums = self._sums_of_keys(chunk)
             for rows in self.rows():
-                upstream_crE = chunk.packed(upstream_BHME, rows)
-                delta_cr1 = (upstream_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
-                if logsumexp_upstream_BHM is not None:
-                    delta_cr1 -= chunk.packed(logsumexp_upstream_BHM[..., None], rows)
+                grad_output_crE = chunk.packed(grad_output_BHME, rows)
+                delta_cr1 = (grad_output_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
+                if grad_logsumexp_BHM is not None:
+                    delta_cr1 -= chunk.packed(grad_logsumexp_BHM[..., None], rows)
                 statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
                 # Where a row sees no column, z is -inf, and exp(-inf - 0) is 0.
                 statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
-                self._rows_backward(chunk, rows, upstream_crE, delta_cr1, statistics_crS, *sums)
+                self._rows_backward(chunk, rows, grad_output_crE, delta_cr1, statistics_crS, *sums)
             for grad, total in zip((self.grad_key_BGNK, self.grad_value_BGNE), sums):
                 if grad is not None and total is not None:
                     part = grad[chunk.batches, chunk.groups]
@@ -74,7 +74,7 @@ class BlockwiseBackward(Blockwise):
         self,
         chunk: Chunk,
         rows: slice,
-        upstream_crE: Tensor,
+        grad_output_crE: Tensor,
         delta_cr1: Tensor,
         statistics_crS: Tensor,
         grad_key_cNK: Tensor | None,
@@ -89,17 +89,17 @@ class BlockwiseBackward(Blockwise):
             for part_cr1 in statistics_crS.split(1, 2):
                 z_crn.sub_(part_cr1)
             weight_crn = z_crn.exp_()
-            kept_crn = None if self.operands.seed is None else self.kept(chunk, rows, columns)
+            keep_crn = None if self.operands.seed is None else self.keep_mask(chunk, rows, columns)
             if grad_value_cNE is not None:
-                factor = 1.0 if kept_crn is None else self.rescale
-                used_crn = weight_crn if kept_crn is None else weight_crn * kept_crn
-                grad_value_cNE[:, columns.span].baddbmm_(used_crn.mT, upstream_crE, alpha=factor)
+                factor = 1.0 if keep_crn is None else self.rescale
+                used_crn = weight_crn if keep_crn is None else weight_crn * keep_crn
+                grad_value_cNE[:, columns.span].baddbmm_(used_crn.mT, grad_output_crE, alpha=factor)
             if not (self.want_query or self.want_key or self.want_bias):
                 continue
             value_cnE = chunk.keys(self.operands.value, columns.span)
-            grad_crn = self.product("gradients", upstream_crE, value_cnE.mT)
-            if kept_crn is not None:
-                grad_crn.mul_(kept_crn).mul_(self.rescale)
+            grad_crn = self.product("gradients", grad_output_crE, value_cnE.mT)
+            if keep_crn is not None:
+                grad_crn.mul_(keep_crn).mul_(self.rescale)
             grad_crn.sub_(delta_cr1).mul_(weight_crn)
             self._add_to_bias(chunk, rows, columns, grad_crn)
             if slope_crn is not None:

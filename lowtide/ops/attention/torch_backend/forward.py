@@ -93,7 +93,7 @@ class Blockwise:
             max_cr1 = new_max_cr1
             sum_cr1.mul_(fade_cr1).add_(weight_crn.sum(-1, keepdim=True))
             if self.operands.seed is not None:
-                weight_crn.mul_(self.kept(chunk, rows, columns))
+                weight_crn.mul_(self.keep_mask(chunk, rows, columns))
             out_crE.mul_(fade_cr1).baddbmm_(weight_crn, chunk.keys(self.operands.value, columns.span))
         if self.operands.seed is not None:
             out_crE.mul_(self.rescale)
@@ -128,7 +128,7 @@ class Blockwise:
         key_n = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=self.device)
         return (key_n < first[rows, None]).logical_or_(key_n >= end[rows, None])
 
-    def kept(self, chunk: Chunk, rows: slice, columns: Columns) -> Tensor:  # [c, r, n]
+    def keep_mask(self, chunk: Chunk, rows: slice, columns: Columns) -> Tensor:  # [c, r, n]
         """Return True for each score that dropout keeps."""
         row_key_cr1 = chunk.packed(self.row_key_BHM1, rows)
-        return dropout.kept(row_key_cr1, self.column_key_N[columns.span], self.options.dropout)
+        return dropout.keep_mask(row_key_cr1, self.column_key_N[columns.span], self.options.dropout)

@@ -15,7 +15,7 @@ GOLDEN = tl.constexpr(dropout.GOLDEN)
 
 
 @triton.jit
-def mixed(bits):
+def mix(bits):
     """Return lowbias32 of uint32 numbers."""
     bits ^= bits >> 16
     bits *= FIRST
@@ -25,9 +25,9 @@ def mixed(bits):
 
 
 @triton.jit
-def chained(key, value):
+def chain(key, value):
     """Return the hash of a key and one more index."""
-    return mixed((key + GOLDEN) ^ value.to(tl.uint32))
+    return mix((key + GOLDEN) ^ value.to(tl.uint32))
 
 
 @triton.jit
@@ -39,13 +39,13 @@ def dropout_keys_kernel(
     There are `rows` row keys; programs from `row_programs` on write column keys.
     """
     seed = tl.load(seed_ptr)
-    own = chained(mixed(seed.to(tl.uint32)), seed >> 32)
+    own = chain(mix(seed.to(tl.uint32)), seed >> 32)
     program = tl.program_id(0)
     if program < row_programs:
         at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        key = chained(chained(chained(own, at // M // H), at // M % H), at % M)
+        key = chain(chain(chain(own, at // M // H), at // M % H), at % M)
         tl.store(row_key_ptr + at, key.to(tl.int32, bitcast=True), mask=at < rows)
     else:
         j = (program - row_programs) * BLOCK + tl.arange(0, BLOCK)
-        key = chained(mixed((own + GOLDEN) ^ GOLDEN), j)
+        key = chain(mix((own + GOLDEN) ^ GOLDEN), j)
         tl.store(column_key_ptr + j, key.to(tl.int32, bitcast=True), mask=j < N)

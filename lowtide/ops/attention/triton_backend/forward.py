@@ -13,15 +13,15 @@ from lowtide.ops.attention.triton_backend.tiles import (
     add_product,
     head,
     interval,
-    kept,
+    keep_mask,
     load_pieces,
     product,
     score_tile,
-    seen_of_rows,
     store_statistics,
     store_tile,
     tile_start,
-    tiles_seen,
+    visible_range,
+    visible_tiles,
     weights,
 )
 
@@ -61,11 +61,13 @@ def forward_kernel(
         width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
     query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_m = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
+        low, whole_low, whole_high, high, BLOCK_N
+    )
     for MASKED in tl.static_range(2):
         for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
@@ -86,7 +88,7 @@ def forward_kernel(
             sum_m = sum_m * fade_m + tl.sum(weight, 1)
             if row_key_ptr is not None:
                 weight = tl.where(
-                    kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
+                    keep_mask(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
                 )
             value_place = value_ptr, start_n, row_n, value_strides, N
             value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)

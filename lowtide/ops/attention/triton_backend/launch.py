@@ -23,7 +23,7 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_til
 KEYS = 1024
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
-    *("query", "key", "value", "bias", "row_key", "upstream", "row_terms"),
+    *("query", "key", "value", "bias", "row_key", "grad_output", "row_terms"),
     *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
 )
 Strides = tuple[int, ...]
@@ -67,7 +67,7 @@ class KernelCall:
     scalars: Scalars
     switches: Switches
     # Of backward alone.
-    upstream: Tensor | None = None
+    grad_output: Tensor | None = None
     """Gradient of the result; in pieces where query is."""
     row_terms: Tensor | None = None
     """What delta_kernel writes of each row, [B, H, 2 or 3, M]."""
@@ -120,7 +120,7 @@ class KernelCall:
         count = piece_count(self.dtype)
         if count == 1:
             return self
-        whole = {"query": heads, "key": key_heads, "value": key_heads, "upstream": heads}
+        whole = {"query": heads, "key": key_heads, "value": key_heads, "grad_output": heads}
         tensors = ((name, getattr(self, name)) for name in whole)
         own = {name: x[:, whole[name]] for name, x in tensors if x is not None}
         return replace(self, **dict(zip(own, split([*own.values()], count))))

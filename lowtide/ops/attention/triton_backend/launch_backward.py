@@ -33,7 +33,7 @@ from lowtide.ops.attention.triton_backend.stored_scores import (
     query_of_scores_kernel,
     scores_kernel,
 )
-from lowtide.ops.attention.triton_backend.strips import Stored, Strip, stored, strips
+from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv, next_power_of_2
 
 # Queries of a program of delta_kernel.
@@ -58,9 +58,9 @@ class StripMemory:
 def backward(
     operands: Operands,
     options: Options,
-    wanted: Sequence[bool],
-    upstream: Tensor,
-    logsumexp_upstream: Tensor | None,
+    needs_grad: Sequence[bool],
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
     out: Tensor,
     statistics: Tensor,
 ) -> list[Tensor]:
@@ -70,32 +70,32 @@ def backward(
     B, H, G, M, N, _, _ = call.size
     gradients = [
         allocate(each, each.shape, options.rows_first) if want else None
-        for each, want in zip(operands[:3], wanted)
+        for each, want in zip(operands[:3], needs_grad)
     ]
-    bias = operands.bias if wanted[3] else None
+    bias = operands.bias if needs_grad[3] else None
     if 0 in (B, H, M, N):
         zeros = [gradient.zero_() for gradient in gradients if gradient is not None]
         return zeros if bias is None else [*zeros, torch.zeros_like(bias)]
-    upstream = upstream.contiguous() if is_far(upstream) else upstream
-    row_terms = _row_terms(call, upstream, logsumexp_upstream, out, statistics)
+    grad_output = grad_output.contiguous() if is_far(grad_output) else grad_output
+    row_terms = _row_terms(call, grad_output, grad_logsumexp, out, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
         if bias.shape[2] == 1:  # sums over queries, computed with the gradients of keys
             bias_sum = statistics.new_empty(B, H, 1, N)
         elif bias.shape[3] == 1:
-            grad_bias = _bias_of_queries(bias, logsumexp_upstream, statistics)
+            grad_bias = _bias_of_queries(bias, grad_logsumexp, statistics)
         else:
             grad_bias = bias_of_scores = bias.new_empty(bias.shape)
     row_first, row_end = _rows_of_keys(call)
     grad_query, grad_key, grad_value = gradients
     call = replace(
-        call, upstream=upstream, row_terms=row_terms, row_first=row_first, row_end=row_end,
+        call, grad_output=grad_output, row_terms=row_terms, row_first=row_first, row_end=row_end,
         grad_query=grad_query, grad_key=grad_key, grad_value=grad_value, grad_bias=bias_of_scores,
         bias_sum=bias_sum,
     )  # fmt: skip
     many = call.find_tile("query") is None
     together = call.find_tile("key and value", piece_count(call.dtype)) is not None
-    stores = stored(operands, options, wanted, together, many)
+    stores = scores_to_store(operands, options, needs_grad, together, many)
     if many or any(stores):
         _in_strips(call, stores, many)
     else:
@@ -122,8 +122,8 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
 
 def _row_terms(
     call: KernelCall,
-    upstream: Tensor,
-    logsumexp_upstream: Tensor | None,
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
     out: Tensor,
     statistics: Tensor,
 ) -> Tensor:
@@ -132,9 +132,9 @@ def _row_terms(
     base_2 = call.switches.base_2
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
     tiles = cdiv(M, ROWS)
-    lse_strides = (0, 0, 0) if logsumexp_upstream is None else logsumexp_upstream.stride()
+    lse_strides = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
     delta_kernel[(tiles * B * H,)](
-        out, upstream, logsumexp_upstream, statistics, row_terms, out.stride(), upstream.stride(),
+        out, grad_output, grad_logsumexp, statistics, row_terms, out.stride(), grad_output.stride(),
         lse_strides, H, M, E, tiles, base_2, ROWS, min(128, max(16, next_power_of_2(E))),
     )  # fmt: skip
     return row_terms
@@ -146,9 +146,9 @@ def _query_gradient(call: KernelCall, grad_query: Tensor) -> None:
     tile = call.tile("query")
     tiles = cdiv(M, tile.M)
     query_gradient_kernel[(tiles * B * H, tile.blocks_K)](
-        *call.tensors, call.upstream, call.row_terms, grad_query, *call.strides, strides_of(call.upstream),
-        grad_query.stride(), *call.sizes, tiles, *call.scalars, *call.switches, *tile.constants,
-        **tile.options,
+        *call.tensors, call.grad_output, call.row_terms, grad_query, *call.strides,
+        strides_of(call.grad_output), grad_query.stride(), *call.sizes, tiles, *call.scalars,
+        *call.switches, *tile.constants, **tile.options,
     )  # fmt: skip
 
 
@@ -229,8 +229,8 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
     blocks_e = 1 if call.grad_value is None else tile.blocks_E
     programs = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
     key_value_gradient_kernel[programs](
-        *call.tensors, call.row_first, call.row_end, call.upstream, call.row_terms, *results,
-        *call.strides, strides_of(call.upstream), strides_of(call.grad_key),
+        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
+        *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),
         strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
         strip.first_key, tiles, *call.scalars, *call.switches, call.pieces, *tile.constants,
         **tile.options,
@@ -247,8 +247,8 @@ def _scores(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
     if call.bias_sum is not None:
         parts = call.bias_sum.new_zeros(heads, tiles_m, tiles_n * tile.N)
     scores_kernel[(heads * tiles_m * tiles_n,)](
-        *call.tensors, call.upstream, call.row_terms, memory.weight, memory.grad_scores, memory.grad_z,
-        parts, *call.strides, strides_of(call.upstream), memory.strides, B, *call.sizes,
+        *call.tensors, call.grad_output, call.row_terms, memory.weight, memory.grad_scores, memory.grad_z,
+        parts, *call.strides, strides_of(call.grad_output), memory.strides, B, *call.sizes,
         strip.first_group, strip.first_key, tiles_m, tiles_n, *call.scalars, *call.switches,
         *tile.constants, **tile.options,
     )  # fmt: skip
@@ -284,9 +284,9 @@ def _key_value_of_scores(
     if not blocks:
         return
     key_value_of_scores_kernel[(cdiv(strip.keys, tile.N) * strip.batches * strip.groups * blocks,)](
-        call.query, call.upstream, call.first, call.end, call.row_first, call.row_end,
+        call.query, call.grad_output, call.first, call.end, call.row_first, call.row_end,
         memory.grad_scores, memory.weight, call.grad_key, grad_value, strides_of(call.query),
-        strides_of(call.upstream), memory.strides, strides_of(call.grad_key),
+        strides_of(call.grad_output), memory.strides, strides_of(call.grad_key),
         strides_of(grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
         strip.first_key, call.scalars.scale, call.switches.precision, call.pieces, *tile.constants,
         **tile.options,
@@ -322,14 +322,14 @@ def _rows_of_keys(call: KernelCall) -> tuple[Tensor | None, Tensor | None]:
     return torch.minimum(row_first, row_end), row_end
 
 
-def _bias_of_queries(bias: Tensor, logsumexp_upstream: Tensor | None, statistics: Tensor) -> Tensor:
+def _bias_of_queries(bias: Tensor, grad_logsumexp: Tensor | None, statistics: Tensor) -> Tensor:
     """Return the gradient of a bias that is the same for all keys.
 
     Such a bias moves the logsumexp of its row, and nothing else.
     """
-    if logsumexp_upstream is None:
+    if grad_logsumexp is None:
         return torch.zeros_like(bias)
-    moved = logsumexp_upstream.masked_fill(statistics[:, :, -1] == -torch.inf, 0)
+    moved = grad_logsumexp.masked_fill(statistics[:, :, -1] == -torch.inf, 0)
     return moved[..., None].sum_to_size(bias.shape).to(bias.dtype)
 
 

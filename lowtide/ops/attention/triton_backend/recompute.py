@@ -16,24 +16,24 @@ from lowtide.ops.attention.triton_backend.tiles import (
     add_product,
     head,
     interval,
-    kept,
+    keep_mask,
     load_pieces,
     load_rows,
     load_tile,
     product,
     score_tile,
-    seen_of_rows,
     store_tile,
     tile_start,
-    tiles_seen,
+    visible_range,
+    visible_tiles,
     weights,
 )
 
 
 @triton.jit
 def delta_kernel(
-    out_ptr, upstream_ptr, logsumexp_upstream_ptr, statistics_ptr, row_terms_ptr,
-    out_strides, upstream_strides, lse_strides, H, M, E, tiles,
+    out_ptr, grad_output_ptr, grad_logsumexp_ptr, statistics_ptr, row_terms_ptr,
+    out_strides, grad_output_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write rows [B, H, 2 or 3, M]: what the tiles of backward read of each row.
@@ -46,17 +46,20 @@ def delta_kernel(
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
     i = start_m + row_m
-    out_ptr, upstream_ptr = head(out_ptr, out_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
+    out_ptr, grad_output_ptr = (
+        head(out_ptr, out_strides, b, h),
+        head(grad_output_ptr, grad_output_strides, b, h),
+    )
     delta_m = tl.zeros([BLOCK_M], tl.float32)
-    if logsumexp_upstream_ptr is not None:
-        dlse_ptr = head(logsumexp_upstream_ptr, lse_strides, b, h)
+    if grad_logsumexp_ptr is not None:
+        dlse_ptr = head(grad_logsumexp_ptr, lse_strides, b, h)
         delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
     for start_e in range(0, E, BLOCK_E):
         e = start_e + tl.arange(0, BLOCK_E)
         out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
-        upstream = load_tile((upstream_ptr, start_m, row_m, upstream_strides, M), e, E, True, True)
-        delta_m += tl.sum(out.to(tl.float32) * upstream.to(tl.float32), 1)
-    row_terms_ptr = row_terms_of(row_terms_ptr, bh, M, BASE_2) + i
+        grad_output = load_tile((grad_output_ptr, start_m, row_m, grad_output_strides, M), e, E, True, True)
+        delta_m += tl.sum(out.to(tl.float32) * grad_output.to(tl.float32), 1)
+    row_terms_ptr = row_terms_at(row_terms_ptr, bh, M, BASE_2) + i
     tl.store(row_terms_ptr, delta_m, mask=i < M)
     if BASE_2:
         logarithm_ptr = statistics_ptr + bh.to(tl.int64) * M + i
@@ -70,7 +73,7 @@ def delta_kernel(
 
 
 @triton.jit
-def row_terms_of(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
+def row_terms_at(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
     """Return where the rows of one batch and head begin."""
     return row_terms_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
 
@@ -86,15 +89,15 @@ def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
 
 
 @triton.jit
-def gradient_of_scores(weight, of_weight, delta, kept, rescale, DROPOUT: tl.constexpr):
+def score_gradient(weight, grad_weight, delta, keep_mask, rescale, DROPOUT: tl.constexpr):
     """Return dz from the product do v^T."""
     if DROPOUT:
-        of_weight = tl.where(kept, of_weight * rescale, 0.0)
-    return weight * (of_weight - delta)
+        grad_weight = tl.where(keep_mask, grad_weight * rescale, 0.0)
+    return weight * (grad_weight - delta)
 
 
 @triton.jit
-def scores_of(ptr, strides, head, start_n):
+def scores_at(ptr, strides, head, start_n):
     """Return where the tiles of some keys begin in a strip's grad_scores (stored_scores.py)."""
     return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
 
@@ -116,8 +119,8 @@ def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, row_terms_ptr, grad_query_ptr,
-    query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_query_strides,
+    grad_output_ptr, row_terms_ptr, grad_query_ptr,
+    query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_query_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
@@ -127,7 +130,10 @@ def query_gradient_kernel(
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
     b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
-    query_ptr, upstream_ptr = head(query_ptr, query_strides, b, h), head(upstream_ptr, upstream_strides, b, h)
+    query_ptr, grad_output_ptr = (
+        head(query_ptr, query_strides, b, h),
+        head(grad_output_ptr, grad_output_strides, b, h),
+    )
     key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
     if bias_ptr is not None:
         bias_ptr = head(bias_ptr, bias_strides, b, h)
@@ -138,16 +144,18 @@ def query_gradient_kernel(
     i, k, e = start_m + row_m, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     own_k = tl.program_id(1) * BLOCK_K + k
     query_place = query_ptr, start_m, row_m, query_strides, M
-    upstream_place = upstream_ptr, start_m, row_m, upstream_strides, M
+    grad_output_place = grad_output_ptr, start_m, row_m, grad_output_strides, M
     query = load_tile(query_place, k, K, True, CUT_K)
-    upstream = load_tile(upstream_place, e, E, True, CUT_E)
-    row_terms_ptr = row_terms_of(row_terms_ptr, bh, M, BASE_2)
+    grad_output = load_tile(grad_output_place, e, E, True, CUT_E)
+    row_terms_ptr = row_terms_at(row_terms_ptr, bh, M, BASE_2)
     delta = load_rows(row_terms_ptr, i, M, True)[:, None]
     shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
+        low, whole_low, whole_high, high, BLOCK_N
+    )
     for MASKED in tl.static_range(2):
         for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
@@ -162,24 +170,15 @@ def query_gradient_kernel(
             )
             z, room = score_tile(scores, i[:, None], j[None, :], first[:, None], end[:, None],
                 bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
-            of_weight = product(
-                upstream,
-                value,
-                upstream_place,
-                value_place,
-                E,
-                zero,
-                PRECISION,
-                BLOCKS_E,
-                True,
-                MASKED,
-                CUT_E,
-            )
-            stays = MASKED
+            grad_weight = product(
+                grad_output, value, grad_output_place, value_place, E, zero, PRECISION, BLOCKS_E,
+                True, MASKED, CUT_E,
+            )  # fmt: skip
+            keep = MASKED
             if row_key_ptr is not None:
-                stays = kept(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
+                keep = keep_mask(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
             weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
-            grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
+            grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
             if SOFTCAP > 0:
                 grad *= slope_of_tanh(room)
             if BLOCKS_K > 1:
@@ -192,9 +191,9 @@ def query_gradient_kernel(
 @triton.jit(do_not_specialize=["first_group"])
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    row_first_ptr, row_end_ptr, upstream_ptr, row_terms_ptr, grad_key_ptr, grad_value_ptr,
+    row_first_ptr, row_end_ptr, grad_output_ptr, row_terms_ptr, grad_key_ptr, grad_value_ptr,
     bias_sum_ptr, grad_scores_ptr, grad_z_ptr,
-    query_strides, key_strides, value_strides, bias_strides, upstream_strides,
+    query_strides, key_strides, value_strides, bias_strides, grad_output_strides,
     grad_key_strides, grad_value_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -209,18 +208,21 @@ def key_value_gradient_kernel(
     bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is
     the same for all queries. grad_scores, grad_z: where the tiles of a strip are stored
     (strips.py), after the soft cap's slope and before it. PIECES: those of query, key, value and
-    upstream (bf16_split.py), of the strip's heads alone; with three, products are summed apart as
+    grad_output (bf16_split.py), of the strip's heads alone; with three, products are summed apart as
     in tiles.add_product.
     """
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
-    first_there = first_group  # the strip's first key head, in the operands
+    first_operand_g = first_group  # the strip's first key head, in the operands
     width_k, width_e = K, E
     if PIECES > 1:
-        first_there, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
-    there = first_there + unit // B
-    key_ptr, value_ptr = head(key_ptr, key_strides, b, there), head(value_ptr, value_strides, b, there)
+        first_operand_g, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    operand_g = first_operand_g + unit // B
+    key_ptr, value_ptr = (
+        head(key_ptr, key_strides, b, operand_g),
+        head(value_ptr, value_strides, b, operand_g),
+    )
 
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j, k, e = start_n + row_n, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
@@ -229,39 +231,39 @@ def key_value_gradient_kernel(
     value_place = value_ptr, start_n, row_n, value_strides, N
     key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
     value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
-    low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
+    low, whole_low, whole_high, high = visible_range(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     grad_key = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     for r in range(0, R):
         h = g * R + r
         row = (b * H + h).to(tl.int64) * M
-        q_ptr = head(query_ptr, query_strides, b, there * R + r)
-        do_ptr = head(upstream_ptr, upstream_strides, b, there * R + r)
+        q_ptr = head(query_ptr, query_strides, b, operand_g * R + r)
+        do_ptr = head(grad_output_ptr, grad_output_strides, b, operand_g * R + r)
         head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
-        head_terms_ptr = row_terms_of(row_terms_ptr, b * H + h, M, BASE_2)
+        head_terms_ptr = row_terms_at(row_terms_ptr, b * H + h, M, BASE_2)
         if bias_ptr is not None:
             head_bias_ptr = head(bias_ptr, bias_strides, b, h)
         if row_key_ptr is not None:
             head_row_key_ptr = row_key_ptr + row
         bias_sum_n = tl.zeros([BLOCK_N], tl.float32)
-        first_tile, whole_first, whole_last, wholes, rest = tiles_seen(
+        first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
             low, whole_low, whole_high, high, BLOCK_M
         )
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 query_place = q_ptr, start_m, row_m, query_strides, M
-                upstream_place = do_ptr, start_m, row_m, upstream_strides, M
+                grad_output_place = do_ptr, start_m, row_m, grad_output_strides, M
                 query = load_pieces(query_place, k, width_k, MASKED, CUT_K, PIECES)
-                upstream = load_pieces(upstream_place, e, width_e, MASKED, CUT_E, PIECES)
+                grad_output = load_pieces(grad_output_place, e, width_e, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
                     key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
                     True, MASKED, CUT_K, PIECES,
                 )  # fmt: skip
-                of_weight = product(
-                    value, upstream, value_place, upstream_place, width_e, zero, PRECISION, BLOCKS_E,
+                grad_weight = product(
+                    value, grad_output, value_place, grad_output_place, width_e, zero, PRECISION, BLOCKS_E,
                     True, MASKED, CUT_E, PIECES,
                 )  # fmt: skip
                 first, end = i, i
@@ -272,14 +274,14 @@ def key_value_gradient_kernel(
                 )  # fmt: skip
                 shift_m, log2_sum_m = load_shift(head_terms_ptr, i, M, MASKED, BASE_2)
                 weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
-                used, stays = weight, MASKED
+                used, keep = weight, MASKED
                 if row_key_ptr is not None:
-                    stays = kept(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
-                    used = tl.where(stays, weight * rescale, 0.0)
+                    keep = keep_mask(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+                    used = tl.where(keep, weight * rescale, 0.0)
                 if grad_value_ptr is not None:
-                    own = upstream
+                    own = grad_output
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_pieces(upstream_place, own_e, width_e, MASKED, True, PIECES)
+                        own = load_pieces(grad_output_place, own_e, width_e, MASKED, True, PIECES)
                     grad_value = add_product(used, own, grad_value, PRECISION, PIECES)
                 if (
                     grad_key_ptr is not None
@@ -288,19 +290,17 @@ def key_value_gradient_kernel(
                     or grad_z_ptr is not None
                 ):
                     delta = load_rows(head_terms_ptr, i, M, MASKED)[None, :]
-                    grad = gradient_of_scores(
-                        weight, of_weight, delta, stays, rescale, row_key_ptr is not None
-                    )
+                    grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
                     if bias_sum_ptr is not None:
                         bias_sum_n += tl.sum(grad, 1)
                     if grad_z_ptr is not None and tl.program_id(1) == 0:
-                        ptr = scores_of(grad_z_ptr, grad_scores_strides, unit * R + r, start_n - first_key)
+                        ptr = scores_at(grad_z_ptr, grad_scores_strides, unit * R + r, start_n - first_key)
                         store_scores(ptr, grad_scores_strides, row_n, i, grad, MASKED)
                     sloped = grad
                     if SOFTCAP > 0:
                         sloped = grad * slope_of_tanh(room)
                     if grad_scores_ptr is not None and tl.program_id(1) == 0:
-                        ptr = scores_of(
+                        ptr = scores_at(
                             grad_scores_ptr, grad_scores_strides, unit * R + r, start_n - first_key
                         )
                         store_scores(ptr, grad_scores_strides, row_n, i, sloped, MASKED)

@@ -16,10 +16,10 @@ import triton.language as tl
 from lowtide.core.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.recompute import (
-    gradient_of_scores,
     load_shift,
-    row_terms_of,
-    scores_of,
+    row_terms_at,
+    score_gradient,
+    scores_at,
     store_scores,
 )
 from lowtide.ops.attention.triton_backend.tiles import (
@@ -27,15 +27,15 @@ from lowtide.ops.attention.triton_backend.tiles import (
     dot,
     head,
     interval,
-    kept,
+    keep_mask,
     load_pieces,
     load_rows,
     load_tile,
     score_tile,
-    seen_of_rows,
     store_tile,
     tile_start,
-    tiles_seen,
+    visible_range,
+    visible_tiles,
     weights,
 )
 
@@ -58,7 +58,7 @@ def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
 
 
 @triton.jit
-def over_features(
+def sum_over_features(
     a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     CUT: tl.constexpr,
 ):  # fmt: skip
@@ -73,8 +73,8 @@ def over_features(
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def scores_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    upstream_ptr, row_terms_ptr, weight_ptr, grad_scores_ptr, grad_z_ptr, bias_sum_ptr,
-    query_strides, key_strides, value_strides, bias_strides, upstream_strides, grad_scores_strides,
+    grad_output_ptr, row_terms_ptr, weight_ptr, grad_scores_ptr, grad_z_ptr, bias_sum_ptr,
+    query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
@@ -88,7 +88,7 @@ def scores_kernel(
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
-    low, _low, _high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     if (start_n >= high) | (start_n + BLOCK_N <= low):
         return
 
@@ -97,17 +97,23 @@ def scores_kernel(
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, j = start_m + row_m, start_n + row_n
     query_place = head(query_ptr, query_strides, b, h), start_m, row_m, query_strides, M
-    upstream_place = head(upstream_ptr, upstream_strides, b, h), start_m, row_m, upstream_strides, M
+    grad_output_place = (
+        head(grad_output_ptr, grad_output_strides, b, h),
+        start_m,
+        row_m,
+        grad_output_strides,
+        M,
+    )
     key_place = head(key_ptr, key_strides, b, g), start_n, row_n, key_strides, N
     value_place = head(value_ptr, value_strides, b, g), start_n, row_n, value_strides, N
     head_bias_ptr = bias_ptr
     if bias_ptr is not None:
         head_bias_ptr = head(bias_ptr, bias_strides, b, h)
     row = (b * H + h).to(tl.int64) * M
-    row_terms_ptr = row_terms_of(row_terms_ptr, b * H + h, M, BASE_2)
+    row_terms_ptr = row_terms_at(row_terms_ptr, b * H + h, M, BASE_2)
 
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scores = over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
+    scores = sum_over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     z, room = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
         head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
@@ -116,27 +122,29 @@ def scores_kernel(
     sloped = weight
     if SOFTCAP > 0:
         sloped = weight * slope_of_tanh(room)
-    used, stays = weight, True
+    used, keep = weight, True
     if row_key_ptr is not None:
-        stays = kept(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)
-        used = tl.where(stays, weight * rescale, 0.0)
+        keep = keep_mask(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+        used = tl.where(keep, weight * rescale, 0.0)
     if weight_ptr is not None:
-        ptr = scores_of(weight_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+        ptr = scores_at(weight_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
         store_scores(ptr, grad_scores_strides, row_n, i, used, True)
     if grad_scores_ptr is not None or grad_z_ptr is not None or bias_sum_ptr is not None:
-        of_weight = over_features(value_place, upstream_place, E, zero, PRECISION, BLOCK_E, BLOCKS_E, CUT_E)
+        grad_weight = sum_over_features(
+            value_place, grad_output_place, E, zero, PRECISION, BLOCK_E, BLOCKS_E, CUT_E
+        )
         delta = load_rows(row_terms_ptr, i, M, True)[None, :]
         if grad_z_ptr is not None or bias_sum_ptr is not None:
-            grad = gradient_of_scores(weight, of_weight, delta, stays, rescale, row_key_ptr is not None)
+            grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
             if bias_sum_ptr is not None:
                 place = (own * tiles_m + tile_m).to(tl.int64) * (tiles_n * BLOCK_N) + tile_n * BLOCK_N
                 tl.store(bias_sum_ptr + place + row_n, tl.sum(grad, 1))
             if grad_z_ptr is not None:
-                ptr = scores_of(grad_z_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+                ptr = scores_at(grad_z_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
                 store_scores(ptr, grad_scores_strides, row_n, i, grad, True)
         if grad_scores_ptr is not None:
-            grad = gradient_of_scores(sloped, of_weight, delta, stays, rescale, row_key_ptr is not None)
-            ptr = scores_of(grad_scores_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
+            grad = score_gradient(sloped, grad_weight, delta, keep, rescale, row_key_ptr is not None)
+            ptr = scores_at(grad_scores_ptr, grad_scores_strides, own, tile_n * BLOCK_N)
             store_scores(ptr, grad_scores_strides, row_n, i, grad, True)
 
 
@@ -159,22 +167,24 @@ def query_of_scores_kernel(
     # The last tile first: under a causal mask it sees most keys.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
     b, g, r = own // R % B, own // R // B, own % R
-    first_there, width = first_group, K
+    first_operand_g, width = first_group, K
     if PIECES > 1:
-        first_there, width = 0, tl.cdiv(K, STEP) * STEP
-    key_ptr = head(key_ptr, key_strides, b, first_there + g)
+        first_operand_g, width = 0, tl.cdiv(K, STEP) * STEP
+    key_ptr = head(key_ptr, key_strides, b, first_operand_g + g)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, k = start_m + row_m, program % BLOCKS_K * BLOCK_K + tl.arange(0, BLOCK_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    low, whole_low, whole_high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     low, whole_low = tl.maximum(low, first_key), tl.maximum(whole_low, first_key)
     whole_high, high = tl.minimum(whole_high, end_key), tl.minimum(high, end_key)
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_N)
+    first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
+        low, whole_low, whole_high, high, BLOCK_N
+    )
     for MASKED in tl.static_range(2):
         for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
-            ptr = scores_of(grad_scores_ptr, grad_scores_strides, own, start_n - first_key)
+            ptr = scores_at(grad_scores_ptr, grad_scores_strides, own, start_n - first_key)
             grad = load_scores(ptr, grad_scores_strides, row_n, i, start_n, first, end, MASKED)
             key = load_pieces((key_ptr, start_n, row_n, key_strides, N), k, width, MASKED, CUT_K, PIECES)
             grad_query = add_product(tl.trans(grad), key, grad_query, PRECISION, PIECES)
@@ -190,9 +200,9 @@ def query_of_scores_kernel(
 
 
 @triton.jit
-def over_queries(
+def sum_over_queries(
     scores_ptr, x_ptr, out_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, scores_strides, x_strides,
-    out_strides, own, b, g, there, start_n, first_key, R, M, N, F, block, factor,
+    out_strides, own, b, g, operand_g, start_n, first_key, R, M, N, F, block, factor,
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
@@ -205,12 +215,14 @@ def over_queries(
     f, width = block * BLOCK_F + tl.arange(0, BLOCK_F), F
     if PIECES > 1:
         width = tl.cdiv(F, STEP) * STEP
-    low, whole_low, whole_high, high = seen_of_rows(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
+    low, whole_low, whole_high, high = visible_range(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     total = tl.zeros([BLOCK_N, BLOCK_F], tl.float32)
-    first_tile, whole_first, whole_last, wholes, rest = tiles_seen(low, whole_low, whole_high, high, BLOCK_M)
+    first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
+        low, whole_low, whole_high, high, BLOCK_M
+    )
     for r in range(0, R):
-        own_ptr = scores_of(scores_ptr, scores_strides, own * R + r, start_n - first_key)
-        own_x_ptr = head(x_ptr, x_strides, b, there * R + r)
+        own_ptr = scores_at(scores_ptr, scores_strides, own * R + r, start_n - first_key)
+        own_x_ptr = head(x_ptr, x_strides, b, operand_g * R + r)
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
@@ -227,8 +239,8 @@ def over_queries(
 
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def key_value_of_scores_kernel(
-    query_ptr, upstream_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, grad_scores_ptr, weight_ptr,
-    grad_key_ptr, grad_value_ptr, query_strides, upstream_strides, grad_scores_strides,
+    query_ptr, grad_output_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, grad_scores_ptr, weight_ptr,
+    grad_key_ptr, grad_value_ptr, query_strides, grad_output_strides, grad_scores_strides,
     grad_key_strides, grad_value_strides,
     B, R, M, N, K, E, first_group, groups, first_key, scale, PRECISION: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
@@ -244,22 +256,22 @@ def key_value_of_scores_kernel(
     program = tl.program_id(0)
     block, own = program % BLOCKS, program // BLOCKS % (groups * B)
     start_n = first_key + program // (BLOCKS * groups * B) * BLOCK_N
-    b, g, there = own % B, first_group + own // B, own // B
+    b, g, operand_g = own % B, first_group + own // B, own // B
     if PIECES == 1:
-        there += first_group
+        operand_g += first_group
     if grad_key_ptr is not None:
         if block < BLOCKS_K:
-            over_queries(
+            sum_over_queries(
                 grad_scores_ptr, query_ptr, grad_key_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
-                grad_scores_strides, query_strides, grad_key_strides, own, b, g, there, start_n, first_key,
-                R, M, N, K, block, scale, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_K, CUT_K,
+                grad_scores_strides, query_strides, grad_key_strides, own, b, g, operand_g, start_n,
+                first_key, R, M, N, K, block, scale, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_K, CUT_K,
             )  # fmt: skip
         block -= BLOCKS_K
     if grad_value_ptr is not None and block >= 0:
-        over_queries(
-            weight_ptr, upstream_ptr, grad_value_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
-            grad_scores_strides, upstream_strides, grad_value_strides, own, b, g, there, start_n, first_key,
-            R, M, N, E, block, 1.0, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_E, CUT_E,
+        sum_over_queries(
+            weight_ptr, grad_output_ptr, grad_value_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
+            grad_scores_strides, grad_output_strides, grad_value_strides, own, b, g, operand_g, start_n,
+            first_key, R, M, N, E, block, 1.0, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_E, CUT_E,
         )  # fmt: skip
 
 
@@ -281,13 +293,13 @@ def bias_of_scores_kernel(
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
     n, i = tl.arange(0, BLOCK_N), start_m + tl.arange(0, BLOCK_M)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    low, _low, _high, high = seen_of_rows(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     steps = tl.where((start_n < high) & (start_n + BLOCK_N > low), loops[0] * loops[1], 0)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(0, steps):
         b, h = own_b + step % loops[0], own_h + step // loops[0]
-        kept_head = (h // R * B + b) * R + h % R
-        ptr = scores_of(grad_scores_ptr, grad_scores_strides, kept_head, start_n - first_key)
+        keep_head = (h // R * B + b) * R + h % R
+        ptr = scores_at(grad_scores_ptr, grad_scores_strides, keep_head, start_n - first_key)
         total += load_scores(ptr, grad_scores_strides, n, i, start_n, first, end, False)
     j = start_n + n
     seen = (j[:, None] >= first[None, :]) & (j[:, None] < end[None, :])

@@ -83,8 +83,8 @@ class Stored(NamedTuple):
     """Gradients of the softmax's input z, for a bias beside a soft cap."""
 
 
-def stored(
-    operands: Operands, options: Options, wanted: Sequence[bool], together: bool, many: bool
+def scores_to_store(
+    operands: Operands, options: Options, needs_grad: Sequence[bool], together: bool, many: bool
 ) -> Stored:
     """Return what backward stores of each score.
 
@@ -96,8 +96,8 @@ def stored(
     precision alone is faster when it computes the scores again (403 TFLOP/s on an H200, in 3 MiB;
     decision 0050).
     """
-    query, key, value = wanted[:3]
-    bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and wanted[3]
+    query, key, value = needs_grad[:3]
+    bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and needs_grad[3]
     capped = options.softcap > 0
     if many:
         return Stored(value, query or key or (bias and not capped), bias and capped)

@@ -84,7 +84,7 @@ def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: t
 
 
 @triton.jit
-def pieces_of(tile, like, PIECES: tl.constexpr):
+def to_pieces(tile, like, PIECES: tl.constexpr):
     """Convert a float32 tile for a product with `like`: to its dtype, or into as many pieces."""
     if PIECES == 1:
         found = tile.to(like.dtype)
@@ -136,7 +136,7 @@ def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
     Three-piece products are summed apart first, since tensor cores round towards 0 with every
     addition to a sum.
     """
-    a = pieces_of(a, b, PIECES)
+    a = to_pieces(a, b, PIECES)
     if PIECES > 2:
         total += dot_pieces(a, b, tl.zeros_like(total), PRECISION, PIECES, False)
     else:
@@ -228,7 +228,7 @@ def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
 
 
 @triton.jit
-def tiles_seen(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
+def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
     """Return the tiles that touch low <= n < high, counted in tiles.
 
     These are the first tile; the first and the last + 1 of those that are seen whole; the number of
@@ -257,7 +257,7 @@ def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED
 
 
 @triton.jit
-def seen_of_rows(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
+def visible_range(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
     """Return the columns that some rows from `start` on see, and those that all of them see."""
     if first_ptr is None:
         low, whole_low, whole_high, high = 0, 0, N, N
@@ -280,7 +280,7 @@ def interval(first_ptr, end_ptr, i, M, N):
 
 
 @triton.jit
-def kept(row_key_ptr, column_key_ptr, i, j, M, N, limit):
+def keep_mask(row_key_ptr, column_key_ptr, i, j, M, N, limit):
     """Return True for each score that dropout keeps, with the bits of definition/dropout.py."""
     bits = tl.load(row_key_ptr + i, mask=i < M, other=0) ^ tl.load(column_key_ptr + j, mask=j < N, other=0)
     bits = bits.to(tl.uint32, bitcast=True)
