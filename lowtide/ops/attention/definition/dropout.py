@@ -25,7 +25,8 @@ def row_keys(seed: Tensor, B: int, H: int, M: int) -> Tensor:
 
 def column_keys(seed: Tensor, N: int) -> Tensor:
     """Return a key for each key column, [N], int32."""
-    return _to_int32(_chain(_chain(_seed_key(seed), torch.full_like(seed, GOLDEN)), _range(seed, N)))
+    key, j = _chain(_seed_key(seed), torch.full_like(seed, GOLDEN)), torch.arange(N, device=seed.device)
+    return _to_int32(_chain(key, j))
 
 
 def keep_mask(row_key: Tensor, column_key: Tensor, dropout: float) -> Tensor:
@@ -50,11 +51,6 @@ def limit(dropout: float) -> int:
 def rescale(dropout: float) -> float:
     """Return the factor of the scores that are kept."""
     return 0.0 if dropout >= 1 else 1 / (1 - dropout)
-
-
-def _range(seed: Tensor, size: int) -> Tensor:
-    """Return 0 to size - 1 on the seed's device."""
-    return torch.arange(size, device=seed.device)
 
 
 def _seed_key(seed: Tensor) -> Tensor:

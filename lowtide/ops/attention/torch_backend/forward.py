@@ -15,10 +15,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.core.matmul import blocks
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.attention.definition import dropout
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
-from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns, Seen, head_chunks, spans, tile_shape
+from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns, Seen, head_chunks, tile_shape
 
 
 class Blockwise:
@@ -45,7 +46,7 @@ class Blockwise:
 
     def rows(self) -> Iterator[slice]:
         """Yield the tiles of queries in turn."""
-        return spans(self.size.M, self.shape.rows)
+        return blocks(self.size.M, self.shape.rows)
 
     def product(self, name: str, a_crk: Tensor, b_ckn: Tensor, factor: float = 1.0) -> Tensor:
         """Return factor * a @ b, in the buffer of that name."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.matmul import blocks
 from lowtide.ops.attention.definition.operands import Sizes
 
 # Scores in a tile. It stays in a core's own cache from one pass to the next, and is large enough
@@ -110,12 +111,6 @@ def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
             yield slice(batch, batch + 1), slice(head, min(head + heads, G))
 
 
-def spans(total: int, step: int) -> Iterator[slice]:
-    """Yield slices of `step` elements that cover `total`."""
-    for start in range(0, total, step):
-        yield slice(start, min(start + step, total))
-
-
 class Seen:
     """Hold which columns each tile of rows sees."""
 
@@ -128,7 +123,7 @@ class Seen:
         firsts, ends = first.tolist(), end.tolist()
         self.of_rows = {
             rows.start: (firsts[rows.start], firsts[rows.stop - 1], ends[rows.start], ends[rows.stop - 1])
-            for rows in spans(size.M, shape.rows)
+            for rows in blocks(size.M, shape.rows)
         }
 
     def columns(self, rows: slice) -> Iterator[Columns]:
@@ -136,6 +131,6 @@ class Seen:
         low, whole_low, whole_high, high = 0, 0, self.N, self.N
         if self.masked:
             low, whole_low, whole_high, high = self.of_rows[rows.start]
-        for span in spans(max(high - low, 0), self.step):
+        for span in blocks(max(high - low, 0), self.step):
             span = slice(low + span.start, low + span.stop)
             yield Columns(span, whole_low <= span.start and span.stop <= whole_high)

@@ -53,6 +53,8 @@ class KernelCall:
     size: Sizes
     dtype: torch.dtype
     """The operands' dtype, before they are split."""
+    pieces: int
+    """Pieces of each operand, once they are split; 1 if they are not."""
     query: Tensor
     """As in Operands, or bfloat16 pieces [count, B, H, M, K]; so are key and value."""
     key: Tensor
@@ -101,11 +103,6 @@ class KernelCall:
         _, H, _, M, N, K, E = self.size
         return H, self.size.R, M, N, K, E
 
-    @property
-    def pieces(self) -> int:
-        """Return the number of pieces that each operand is in."""
-        return self.query.shape[0] if self.query.dim() == 5 else 1
-
     def of_batches(self, batches: slice) -> "KernelCall":
         """Return the part of these batches; what all batches share stays as it is."""
         tensors = ((name, getattr(self, name)) for name in WITH_BATCHES)
@@ -113,29 +110,25 @@ class KernelCall:
         return replace(self, **own)
 
     def split(self, heads: slice, key_heads: slice) -> "KernelCall":
-        """Return the call with the operands of some heads in pieces, if the dtype needs them.
-
-        With one piece the operands stay as they are, with all heads.
-        """
-        count = piece_count(self.dtype)
-        if count == 1:
+        """Return the call with the operands of some heads in pieces; one piece has all heads."""
+        if self.pieces == 1:
             return self
         whole = {"query": heads, "key": key_heads, "value": key_heads, "grad_output": heads}
         tensors = ((name, getattr(self, name)) for name in whole)
         own = {name: x[:, whole[name]] for name, x in tensors if x is not None}
-        return replace(self, **dict(zip(own, split([*own.values()], count))))
+        return replace(self, **dict(zip(own, split([*own.values()], self.pieces))))
 
-    def tile(self, kernel: str, pieces: int = 1) -> Tile:
-        """Return the tile of a kernel whose operands have so many pieces."""
-        found = self.find_tile(kernel, pieces)
+    def tile(self, kernel: str) -> Tile:
+        """Return the tile of a kernel."""
+        found = self.find_tile(kernel)
         assert found is not None
         return found
 
-    def find_tile(self, kernel: str, pieces: int = 1) -> Tile | None:
+    def find_tile(self, kernel: str) -> Tile | None:
         """Return the same, or None if the kernel is not for so many features."""
         row_bias = self.bias is not None and self.bias.shape[2] > 1
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
-        return find_tile(kernel, pieces, half, self.size.K, self.size.E, room, row_bias)
+        return find_tile(kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias)
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:
@@ -152,7 +145,8 @@ def kernel_call(operands: Operands, options: Options) -> KernelCall:
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
-    return KernelCall(size, query.dtype, query, key, value, bias, *vectors, scalars, switches)
+    pieces = piece_count(query.dtype)
+    return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches)
 
 
 def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:

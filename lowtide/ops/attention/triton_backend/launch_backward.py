@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
-from lowtide.ops.attention.triton_backend.bf16_split import piece_count
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
     Strides,
@@ -94,7 +93,7 @@ def backward(
         bias_sum=bias_sum,
     )  # fmt: skip
     many = call.find_tile("query") is None
-    together = call.find_tile("key and value", piece_count(call.dtype)) is not None
+    together = call.find_tile("key and value") is not None
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if many or any(stores):
         _in_strips(call, stores, many)
@@ -154,9 +153,9 @@ def _query_gradient(call: KernelCall, grad_query: Tensor) -> None:
 
 def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
     """Compute all gradients from what is stored, strip by strip."""
-    size, bias, count = call.size, call.grad_bias, piece_count(call.dtype)
+    size, bias, pieces = call.size, call.grad_bias, call.pieces if call.pieces > 1 else 0
     shared = (False, False) if bias is None else (bias.shape[0] == 1, bias.shape[1] == 1)
-    found = strips(size, sum(stores) * call.dtype.itemsize, count if count > 1 else 0, *shared)
+    found = strips(size, sum(stores) * call.dtype.itemsize, pieces, *shared)
     room = call.query.new_empty(sum(stores), math.prod(found[0].shape(size)))
     own, every = (found[0].batches, found[0].groups), (size.B, size.G)
     add_bias = any(each and mine < all_of for each, mine, all_of in zip(shared, own, every))
@@ -183,11 +182,9 @@ def _strips_of_heads(
     call = call.split(first.heads(call.size), first.key_heads)
     for strip in of_heads:
         memory = _memory(call, strip, stores, room)
-        has_key = False
         if many:
             _scores(call, strip, memory)
-        else:
-            has_key = _key_value_gradient(call, strip, memory)
+        has_key = not many and _key_value_gradient(call, strip, memory)
         if total is not None:
             _query_of_scores(call, strip, memory, total, add)
         if not has_key:
@@ -206,16 +203,15 @@ def _memory(call: KernelCall, strip: Strip, stores: Stored, room: Tensor) -> Str
 
 def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> bool:
     """Compute dv and, if one kernel can, dk; return True if dk is done."""
-    together = call.find_tile("key and value", call.pieces) is not None
-    if together:
+    if call.find_tile("key and value") is not None:
         _key_value("key and value", call, strip, memory)
-    elif call.pieces == 1 and memory.grad_scores is None and memory.grad_z is None:
+        return True
+    if call.pieces == 1 and memory.grad_scores is None and memory.grad_z is None:
         _key_value("key", replace(call, grad_value=None), strip, memory)
         _key_value("value", replace(call, grad_key=None, bias_sum=None), strip, memory)
-    else:
-        _key_value("value", replace(call, grad_key=None), strip, memory)
-        return False
-    return True
+        return True
+    _key_value("value", replace(call, grad_key=None), strip, memory)
+    return False
 
 
 def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:
@@ -223,7 +219,7 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
     results = call.grad_key, call.grad_value, call.bias_sum, memory.grad_scores, memory.grad_z
     if all(each is None for each in results):
         return
-    tile = call.tile(kernel, call.pieces)
+    tile = call.tile(kernel)
     tiles = cdiv(strip.keys, tile.N)
     blocks_k = 1 if call.grad_key is None else tile.blocks_K
     blocks_e = 1 if call.grad_value is None else tile.blocks_E
@@ -263,7 +259,7 @@ def _query_of_scores(
 ) -> None:
     """Compute dq from the stored gradients of scores, or add it to what is there."""
     _, R, M, N, K, _ = call.sizes
-    tile = call.tile("query of scores", call.pieces)
+    tile = call.tile("query of scores")
     tiles = cdiv(M, tile.M)
     query_of_scores_kernel[(tiles * strip.batches * strip.groups * R * tile.blocks_K,)](
         call.key, call.first, call.end, memory.grad_scores, grad_query, strides_of(call.key),
@@ -279,7 +275,7 @@ def _key_value_of_scores(
 ) -> None:
     """Compute dk and dv, or one of them, from what is stored."""
     _, R, M, N, K, E = call.sizes
-    tile = call.tile("key and value of scores", call.pieces)
+    tile = call.tile("key and value of scores")
     blocks = tile.blocks_K * (call.grad_key is not None) + tile.blocks_E * (grad_value is not None)
     if not blocks:
         return

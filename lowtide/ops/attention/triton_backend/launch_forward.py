@@ -22,7 +22,7 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
         statistics = out.new_empty(operands.statistics_shape, dtype=torch.float32)
     if out.numel():
         call = call.split(slice(None), slice(None))
-        tile = call.tile("forward", call.pieces)
+        tile = call.tile("forward")
         tiles = cdiv(M, tile.M)
         forward_kernel[(tiles * B * H, tile.blocks_E)](
             *call.tensors, out, statistics, *call.strides, out.stride(), *call.sizes, tiles,
