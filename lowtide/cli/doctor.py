@@ -154,8 +154,15 @@ def linear_cross_entropy(
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
+    autocast: Annotated[DType | None, typer.Option(help="Of the products.", show_default="none")] = None,
+    probabilities: Annotated[
+        DType | None, typer.Option(help="Of a target of class probabilities.", show_default="class indices")
+    ] = None,
 ) -> None:
-    """Show how linear_cross_entropy computes a call, and in what pieces."""
+    """Show how linear_cross_entropy computes a call, and in what pieces.
+
+    A z-loss and row weights change none of it.
+    """
     call = of_loss.Call(
         tokens,
         features,
@@ -169,6 +176,8 @@ def linear_cross_entropy(
         reduction=reduction,
         workspace=workspace,
         backend=backend,
+        autocast=None if autocast is None else autocast.torch,
+        probabilities=None if probabilities is None else probabilities.torch,
     )
     found = call.describe()
     title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"

@@ -17,6 +17,10 @@ KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions tha
 # GEMMs of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
 FEWEST = 1 << 39  # decision 0039
 
+# Most rows of one GEMM that forms dX. cuBLAS divides taller ones less well: 5120 rows of 4096
+# features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
+PRODUCT_ROWS = 2048
+
 
 @functools.cache
 def pipelines_on(device: torch.device) -> bool:

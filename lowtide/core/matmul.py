@@ -10,11 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import lies_by_rows, multiplies
-
-# Most rows of one GEMM that forms dX. cuBLAS divides taller ones less well: 5120 rows of 4096
-# features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
-PRODUCT_ROWS = 2048
 
 # cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple of
 # 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first and

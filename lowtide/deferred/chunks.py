@@ -18,7 +18,8 @@ from lowtide.deferred import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
-from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE, ROOM, too_small
+from lowtide.ops.linear_cross_entropy.planning.sizes import too_small
+from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, ROOM
 
 RowFunction = Callable[..., Tensors]
 

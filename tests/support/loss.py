@@ -20,8 +20,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan, make_plan, told
-from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, told
 from tests.support.budgets import (
     HALVES,
     Inputs,

@@ -4,7 +4,7 @@
     per row     the logits of both heads, copies of their features, and the gradient of the
                 student's features
 
-The rest is as in linear_cross_entropy/planning/chunking.py. Where the float32 sum of a
+The rest is as in linear_cross_entropy/planning/byte_counts.py. Where the float32 sum of a
 half-precision weight's gradient leaves too few rows, that gradient is formed class block by class
 block, for two more products.
 
@@ -18,10 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import Heads, Options
-from lowtide.ops.linear_cross_entropy.planning.chunking import Needs, granted, least, spend, weight_gradient
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
+from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
+from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
 # Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
 # GPU. The pass holds TEMPORARIES tensors of that size at once.
@@ -52,7 +56,7 @@ class Plan(NamedTuple):
 def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
     """Return the plan of a call."""
     workspace, needs, backend, at_once = _needs(heads, options, wanted)
-    sizes = spend(workspace, needs)
+    sizes = choose_sizes(workspace, needs)
     return Plan(
         backend,
         at_once,
@@ -67,10 +71,10 @@ def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
 def keeps_sum(heads: Heads, options: Options, wanted: Sequence[bool]) -> bool:
     """Return True if the weight's gradient is kept as a sum until backward."""
     workspace, needs, *_ = _needs(heads, options, wanted)
-    return weight_gradient(workspace, needs) == "accumulate"
+    return choose_weight_gradient(workspace, needs) == "accumulate"
 
 
-def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, Needs, str, int]:
+def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = heads.device.type, options.sum_dtype
     N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize
@@ -87,24 +91,25 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
     class_sum = max(D, 4) * number
     # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
     fixed = 12 * N * number + 3 * biases * V * number + tile_row + (32768 if device == "cuda" else 8192)
-    needs = Needs(
+    needs = ByteCounts(
         N=N,
         D=D,
         V=V,
         device=device,
         # Forward's needs cover backward's, which alone knows the gradients of reduction "none".
         fixed=fixed if weight_sum else fixed + 2 * class_sum,
-        row=2 * padded(V) * number + features + D * number,
+        token_bytes=2 * padded(V) * number + features + D * number,
         weight_sum=weight_sum,
         weight_copy=_copied(heads.student_weight, student_dtype)
         + _copied(heads.teacher_weight, teacher_dtype),
         class_sum=class_sum,
         block_logit=2 * number,
         block_row=2 * ALIGNMENT * number + features,
+        product_rows=PRODUCT_ROWS,
         recomputed=2,
     )
-    workspace, at_once = granted(options.workspace, options.dense, needs), V
-    if tile_row and (spare := workspace - least(needs)) > 0:
+    workspace, at_once = granted_bytes(options.workspace, options.dense, needs), V
+    if tile_row and (spare := workspace - needs.smallest_workspace) > 0:
         # A quarter of the spare workspace goes to a larger tile, the rest to rows.
         tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)
         if tile_rows > 1:

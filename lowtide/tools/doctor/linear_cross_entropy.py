@@ -13,8 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan, make_plan, told
-from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted, choose_engine
+from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
+from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, told
+from lowtide.ops.linear_cross_entropy.planning.requirements import choose_engine
 
 WEIGHT_GRADIENTS = {
     "at_once": "one product of all tokens, rounded as it leaves",
@@ -24,9 +27,17 @@ WEIGHT_GRADIENTS = {
     "one product more",
 }
 
+KERNELS = {
+    "cpu_exponentials": "C++, with oneDNN's bfloat16 products; no pass over the logits",
+    "exponentials": "Triton; no pass over the logits",
+    "torch": "plain torch",
+}
+
 
 @dataclass(frozen=True)
 class Call:
+    """Hold what the plan of a call depends on; a z-loss and row weights change nothing in it."""
+
     N: int
     D: int
     V: int
@@ -39,6 +50,8 @@ class Call:
     reduction: str = "mean"
     workspace: int | None = None
     backend: str = "auto"
+    autocast: torch.dtype | None = None
+    probabilities: torch.dtype | None = None
 
     def plan(self) -> Plan:
         """Return the plan; raise any error that the call itself would raise."""
@@ -46,23 +59,26 @@ class Call:
         with FakeTensorMode(), torch.no_grad():
             return make_plan(head, told(head, options, job), job)
 
-    def _given(self) -> tuple[Head, Options, Job]:
+    def _given(self) -> PlannedCall:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ArgumentError(
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
                 "here that is 'cpu'"
             )
         wants = self.gradients
-        job = Job(Wanted((wants,), (wants,), wants and self.bias, False), False, None, False)
-        with FakeTensorMode(), torch.no_grad():
+        wanted = Wanted((wants,), (wants,), wants and self.bias, False)
+        casts = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
+        with FakeTensorMode(), torch.no_grad(), casts:
             input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
             bias_V = self._empty(self.V) if self.bias else None
-            target_N = torch.empty(self.N, dtype=torch.int64, device=self.device)
+            target = torch.empty(self.N, dtype=torch.int64, device=self.device)
+            if self.probabilities is not None:
+                target = torch.empty(self.N, self.V, dtype=self.probabilities, device=self.device)
             check_arguments(
-                *((input_ND,), (weight_VD,), target_N, bias_V, None),
+                *((input_ND,), (weight_VD,), target, bias_V, None),
                 *(None, self.softcap, self.workspace, self.backend),
             )
-            check_loss_options(target_N, None, self.reduction, None, self.label_smoothing, 0.0)
+            check_loss_options(target, None, self.reduction, None, self.label_smoothing, 0.0)
             options = Options.of(
                 input_ND,
                 ignore_index=None,
@@ -72,7 +88,8 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
             )
-            return Head((input_ND,), (weight_VD,), bias_V), options, job
+            job = Job(wanted, False, self.probabilities, False)
+            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V), options, job)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -84,18 +101,14 @@ class Call:
             return {"engine": "reference", "why": "it is named: all logits at once"}
         plan = self.plan()
         chunks = -(-self.N // plan.rows) if self.N else 0
-        without_pass = "exponentials" if plan.exponentials else "cpu_exponentials"
-        own = plan.exponentials or plan.cpu_exponentials
-        found = {"engine": f"{without_pass}, no pass over the logits" if own else "logits"}
-        found["kernels"] = "Triton" if plan.backend == "triton" else "plain torch"
-        if plan.cpu_exponentials:
-            found["kernels"] = "C++, with oneDNN's bfloat16 products"
-        if not own:
-            on_cpu = self.device == "cpu" and plan.backend == "torch"
-            other = "cpu_exponentials" if on_cpu else "exponentials"
-            choice = choose_engine(*self._given())
-            reason = choice.against_cpu_exponentials if on_cpu else choice.against_exponentials
-            found["why"] = f"not {other}: {reason}"
+        found = {"engine": plan.engine, "kernels": KERNELS.get(plan.engine, "Triton")}
+        reasons = choose_engine(self._given()).reasons
+        # Engines of the other kind of target and of the other device go without saying.
+        other = "distances" if self.probabilities is not None else "exponentials"
+        if self.device == "cpu" and plan.backend == "torch":
+            other = "cpu_exponentials"
+        if other in reasons:
+            found["why"] = f"not {other}: {reasons[other]}"
         few = plan.workspace < 10 << 20
         found["workspace"] = f"{plan.workspace / 2 ** (10 if few else 20):,.0f} {'KiB' if few else 'MiB'}"
         if self.workspace is None:
@@ -108,7 +121,7 @@ class Call:
             found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
                 sum_dtype=_name(plan.sum_dtype),
                 split=f"{plan.sum_bits} bits, {plan.sum_bits - 16} for each weight beside it"
-                if plan.exponentials
+                if plan.backend == "triton"
                 else "float32, two bytes for each weight beside it",
                 block_classes=plan.block_classes,
                 block_rows=plan.block_rows,

@@ -13,7 +13,7 @@ from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton, recompute, row_coefficients
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.planning import planner, requirements
+from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -31,13 +31,13 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
         monkeypatch.setattr(kernels, name, size)
-    for module in (matmul, planner):
+    for module in (matmul, memory_model):
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(accumulators, "TARGETS", 16)
-    monkeypatch.setattr(planner, "TARGETS", 16)
+    monkeypatch.setattr(memory_model, "TARGETS", 16)
     monkeypatch.setattr(low_rank_triton, "BLOCK_C", 16)
-    for module in (low_rank_triton, planner):
+    for module in (low_rank_triton, memory_model):
         monkeypatch.setattr(module, "STRIP", 32)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
@@ -76,7 +76,7 @@ def silent(device, everywhere, monkeypatch):
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
         monkeypatch.setattr(kernels, name, size)
-    for module in (low_rank_triton, planner):
+    for module in (low_rank_triton, memory_model):
         monkeypatch.setattr(module, "STRIP", 512)
 
 

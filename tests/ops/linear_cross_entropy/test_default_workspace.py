@@ -20,7 +20,7 @@ from lowtide.ops.linear_cross_entropy.operator.fake import told_anew, workspace_
 from lowtide.ops.linear_cross_entropy.operator.ops import job_of
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
-from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
+from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate
 from tests.support.loss import interpreted
@@ -187,7 +187,7 @@ def test_no_more_in_the_plan_for_cuda(backend, hopper, monkeypatch):
             dense = max(3 * element * N * V - gradients, compute_dtype.itemsize * N * V)
             if not any(wanted):
                 dense = 2 * element * N * V
-            held = planner.held(head, options, job) - copies
+            held = planner.peak_bytes(head, options, job) - copies
             assert held <= dense + ROOM["cuda"] + OF_A_NUMBER["cuda"] * (N + D + V)
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
 

@@ -26,8 +26,7 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
-from lowtide.ops.linear_cross_entropy.planning import chunking as workspace
-from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning import requirements, weight_gradient
 from tests.ops.linear_cross_entropy.on_exponentials import (  # noqa: F401
     dtype_on,
     everywhere,
@@ -71,7 +70,7 @@ def test_class_blocks(device):
 def test_a_sum_in_few_bits(device, bits, options, monkeypatch):
     """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter truncates,
     as above."""
-    monkeypatch.setattr(workspace, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
+    monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N = 1100 if device == "cuda" else 150
     inputs = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
     bytes = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **options)
@@ -117,7 +116,7 @@ def test_a_frequent_class_of_a_model_that_knows_it(device, bits, factor, monkeyp
     """What the probabilities of a class add to its row of dW, and what its targets subtract, are fifty times
     what is left. A sum of first the one and then the other, over 16 chunks, would err by several times as
     much as eager in 24 bits, and 16 times that in 20."""
-    monkeypatch.setattr(workspace, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
+    monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N, D, V = 16384 if device == "cuda" else 1024, 16, 40
     generator = torch.Generator().manual_seed(3)
     # Were tokens more alike, all of a target would have one exponential in bfloat16, and one rounding.

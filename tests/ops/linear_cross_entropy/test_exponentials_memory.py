@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.planning.chunking import DEFAULT_WORKSPACE
+from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
 
 pytest.importorskip("triton")
@@ -24,7 +24,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import Li
 from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
-from lowtide.ops.linear_cross_entropy.planning import planner as plan
+from lowtide.ops.linear_cross_entropy.planning import memory_model, planner
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 
@@ -152,7 +152,7 @@ def test_it_holds_what_is_foretold(
     if device == "cuda":
         pytest.skip("test_exponentials_surroundings.py has the card's own sizes")
     N, D, V = 400, 512, 1504
-    monkeypatch.setattr(plan, "PRODUCT_ROWS", 64)
+    monkeypatch.setattr(memory_model, "PRODUCT_ROWS", 64)
     # On a card it has no temporary where it rounds.
     monkeypatch.setattr(accumulators, "product", lambda *arguments, **options: None)
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16, **extras)
@@ -186,8 +186,8 @@ def test_it_holds_what_is_foretold(
     assert made.weight_gradient == kind or frozen == "linear_weight"
     assert made.rows > made.product_rows
     # What is reserved for vectors is never all used; rows of targets are formed again before dX.
-    unused = 320 * N + 52 * V + 10_000 + (kind == "at_once") * plan.TARGETS * 4 * (N + D)
-    foretold = plan.held(*arguments)
+    unused = 320 * N + 52 * V + 10_000 + (kind == "at_once") * memory_model.TARGETS * 4 * (N + D)
+    foretold = planner.peak_bytes(*arguments)
     assert foretold <= workspace
     if kind != "accumulate":  # the weight as the interpreter takes it, and the part of it that is planned for
         beside += V * D * 4
@@ -212,7 +212,7 @@ def test_it_holds_what_is_foretold_without_gradients(device, silent, plans, kind
         step()
     arguments, made = plans[-1]
     assert 3 * made.rows <= N
-    foretold = plan.held(*arguments)
+    foretold = planner.peak_bytes(*arguments)
     assert foretold <= 900_000
     beside = V * D * 4 - made.operand_classes * D * 4  # the weight as the interpreter takes it
     assert peak.bytes - beside <= foretold

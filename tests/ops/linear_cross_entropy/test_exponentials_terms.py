@@ -204,7 +204,7 @@ def test_one_product_holds_what_is_planned_for_it(device, N):
     rounded.add_product(exp_NV, x_ND, first=True, last=True)
     with peak_memory(device) as peak:
         rounded.add_target_rows(x_ND, hit_N, class_N, order_N)
-    vectors = 64 * N + 4096  # which Needs.fixed has
+    vectors = 64 * N + 4096  # which ByteCounts.fixed has
     targets = min(N, accumulators.TARGETS)
     assert targets * D * 4 <= peak.bytes <= accumulators.TARGETS * (N * dtype.itemsize + D * 4) + vectors
 

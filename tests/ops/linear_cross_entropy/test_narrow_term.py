@@ -14,6 +14,7 @@ from tests.support.loss import check, differentiate, make_inputs, workspace_for
 
 pytest.importorskip("triton")
 
+
 from lowtide.core.matmul import Operand
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
@@ -21,10 +22,9 @@ from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
 from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
-from lowtide.ops.linear_cross_entropy.planning import planner as plan
-from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.chunking import least, spend
-from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
+from lowtide.ops.linear_cross_entropy.planning.call import Call, Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -147,7 +147,7 @@ def test_in_chunks_and_pieces(device, made, whole, options, reduction):
 )
 def test_where_it_is(device, made, monkeypatch, widths, frozen, wanted):
     """Elsewhere the products are made one by one, and are as exact."""
-    monkeypatch.setattr(plan, "NARROW", 8)
+    monkeypatch.setattr(memory_model, "NARROW", 8)
     inputs = make_inputs(D=sum(widths), V=101, device=device, dtype=dtype_on(device))
     if frozen is not None:
         getattr(inputs, frozen).requires_grad_(False)
@@ -174,7 +174,7 @@ def lora_call(N, features, V, mib):
     every = (True,) * len(features)
     options = Options(compute_dtype=torch.bfloat16, workspace=mib << 20)
     head, job = Head(inputs, weights), Job(Wanted(every, every, False, False), False, None, False)
-    return head, plan.told(head, options, job), job
+    return head, planner.told(head, options, job), job
 
 
 @pytest.mark.parametrize("V", [203, 6000])
@@ -193,7 +193,7 @@ def test_what_it_holds_is_foretold(device, silent, made, V):  # noqa: F811
     exp_CV, x_CR = (torch.empty(C, size, device=device, dtype=dtype)[:, :V] for size in (V + -V % 8, R))
     with peak_memory(device) as peak:
         term._add_product(exp_CV, x_CR, first=True, last=True)
-    foretold = 4 * R * (C + planned.narrow_rows * -(-V // plan.STRIP))
+    foretold = 4 * R * (C + planned.narrow_rows * -(-V // memory_model.STRIP))
     assert foretold <= peak.bytes <= foretold + 512
 
 
@@ -203,14 +203,16 @@ def test_strips_lie_where_other_things_were(V, R, on_a_card):
     """Except for one row of them, which is counted by itself."""
     for N, D, mib in product((1, 130, 5000, 70000), (8, 512, 8192), (64, 300, 1024, 8192)):
         call = lora_call(N, (D, R), V, mib)
-        workspace, needs = plan._needs(*call, requirements.route_of(*call[:2]))
-        if workspace < least(needs):
+        _, workspace, counts = planner._memory(Call(*call))
+        if workspace < counts.smallest_workspace:
             continue
-        sizes = spend(workspace, needs)
-        rows = plan._narrow_rows(needs, sizes)
-        assert needs.of_strips == -(-V // 512) * R * 4
+        sizes = choose_sizes(workspace, counts)
+        rows = sizes.narrow_rows
+        assert counts.low_rank_bytes == -(-V // 512) * R * 4
         assert rows <= sizes.rows
-        assert rows * needs.of_strips <= max(needs.of_strips, needs.in_turn(sizes.rows))
+        assert rows * counts.low_rank_bytes <= max(
+            counts.low_rank_bytes, counts.shared_buffer_bytes(sizes.rows)
+        )
         assert (rows == 0) == (sizes.weight_gradient == "by_class")
 
 
@@ -228,9 +230,9 @@ def test_a_chunk_has_as_many_rows(N, D, V, workspace, rows, narrow_rows, on_a_ca
     its weight's gradient formed class by class."""
     found = []
     for features in (0, 16):
-        monkeypatch.setattr(plan, "NARROW", features)
+        monkeypatch.setattr(memory_model, "NARROW", features)
         call = lora_call(N, (D, 16), V, workspace)
-        found.append(plan.make_plan(*call))
-        assert plan.held(*call) <= workspace << 20
+        found.append(planner.make_plan(*call))
+        assert planner.peak_bytes(*call) <= workspace << 20
     assert [each.rows for each in found] == [rows, rows]
     assert [each.narrow_rows for each in found] == [0, narrow_rows]

@@ -10,7 +10,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements
-from lowtide.ops.linear_cross_entropy.planning.requirements import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
 
 KIB = 1 << 10
 OPERATORS = torch.ops.lowtide
@@ -99,7 +99,7 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
         )
         options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
         call = head, planner.told(head, options, job), job
-        return planner.make_plan(*call), planner.held(*call)
+        return planner.make_plan(*call), planner.peak_bytes(*call)
 
 
 def test_a_narrow_terms_sum_is_not_the_defaults():
@@ -115,7 +115,7 @@ def test_a_narrow_terms_sum_is_not_the_defaults():
         head = Head(inputs, weights)
         options = planner.told(head, options, job)
         made = planner.make_plan(head, options, job)
-        assert planner.held(head, options, job) <= made.workspace
+        assert planner.peak_bytes(head, options, job) <= made.workspace
         assert made.workspace == (64 << 20) + V * R * (4 + 4)
         with pytest.raises(ArgumentError, match="workspace must hold"):
             planner.make_plan(head, options._replace(workspace=64 << 20), job)

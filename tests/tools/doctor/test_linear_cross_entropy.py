@@ -18,6 +18,8 @@ CALLS = (
     replace(SMALL, gradients=False),
     replace(SMALL, reduction="none", workspace=100_000),
     replace(SMALL, backend="torch"),
+    replace(SMALL, autocast=torch.bfloat16),
+    replace(SMALL, probabilities=torch.float64),
 )
 
 
@@ -26,17 +28,21 @@ def run(call):
         torch.zeros(size, call.D, dtype=call.dtype, requires_grad=call.gradients) for size in (call.N, call.V)
     )
     bias = torch.zeros(call.V, dtype=call.dtype, requires_grad=call.gradients) if call.bias else None
-    return lowtide.linear_cross_entropy(
-        x,
-        w,
-        torch.zeros(call.N, dtype=torch.long),
-        linear_bias=bias,
-        softcap=call.softcap,
-        label_smoothing=call.label_smoothing,
-        reduction=call.reduction,
-        workspace=call.workspace,
-        backend=call.backend,
-    )
+    target = torch.zeros(call.N, dtype=torch.long)
+    if call.probabilities is not None:
+        target = torch.zeros(call.N, call.V, dtype=call.probabilities)
+    with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
+        return lowtide.linear_cross_entropy(
+            x,
+            w,
+            target,
+            linear_bias=bias,
+            softcap=call.softcap,
+            label_smoothing=call.label_smoothing,
+            reduction=call.reduction,
+            workspace=call.workspace,
+            backend=call.backend,
+        )
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
@@ -50,7 +56,7 @@ def test_the_plan(call, monkeypatch):
 
 def test_what_it_says():
     found = SMALL.describe()
-    assert found["engine"] == "logits"
+    assert found["engine"] == "torch"
     assert found["kernels"] == "plain torch"
     assert found["why"] == "not cpu_exponentials: it takes operands that are bfloat16"
     dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
@@ -68,6 +74,8 @@ def test_what_it_says():
     assert "float32, two bytes for each weight beside it" in shared.describe()["its gradient"]
     assert "its gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
+    soft = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, probabilities=torch.bfloat16).describe()
+    assert soft["why"].startswith("not cpu_exponentials: it takes one linear term, class indices")
 
 
 @pytest.mark.parametrize(

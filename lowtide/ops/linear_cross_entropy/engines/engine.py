@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept, 
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import SharedSum
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 class Stream(LossRows):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

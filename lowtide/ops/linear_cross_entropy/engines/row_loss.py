@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 class LossRows:

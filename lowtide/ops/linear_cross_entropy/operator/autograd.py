@@ -27,8 +27,8 @@ from lowtide.ops.linear_cross_entropy.operator import (
     higher_order,
     ops,
 )
+from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.planner import told
-from lowtide.ops.linear_cross_entropy.planning.requirements import backend_of
 
 Gradients = tuple[Tensor | None, ...]
 

@@ -17,9 +17,9 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.ops import job_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
+from lowtide.ops.linear_cross_entropy.planning.call import Job
 from lowtide.ops.linear_cross_entropy.planning.call_memory import held_beside
-from lowtide.ops.linear_cross_entropy.planning.planner import held, keeps_sum, told
-from lowtide.ops.linear_cross_entropy.planning.requirements import Job
+from lowtide.ops.linear_cross_entropy.planning.planner import keeps_sum, peak_bytes, told
 
 
 def _vector(head: Head, options: Options) -> Tensor:
@@ -132,10 +132,10 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     """Bytes that a call holds beside what it is given and returns."""
     head, options, job = _parsed(operator, arguments)
     if not head.by_position:
-        return held(head, options, job)
+        return peak_bytes(head, options, job)
     wide = widened(head, job.wanted.all, options.sum_dtype)
     beside = held_beside(head, job.wanted.all, options.sum_dtype)
-    return beside + max(held(part, options, job) for part in wide.at_positions())
+    return beside + max(peak_bytes(part, options, job) for part in wide.at_positions())
 
 
 def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.planning.chunking import allowed, too_small
+from lowtide.ops.linear_cross_entropy.planning.sizes import too_small
+from lowtide.ops.linear_cross_entropy.planning.workspace import workspace_bytes
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
 COPIES = 12
@@ -25,7 +26,7 @@ def rows_of_copies(
     V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
 ) -> int:
     """Rows at a time, each of whose logits a derivative holds so many times."""
-    row, bytes = copies * V * dtype.itemsize, allowed(workspace, device.type)
+    row, bytes = copies * V * dtype.itemsize, workspace_bytes(workspace, device.type)
     if bytes < row:
         several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
         raise too_small(bytes, row, f"one row of {V} logits, {several}")

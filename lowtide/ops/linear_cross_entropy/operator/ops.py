@@ -33,14 +33,11 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
 from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan, make_plan
-from lowtide.ops.linear_cross_entropy.planning.requirements import (
-    ENGINES,
-    Job,
-    Wanted,
-    check_engine,
-    readable,
-)
+from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.operands import readable
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.planner import make_plan
+from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)

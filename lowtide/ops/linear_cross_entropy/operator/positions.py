@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.core.pending_gradient import scale_into
 from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept
-from lowtide.ops.linear_cross_entropy.planning.requirements import Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import Wanted
 
 # For input, weight, bias and scale: True if each position has a part of its own.
 OWN = False, True, True, False

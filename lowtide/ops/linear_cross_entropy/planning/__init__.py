@@ -4,10 +4,18 @@ Nothing here reads the values of tensors or launches a kernel.
 
 Modules, in import order (a module imports only from those above it):
 
-requirements  which engine runs a call, and what that engine requires of the operands
-call_memory   bytes of a whole call: the dense computation, a K-dimensional loss
-cost_model    predicted seconds of the GEMMs of a step on an H100 or H200
-class_blocks  sizes of chunks and blocks where the weight gradient is formed class by class
-chunking      divide a workspace among chunks of rows, blocks of classes and sums
-planner       make the plan of a call
+call             what a call computes from a head; the names of the engines
+tiling           the sizes of the pieces of a call, and the ways to form its weight gradient
+plan             the plan of a call
+operands         how an engine reads its operands
+requirements     which engine runs a call, and why no other
+call_memory      bytes of a whole call: the dense computation, a K-dimensional loss
+byte_counts      the bytes that each part of a call takes
+weight_gradient  how the weight gradient is formed
+memory_model     count these bytes, with a function for each engine
+cost_model       predicted seconds of the GEMMs of a step on an H100 or H200
+class_blocks     sizes of chunks and blocks where the weight gradient is formed class by class
+sizes            divide a workspace among chunks of rows, blocks of classes and the accumulator
+workspace        the workspace of a call, if none is asked for
+planner          make the plan of a call
 """

@@ -10,45 +10,11 @@ Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a blo
 """
 
 import functools
-from dataclasses import dataclass
 
 from lowtide.ops.linear_cross_entropy.planning import cost_model
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks
 
 MOST_CHUNKS = 8  # most chunks of a block's tokens that are tried, unless only more of them fit
-
-
-@dataclass(frozen=True, slots=True)
-class ClassBlocks:
-    """Hold the memory that the two sweeps take (decision 0034), in bytes unless stated."""
-
-    N: int  # tokens
-    D: int  # features
-    V: int  # classes
-    step: int  # multiple of tokens and classes: the tile size
-    exponential: int
-    """Bytes of one exponential."""
-    found: int
-    """Bytes of float32 partial sums per row and half tile."""
-    statistics: int
-    """Bytes per row of the partial sums of all half tiles, if only statistics are wanted."""
-    largest: int
-    """Bytes per row of all half tiles' largest logits; they reuse the exponentials' memory."""
-    row: int
-    """Other bytes per token in the first sweep."""
-    gradient_row: int
-    """Other bytes per token in the second sweep."""
-    class_sum: int
-    """Bytes per class in the second sweep."""
-
-    def of_chunk(self, rows: int, classes: int) -> int:
-        """Return the bytes of the first sweep with these sizes."""
-        found = (classes // self.step + 2) * self.found
-        exponentials = max((classes + 8) * self.exponential, self.largest)
-        return rows * (self.row + max(found + exponentials, self.statistics))
-
-    def of_block(self, rows: int, classes: int) -> int:
-        """Return the bytes of the second sweep with these sizes."""
-        return rows * (self.gradient_row + (classes + 8) * self.exponential) + classes * self.class_sum
 
 
 @functools.lru_cache(maxsize=64)

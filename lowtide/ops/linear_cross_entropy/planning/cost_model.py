@@ -7,7 +7,7 @@ best of several. On an H200 the measured time of E W, summed over 128k and 256k 
 a sixth faster.
 """
 
-from lowtide.core.matmul import PRODUCT_ROWS
+from lowtide.core.backend import PRODUCT_ROWS
 
 MULTIPROCESSORS = 132
 # Seconds of a tile of 128 x 256 per step of its inner dimension: 0.73 PFLOP/s (decision 0035).

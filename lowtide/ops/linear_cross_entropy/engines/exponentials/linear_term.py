@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators impor
     SumWithin,
     fits_within,
 )
-from lowtide.ops.linear_cross_entropy.planning.planner import Plan
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 class LinearTerm:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduce
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
-from lowtide.ops.linear_cross_entropy.planning.chunking import NARROW, STRIP
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import NARROW, STRIP
 
 # Rows of a tile of exponentials. A strip is two tiles wide, because the box of a tensor map has at
 # most 256 elements a side.

@@ -19,7 +19,7 @@ from torch import Tensor
 from lowtide.core import backend
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.planning.chunking import TARGETS
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
 TILE_FEATURES = 256  # features of a tile in packed_gluon.py
 

@@ -1,0 +1,163 @@
+"""Define the bytes that each part of a call takes, from which its sizes follow.
+
+    fixed       vectors of N and V elements, and what further linear terms take
+    per token   the logits of a token, and copies of its features and their gradient if dtypes or
+                strides require them
+    shared      one buffer of the exponentials engine: first the partial sums of tiles, then the
+                rows of a dX GEMM, then the partial products of a narrow second term
+    sum         the accumulator of a rounded weight gradient (weight_gradient.py)
+    copy        a block of the weight, if a GEMM cannot read its dtype or strides
+
+Shapes: N tokens, D features, V classes.
+"""
+
+from dataclasses import dataclass
+
+# Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
+ROW_TILE = {"cpu": 8, "cuda": 128}
+
+# Target classes whose rows of the gradient are formed at a time with a single GEMM over all tokens.
+TARGETS = 512  # decision 0016
+
+# Most features of a second term whose two GEMMs are formed together, and classes of a strip; each
+# strip yields one partial sum of a product (low_rank_triton.py).
+NARROW, STRIP = 16, 512  # decision 0045
+
+
+@dataclass(frozen=True, slots=True)
+class ClassBlocks:
+    """Hold the memory that the two sweeps take (decision 0034), in bytes unless stated."""
+
+    N: int  # tokens
+    D: int  # features
+    V: int  # classes
+    step: int  # multiple of tokens and classes: the tile size
+    exponential: int
+    """Bytes of one exponential."""
+    partials: int
+    """Bytes of float32 partial sums per row and half tile."""
+    statistics: int
+    """Bytes per row of the partial sums of all half tiles, if only statistics are wanted."""
+    largest: int
+    """Bytes per row of all half tiles' largest logits; they reuse the exponentials' memory."""
+    row: int
+    """Other bytes per token in the first sweep."""
+    gradient_row: int
+    """Other bytes per token in the second sweep."""
+    class_sum: int
+    """Bytes per class in the second sweep."""
+
+    def of_chunk(self, rows: int, classes: int) -> int:
+        """Return the bytes of the first sweep with these sizes."""
+        partials = (classes // self.step + 2) * self.partials
+        exponentials = max((classes + 8) * self.exponential, self.largest)
+        return rows * (self.row + max(partials + exponentials, self.statistics))
+
+    def of_block(self, rows: int, classes: int) -> int:
+        """Return the bytes of the second sweep with these sizes."""
+        return rows * (self.gradient_row + (classes + 8) * self.exponential) + classes * self.class_sum
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCounts:
+    """Hold the memory that each part of one call takes, in bytes unless stated."""
+
+    N: int  # tokens
+    D: int  # features
+    V: int  # classes
+    device: str
+    fixed: int
+    """Bytes whatever the sizes: vectors, and `further_terms`."""
+    token_bytes: int
+    """Bytes per token of a chunk, held as long as the chunk lasts."""
+    weight_sum: int
+    """Bytes of the float32 accumulator of a rounded weight gradient; 0 if none is rounded."""
+    weight_copy: int
+    """Bytes of the copy of one class, in the operands' dtype; 0 if no copy is needed."""
+    class_sum: int
+    """Bytes of the float32 accumulator of one class, [D]."""
+    block_logit: int
+    """Bytes of one logit and its gradient in a class block."""
+    block_row: int
+    """Other bytes per token of a class block."""
+    product_rows: int
+    """Most rows of one dX GEMM (tokens, not bytes)."""
+    further_terms: int = 0
+    """Bytes of the float32 sums and the copies of further linear terms."""
+    split_sum: int = 0
+    """Bytes of a packed sum beyond the gradient's memory; 0 if the engine has no such sum."""
+    split_sum_20: int = 0
+    """The same with 20 bits, where `split_sum` is with 24; 0 if there is only one form."""
+    at_once: int = 0
+    """Bytes of a single GEMM over all tokens beyond its operands, freed before the dX GEMM.
+
+    0 if the engine has no such GEMM.
+    """
+    partials_bytes: int = 0
+    """Bytes per token of tile partial sums; freed before the dX GEMM."""
+    product: int = 0
+    """Bytes per row of the float32 result of the dX GEMM."""
+    longest: int = 0
+    """Most tokens of a chunk; 0 for no limit."""
+    pipelined: bool = False
+    """True if the Gluon pipeline forms a 24-bit sum from chunks of ENOUGH_ROWS.
+
+    N is not asked, because it may be a symbol.
+    """
+    low_rank_bytes: int = 0
+    """Bytes per token of a narrow term's partial products, one per strip; 0 without one."""
+    recomputed: int = 1
+    """Number of GEMMs that class blocks recompute (not bytes)."""
+    class_blocks: ClassBlocks | None = None
+    """Memory of the two sweeps, in the exponentials engine."""
+
+    def chunk(self, rows: int) -> int:
+        """Return the bytes of a chunk of so many rows."""
+        return rows * self.token_bytes + self.shared_buffer_bytes(rows)
+
+    def single_product(self) -> int:
+        """Return the bytes of one chunk of all tokens with a single GEMM for dW.
+
+        The gradient rows of target classes are formed before the dX GEMM, in the same memory.
+        """
+        return self.N * self.token_bytes + max(self.shared_buffer_bytes(self.N), self.at_once)
+
+    def shared_buffer_bytes(self, rows: int) -> int:
+        """Return the bytes of the buffer that tile partial sums and then dX GEMMs share.
+
+        The partial products of a narrow term use it too, as many rows at a time as fit.
+        """
+        return max(rows * self.partials_bytes, min(rows, self.product_rows) * self.product)
+
+    def class_block(self, rows: int, classes: int) -> int:
+        """Return the bytes of a class block where there are no two sweeps."""
+        of_row = classes * self.block_logit + self.block_row
+        return rows * of_row + classes * (self.class_sum + self.weight_copy)
+
+    def most_rows(self, room: int) -> int:
+        """Return the largest number of rows whose chunk fits in `room` bytes."""
+        whole = room // (self.token_bytes + max(self.partials_bytes, self.product))
+        in_pieces = (room - self.product_rows * self.product) // self.token_bytes
+        most = max(whole, min(in_pieces, room // (self.token_bytes + self.partials_bytes)))
+        return min(most, self.longest) if self.longest else most
+
+    def packed_sum(self, bits: int) -> int:
+        """Return the bytes of a packed sum with this many bits."""
+        return (bits == 20 and self.split_sum_20) or self.split_sum
+
+    @property
+    def smallest_copy(self) -> int:
+        """Bytes of the smallest copy of classes.
+
+        One smaller than a row of logits would divide one large GEMM into many small ones.
+        """
+        return min(self.V * self.weight_copy, max(self.token_bytes, self.weight_copy))
+
+    @property
+    def smallest_workspace(self) -> int:
+        """Bytes of the smallest workspace that the call runs in."""
+        row = self.chunk(1)
+        if self.class_blocks is not None:
+            row = max(row, self.class_blocks.of_chunk(1, self.V))
+        sums = 2 * self.class_sum if self.weight_sum else 0
+        return self.fixed + row + self.smallest_copy + sums

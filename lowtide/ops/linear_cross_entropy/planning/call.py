@@ -1,0 +1,93 @@
+"""Say what a call computes from a head, and name the engines that can run it.
+
+Shapes: N tokens, D features (of the first linear term), V classes.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+
+# In this order: engine.py with softmax_torch.py; the same with softmax_triton.py;
+# exponentials/engine.py; soft_targets/engine.py; exponentials/cpu_engine.py. Each saves row
+# statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
+# row's sum. Append new ones: the shape of saved statistics tells the engine's place, and caches of
+# compiled graphs keep these shapes.
+ENGINES = ("torch", "triton", "exponentials", "distances", "cpu_exponentials")
+
+
+def backend_of(engine: str) -> str:
+    """Return "triton" if the engine's kernels are Triton's, else "torch"."""
+    return "torch" if engine in ("torch", "cpu_exponentials") else "triton"
+
+
+class Wanted(NamedTuple):
+    """Say which gradients are wanted, in the order of Head's tensors."""
+
+    inputs: tuple[bool, ...]
+    weights: tuple[bool, ...]
+    bias: bool
+    scale: bool
+
+    @property
+    def all(self) -> tuple[bool, ...]:
+        return (*self.inputs, *self.weights, self.bias, self.scale)
+
+    @property
+    def some(self) -> bool:
+        return any(self.all)
+
+
+class Job(NamedTuple):
+    """Say what a call computes from a head: which gradients, which outputs, from which target."""
+
+    wanted: Wanted
+    log_probs: bool
+    """True for log-probabilities and entropies, or their gradients; False for a loss."""
+    soft_dtype: torch.dtype | None
+    """Dtype of the class probabilities, if the target holds them; else None."""
+    class_weights: bool
+    """True if the call has class weights."""
+
+    @property
+    def probabilities(self) -> bool:
+        return self.soft_dtype is not None
+
+
+class Call(NamedTuple):
+    """Hold what a plan depends on."""
+
+    head: Head
+    options: Options
+    job: Job
+
+    @property
+    def N(self) -> int:
+        return self.head.tokens
+
+    @property
+    def D(self) -> int:
+        return self.head.inputs[0].shape[-1]
+
+    @property
+    def V(self) -> int:
+        return self.head.classes
+
+    @property
+    def features(self) -> list[int]:
+        """The features of each linear term."""
+        return [input.shape[-1] for input in self.head.inputs]
+
+    @property
+    def device(self) -> str:
+        return self.head.device.type
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.job.wanted
+
+    @property
+    def sum_size(self) -> int:
+        """Bytes of a logit, a row statistic or an element of an accumulator."""
+        return self.options.sum_dtype.itemsize

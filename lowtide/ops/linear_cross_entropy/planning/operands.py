@@ -1,0 +1,76 @@
+"""Say how the engine of a call reads its operands, and copy those that it cannot read.
+
+Shapes: N tokens, D_k features of term k, V classes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input, maps_weight
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
+
+TILED = ("exponentials", "distances")  # engines that read operands through tensor maps
+
+
+class Operands(NamedTuple):
+    """Hold what follows from engine and layout, one flag per linear term."""
+
+    dtype: torch.dtype
+    """Dtype of the GEMM operands."""
+    copies_rows: tuple[bool, ...]
+    """True if a chunk of the input is copied, for its dtype or its strides."""
+    scales_in_gradient: tuple[bool, ...]
+    """True if a chunk's rows, scaled for dW, fit in the memory of its dX."""
+
+
+def operands_of(call: Call) -> Operands:
+    """Return how the engine named in the options reads the operands of the call."""
+    head, dtype = call.head, _dtype(call.head, call.options)
+    scaled = (
+        grad and input.dtype.itemsize >= dtype.itemsize
+        for input, grad in zip(head.inputs, call.wanted.inputs)
+    )
+    return Operands(dtype, _copies(head, call.options, dtype), tuple(scaled))
+
+
+def readable(head: Head, options: Options) -> Head:
+    """Copy each operand that the engine cannot read in its layout.
+
+    There is none if the engine was chosen for these tensors. But a compiled graph may get tensors
+    that begin at other addresses than the example's, and hooks may return saved tensors in another
+    layout.
+    """
+    if options.engine in TILED:
+        dtype = _dtype(head, options)
+        inputs = tuple(
+            each if maps_input(each, copies, address) else _copied(each)
+            for each, copies in zip(head.inputs, _copies(head, options, dtype))
+        )
+        weights = tuple(each if maps_weight(each, dtype, address) else _copied(each) for each in head.weights)
+        return head._replace(inputs=inputs, weights=weights)
+    if options.engine == "cpu_exponentials" and not lies_by_rows(head.weights[0]):
+        return head._replace(weights=(_copied(head.weights[0]),))
+    return head
+
+
+def _dtype(head: Head, options: Options) -> torch.dtype:
+    """Return the dtype of the GEMM operands.
+
+    On the CPU torch has no half-precision GEMM with a float32 result; exponentials/cpu_engine.py
+    has its own.
+    """
+    own = head.device.type == "cuda" or options.engine == "cpu_exponentials"
+    return options.compute_dtype if own else options.sum_dtype
+
+
+def _copies(head: Head, options: Options, dtype: torch.dtype) -> tuple[bool, ...]:
+    # On the CPU ignored rows are left out (decision 0008): a chunk copies the rows that are kept.
+    selects = head.device.type != "cuda" and backend_of(options.engine) == "torch"
+    return tuple(selects or copies_rows(each, dtype) for each in head.inputs)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)

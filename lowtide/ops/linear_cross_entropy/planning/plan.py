@@ -1,0 +1,61 @@
+"""Define the plan of a call."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted, backend_of
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Tiling):
+    """Hold every decision about one call; forward and backward follow it."""
+
+    options: Options
+    job: Job
+    workspace: int
+    """Bytes that the call may hold beyond inputs, outputs and gradients."""
+    compute_dtype: torch.dtype
+    """Dtype of the GEMM operands.
+
+    This is the options' dtype. For half precision on the CPU it is float32, except in
+    exponentials/cpu_engine.py.
+    """
+    copies_rows: tuple[bool, ...]
+    """One flag per term: True if a chunk of the input is copied, for its dtype or its strides."""
+    scales_in_gradient: tuple[bool, ...]
+    """One flag per term: True if a chunk's rows, scaled for dW, fit in the memory of its dX.
+
+    See exponentials/linear_term.py.
+    """
+
+    @property
+    def wanted(self) -> Wanted:
+        return self.job.wanted
+
+    @property
+    def engine(self) -> str:
+        return self.options.engine
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.engine)
+
+    @property
+    def exponentials(self) -> bool:
+        return self.engine == "exponentials"
+
+    @property
+    def distances(self) -> bool:
+        return self.engine == "distances"
+
+    @property
+    def cpu_exponentials(self) -> bool:
+        return self.engine == "cpu_exponentials"
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype of logits, row statistics and accumulators: float64 for float64, else float32."""
+        return self.options.sum_dtype

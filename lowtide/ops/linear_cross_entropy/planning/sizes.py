@@ -1,0 +1,146 @@
+"""Divide a workspace among chunks of tokens, blocks of classes and the accumulator of dW.
+
+What byte_counts.py and weight_gradient.py leave is spent on rows.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+import functools
+
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.linear_cross_entropy.planning import class_blocks, cost_model
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
+    accumulator_bytes,
+    added_bytes,
+    choose_sum_bits,
+    choose_weight_gradient,
+    fewest_rows,
+)
+
+# Number of chunk sizes that are compared, between half of what fits and all of it.
+CANDIDATES = 32
+
+
+def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
+    """Return the sizes for a workspace."""
+    if workspace < counts.smallest_workspace:
+        held = f"one row of {counts.V} logits, and vectors of {counts.N} tokens and {counts.V} classes"
+        raise too_small(workspace, counts.smallest_workspace, held)
+    free = workspace - counts.fixed
+    way, bits = choose_weight_gradient(workspace, counts), choose_sum_bits(free, counts)
+    tiling = _sizes(free, counts, way, bits)
+    if counts.device == "cuda" and tiling.rows < min(counts.N, fewest_rows(counts, way, bits)):
+        return _sizes(free, counts, "by_class", bits)
+    return tiling
+
+
+def too_small(workspace: int, least: int, held: str) -> ArgumentError:
+    """Return the error for a workspace that cannot hold what the call needs."""
+    return ArgumentError(
+        f"workspace must hold {held}: {least} bytes in this call, got {workspace} bytes; "
+        "pass more, or None for the default"
+    )
+
+
+def peak_bytes(counts: ByteCounts, tiling: Tiling) -> int:
+    """Return the peak bytes of a call of these sizes, without a float32 sum that it returns."""
+    way, two_sweeps = tiling.weight_gradient, counts.class_blocks
+    copies = tiling.operand_classes * counts.weight_copy
+    if way == "by_class" and two_sweeps is not None:
+        chunk = two_sweeps.of_chunk(tiling.rows, tiling.chunk_classes)
+        return counts.fixed + max(chunk, two_sweeps.of_block(tiling.block_rows, tiling.block_classes))
+    if way == "by_class":
+        block = counts.class_block(tiling.block_rows, tiling.block_classes)
+        return counts.fixed + max(counts.chunk(tiling.rows) + copies, block)
+    if way == "at_once":
+        return counts.fixed + counts.single_product() + copies
+    beside = accumulator_bytes(counts, way, tiling.sum_bits) if way == "split" else 0
+    return counts.fixed + counts.chunk(tiling.rows) + copies + beside
+
+
+def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Tiling:
+    """Return the sizes for `free` bytes if the weight gradient is formed in this way."""
+    N, V, tile, two_sweeps = counts.N, counts.V, ROW_TILE[counts.device], counts.class_blocks
+    room = free - accumulator_bytes(counts, way, bits)
+    operand_classes = V
+    if counts.weight_copy:
+        # An eighth of the room for the copy, the rest for rows. On the CPU this is faster than a
+        # quarter: fewer walks over the weight, and copies that stay nearer to its cache. It is no
+        # slower than a sixteenth (decision 0026).
+        copied = max(counts.smallest_copy, min(room // 8, room - counts.chunk(1)))
+        operand_classes = _classes(copied, counts.weight_copy, V)
+        room -= operand_classes * counts.weight_copy
+    if way == "by_class" and two_sweeps is not None and N:
+        rows, chunk_classes = class_blocks.chunk(
+            two_sweeps, room, _rows(room // two_sweeps.of_chunk(1, V), N, tile)
+        )
+        block = class_blocks.block(two_sweeps, free)
+        return Tiling(rows, chunk_classes, operand_classes, rows, 0, way, bits, *block)
+    rows = max(N, 1) if way == "at_once" else _rows(counts.most_rows(room), N, tile)
+    if counts.device == "cuda" and rows < N:
+        added, most = added_bytes(counts, way, bits), counts.most_rows(room)
+        rows = _quickest(counts, most, fewest_rows(counts, way, bits), added)
+    block = _class_block(free, counts) if way == "by_class" else (0, 0)
+    low_rank_rows = 0 if way == "by_class" else _low_rank_rows(counts, rows)
+    return Tiling(rows, V, operand_classes, counts.product_rows, low_rank_rows, way, bits, *block)
+
+
+def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
+    """Return tokens and classes of a block.
+
+    Its accumulator [B, D] and its logits [C, B] should be of about the same size.
+    """
+    of_a_class = counts.class_sum + counts.weight_copy
+    classes = _classes(free // 2, of_a_class, counts.V)
+    of_a_row = classes * counts.block_logit + counts.block_row
+    return _rows((free - classes * of_a_class) // of_a_row, counts.N, ROW_TILE[counts.device]), classes
+
+
+def _low_rank_rows(counts: ByteCounts, rows: int) -> int:
+    """Return the rows at a time for which both GEMMs of a narrow term are formed together."""
+    if not counts.low_rank_bytes:
+        return 0
+    most, tile = counts.shared_buffer_bytes(rows) // counts.low_rank_bytes, ROW_TILE[counts.device]
+    if most >= rows:
+        return rows
+    return max(1, most - most % tile if most > tile else most)
+
+
+def _classes(room: int, size: int, V: int) -> int:
+    """Return the classes that fit: V, or whole tiles, as an odd width is slow (decision 0034)."""
+    classes = max(1, min(V, room // max(1, size)))
+    return classes if classes == V or classes < 128 else classes - classes % 128
+
+
+def _rows(most: int, N: int, tile: int) -> int:
+    """Return the rows per chunk if `most` fit: few chunks of about equal size, in whole tiles."""
+    most = max(1, most)
+    if most >= N:
+        return max(N, 1)
+    chunks = -(-N // (most - most % tile)) if most >= tile else -(-N // most)
+    even = -(-N // chunks)
+    return even if most < tile else -(-even // tile) * tile
+
+
+@functools.lru_cache(maxsize=64)
+def _quickest(counts: ByteCounts, most: int, fewest: int, added: int) -> int:
+    """Return the rows per chunk with the least predicted time, among whole tiles that fit.
+
+    The chunk size affects the dW GEMMs only by how often they are added to the sum.
+    """
+
+    def seconds(rows: int) -> float:
+        whole, rest = divmod(counts.N, rows)
+        return whole * of_chunk(rows) + (of_chunk(rest) if rest else 0)
+
+    def of_chunk(rows: int) -> float:
+        logits = cost_model.exponentials(rows, counts.V, counts.D)
+        product = cost_model.product_of_rows(rows, counts.D, counts.V, most=counts.product_rows)
+        return logits + product + cost_model.addition(added)
+
+    tile = ROW_TILE["cuda"]
+    first = -(-max(fewest, most // 2) // tile) * tile
+    step = tile * max(1, (most - first) // (CANDIDATES * tile))
+    return min(range(first, most + 1, step), key=seconds, default=_rows(most, counts.N, tile))

@@ -1,0 +1,36 @@
+"""Define the sizes of the pieces of a call, and the ways to form its weight gradient."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# How a weight gradient is formed: by a single GEMM over all tokens that rounds in its epilogue; by
+# adding each chunk's GEMM to a tensor of the sum's dtype; the same with a sum partly in the
+# gradient's memory; or by blocks of classes, each rounded once.
+WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Hold the sizes of chunks and blocks, and how the weight gradient is formed."""
+
+    rows: int
+    """Tokens per chunk."""
+    chunk_classes: int
+    """Classes of a chunk at a time; V, except in the exponentials engine with "by_class"."""
+    operand_classes: int
+    """Classes whose weight rows are copied at a time; V if no copy is needed."""
+    product_rows: int
+    """Most rows of one dX GEMM in the exponentials engine; with "by_class" the whole chunk."""
+    narrow_rows: int
+    """Rows of a chunk at a time for which one kernel forms both GEMMs of a second, narrow term.
+
+    See exponentials/low_rank.py. 0: two separate GEMMs.
+    """
+    weight_gradient: WeightGradient
+    """How the first term's weight gradient is formed; those of other terms are accumulated."""
+    sum_bits: int
+    """Bits of a sum that lies partly in the gradient's memory ("split"), on CUDA."""
+    block_rows: int = 0
+    """Tokens per chunk of a class block ("by_class")."""
+    block_classes: int = 0
+    """Classes per block ("by_class")."""
