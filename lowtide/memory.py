@@ -18,7 +18,7 @@ from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_pro
 from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 
-from lowtide.core.errors import ArgumentError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 
 @dataclass
@@ -68,10 +68,12 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     `torch.cuda.memory` history.
 
     Raises:
-        ValueError: for a device that is neither a CPU nor a CUDA device.
+        ValueError, TypeError: for what is neither a CPU nor a CUDA device.
         RuntimeError: within another `peak_memory`, on the CPU within torch's profiler, and for a
             CUDA device on a machine without one.
     """
+    if not isinstance(device, (torch.device, str, int)):
+        raise ArgumentTypeError(f"device must be a torch.device or its name, got {device!r}")
     place = torch.device(device)
     if place.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device must be the CPU or a CUDA device, got {place}")

@@ -146,6 +146,12 @@ def test_a_profiler_at_work_is_refused_and_goes_on():
     assert peak.bytes == MIB
 
 
+@pytest.mark.parametrize("device", [None, 1.0, torch.float32])
+def test_what_is_no_device(device):
+    with pytest.raises(TypeError, match=r"device must be a torch\.device"), peak_memory(device):
+        pass
+
+
 @pytest.mark.parametrize("device", ["meta", "mps", torch.device("xpu")])
 def test_other_devices_are_refused(device):
     with pytest.raises(ValueError, match="device must be the CPU or a CUDA device, got"):
