@@ -173,7 +173,9 @@ def linear_cross_entropy(
         "backend": backend,
     }
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-        return positions.cross_entropy(input, linear_weight, target, linear_bias, weight, **options)
+        loss = dispatch.run(*positions.call_of(input, linear_weight, target, linear_bias, weight, **options))
+        rows = (*input.shape[:1], *linear_weight.shape[1:-1])
+        return loss.view(rows) if reduction == "none" else loss
     return dispatch.cross_entropy(
         (input,), (linear_weight,), target, linear_bias=linear_bias, weight=weight, **options
     )

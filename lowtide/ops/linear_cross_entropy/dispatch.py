@@ -19,6 +19,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     Reduction,
+    scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
@@ -28,7 +29,11 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_loss_options,
     check_row_weight,
 )
-from lowtide.ops.linear_cross_entropy.operator import autograd, higher_order
+from lowtide.ops.linear_cross_entropy.operator import (
+    autograd,
+    fake,  # noqa: F401  registers itself
+    higher_order,
+)
 
 
 class LogProbs(NamedTuple):
@@ -77,15 +82,17 @@ def cross_entropy(
         workspace=workspace,
         backend=backend,
     )
-    return routed(head, Labels(target, weight, row_weight), options)
+    return run(head, Labels(target, weight, row_weight), options)
 
 
-def routed(head: Head, labels: Labels, options: Options) -> Tensor:
-    """What is checked already, by the way that can serve it."""
+def run(head: Head, labels: Labels, options: Options) -> Tensor:
+    """Compute the loss of checked arguments by the way that can serve it."""
+    if head.by_position and 0 in head.weights[0].shape[:2]:
+        return reference.without_classes_or_positions(head, labels, options)
     by_definition = _by_definition(head, options)
     transformed = not by_definition and _unknown_to_operators(head, labels)
     if head.by_position and (by_definition or transformed or options.reduction == "none"):
-        return higher_order.by_position(routed, head, labels, options)
+        return higher_order.by_position(run, head, labels, options)
     if by_definition:
         loss = reference.linear_cross_entropy(head, labels, options)
     elif transformed:
@@ -129,14 +136,6 @@ def log_probs(
     else:
         found = autograd.linear_log_probs(head, target, options)
     return LogProbs(*(each.view(head.leading) for each in found))
-
-
-def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
-    if logit_scale is None or isinstance(logit_scale, Tensor):
-        return logit_scale
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    # Not torch.full: torch.compile would make a graph of its own for every value.
-    return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
 
 
 def _by_definition(head: Head, options: Options) -> bool:

@@ -1,6 +1,9 @@
-"""K-dimensional loss: a head [V, D] for each of P = d1 ... dK positions, one after the other over the same
-rows. One position is the loss of one head. A mean or sum of several is one call of the operator, which adds
-the input's gradient up over positions; with reduction="none" each is a call of its own.
+"""Check the arguments of a K-dimensional loss, and make a head of them.
+
+It has a head [V, D] for each of P = d1 ... dK positions, which are computed one after the other over
+the same rows. One position is the loss of one head. A mean or sum of several is one call of the
+operator, which accumulates the input gradient over positions; with reduction="none" each position is
+a call of its own.
 
 Shapes: N rows, D features, V classes, P positions.
 """
@@ -11,25 +14,23 @@ from torch import Tensor
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy import dispatch
-from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
     Backend,
     Head,
     Labels,
     Options,
     Reduction,
+    scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
-    check_classes,
     check_loss_options,
     check_row_weight,
     check_target_dtype,
 )
 
 
-def cross_entropy(
+def call_of(
     input: Tensor,  # [N, D]
     linear_weight: Tensor,  # [V, d1, ..., dK, D]
     target: Tensor,  # [N, d1, ..., dK] or [N, V, d1, ..., dK]
@@ -45,7 +46,8 @@ def cross_entropy(
     row_weight: Tensor | None,  # [N, d1, ..., dK]
     workspace: int | None,
     backend: Backend,
-) -> Tensor:
+) -> tuple[Head, Labels, Options]:
+    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] for one position."""
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:
         check_tensors({"linear_bias": linear_bias})
@@ -73,22 +75,16 @@ def cross_entropy(
         workspace=workspace,
         backend=backend,
     )
-    scale = dispatch.scale_of(logit_scale, input)
-    if V == 0 or 0 in dims:
-        bias = None if linear_bias is None else linear_bias.flatten()
-        whole = Head((input,), (linear_weight.flatten(0, -2),), bias, scale)
-        if not probabilities:
-            check_classes(target, V, options.ignore_index)
-        logits = reference.logits(reference.flat(whole, options), options).view(N, V, *dims)
-        return reference.without_logits(logits, Labels(target, weight, row_weight), options)
-    # One position has no dimension of its own.
-    several = int(math.prod(dims) > 1)
-    bias = None if linear_bias is None else linear_bias.flatten(several)
-    head = Head((input,), (linear_weight.flatten(several, -2),), bias, scale)
-    row_weight = None if row_weight is None else row_weight.flatten(several)
-    labels = Labels(target.flatten(several + probabilities), weight, row_weight)
-    loss = dispatch.routed(head, labels, options)
-    return loss.view(N, *dims) if reduction == "none" else loss
+    first = 0 if math.prod(dims) == 1 else 1  # one position has no dimension of its own
+    head = Head(
+        (input,),
+        (linear_weight.flatten(first, -2),),
+        None if linear_bias is None else linear_bias.flatten(first),
+        scale_of(logit_scale, input),
+    )
+    row_weight = None if row_weight is None else row_weight.flatten(first)
+    target = target.flatten(first + 1 if probabilities else first)
+    return head, Labels(target, weight, row_weight), options
 
 
 def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:

@@ -147,6 +147,15 @@ class Options(NamedTuple):
         return torch.promote_types(self.compute_dtype, torch.float32)
 
 
+def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
+    """Return the logit scale as a tensor in the dtype of the sums; None for none."""
+    if logit_scale is None or isinstance(logit_scale, Tensor):
+        return logit_scale
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    # Not torch.full: torch.compile would make a graph of its own for every value.
+    return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
+
+
 def capped(workspace: int | None) -> int | None:
     """What the operators' schema takes: 64 bits."""
     return None if workspace is None else min(operator.index(workspace), 1 << 60)

@@ -26,8 +26,18 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
     return reduce(loss_N, labels.target, labels.class_weight, options)
 
 
+def without_classes_or_positions(head: Head, labels: Labels, options: Options) -> Tensor:
+    """Compute a K-dimensional loss, of whose V and P one is 0."""
+    V, P = head.weights[0].shape[:2]
+    if not labels.target.is_floating_point():
+        check_classes(labels.target, V, options.ignore_index)
+    bias = None if head.bias is None else head.bias.flatten()
+    whole = flat(head._replace(weights=(head.weights[0].flatten(0, 1),), bias=bias), options)
+    return without_logits(logits(whole, options).view(head.tokens, V, P), labels, options)
+
+
 def without_logits(
-    logits: Tensor,  # [N, V, d1, ..., dK], of which V or another is 0
+    logits: Tensor,  # [N, V] or [N, V, P], of which V or P is 0
     labels: Labels,
     options: Options,
 ) -> Tensor:

@@ -22,11 +22,7 @@ from torch.library import register_autograd
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
 from lowtide.core.pending_gradient import scaled
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.operator import (
-    fake,  # noqa: F401  shapes registers itself
-    higher_order,
-    ops,
-)
+from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.planner import told
 
