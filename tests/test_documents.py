@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+INDEX = ROOT / "docs" / "decisions" / "index.md"
+RECORDS = sorted(INDEX.parent.glob("0*.md"))
 FILES = [path for top in ("lowtide", "tests", "examples") for path in (ROOT / top).rglob("*.py")]
 COLUMNS = 100
 
@@ -42,3 +44,18 @@ def test_files_exist_that_a_page_names(page):
     known = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
     for file in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
         assert "NAME" in file or any(path.endswith(f"/{file}") for path in known), file
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name[:4])
+def test_index_and_code_of_a_record_hold(record):
+    """The index has its title below its area and says what superseded it; `Code:` names paths that exist."""
+    text = record.read_text()
+    fields = dict(re.findall(r"^\* (\w+): (.*(?:\n  .*)*)", text, flags=re.MULTILINE))
+    title = text.splitlines()[0].removeprefix(f"# {record.name[:4]}. ")
+    successor = re.match(r"superseded by \[(\d+)\]", fields["Status"])
+    ending = f" (superseded by {successor[1]})" if successor else ""
+    areas = re.split(r"^## ", INDEX.read_text(), flags=re.MULTILINE)
+    (area,) = [each for each in areas if each.startswith(fields["Area"] + "\n")]
+    assert f"* [{record.name[:4]}]({record.name}) {title}{ending}\n" in area
+    assert successor or "Code" in fields
+    assert all((ROOT / path).exists() for path in re.findall(r"`(.+?)`", fields.get("Code", "")))
