@@ -38,6 +38,8 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     leave_out_what_has_no_effect()
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])
+ON_CUDA_ALONE = pytest.mark.parametrize("device", [CUDA])  # of a test that asserts nothing on a CPU
 
 
 # A shell that starts tests in the background ignores interrupts, and whatever they start would inherit that.
@@ -48,7 +50,7 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+@pytest.fixture(params=["cpu", CUDA])
 def device(request):
     return request.param
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from lowtide.memory import peak_memory
+from tests.conftest import ON_CUDA_ALONE
 from tests.ops.chunked_loss.helpers import (
     MODES,
     D,
@@ -106,6 +107,7 @@ def test_a_compiled_head(device, mode):
     close(*([result[0], *sorted(result[1:], key=lambda each: each.shape)] for result in results))
 
 
+@ON_CUDA_ALONE
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nothing_waits_for_the_device(device, dtype, mode):

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.ops.distillation import forward_kl
 from lowtide.ops.distillation.heads import Heads, Options
+from tests.conftest import ON_CUDA_ALONE
 from tests.ops.distillation import (
     DIVERGENCES,
     HALVES,
@@ -49,6 +50,7 @@ def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
         assert torch.equal(tensor, again[name]), name
 
 
+@ON_CUDA_ALONE
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
@@ -168,11 +170,10 @@ def test_the_operators_are_registered_right(device, beta, reduction, wanted):
     torch.library.opcheck(torch.ops.lowtide.distillation.default, arguments)
 
 
+@ON_CUDA_ALONE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_a_captured_cuda_graph(device, divergence, dtype):
-    if device == "cpu":
-        pytest.skip("there are none")
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     leaves = tuple(inputs.leaves().values())
 
