@@ -4,20 +4,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
-.PHONY: demo test test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
+.PHONY: demo test test-extended test-all test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
 
-test: $(READY)  ## the whole suite; the kernels run through Triton's interpreter where there is no GPU
-	$(BIN)/python -m pytest -n auto --dist worksteal
+test: $(READY)  ## every test, each value of its parameters; without a GPU kernels run through Triton's interpreter
+	$(PYTEST) -m 'not extended and not every_build'
 
-test-builds: $(READY)  ## compiles every kernel ahead of time that make test leaves to the builds beside it
-	$(BIN)/python -m pytest -n auto -m every_build tests/*/test_kernels_compile.py
+test-extended: $(READY)  ## what make test leaves out: the other combinations of parameters, and what takes long
+	$(PYTEST) -m 'extended and not every_build'
+
+test-all: test test-extended
+
+test-builds: $(READY)  ## compiles every kernel ahead of time that the tests leave to the builds beside it
+	$(PYTEST) -m every_build tests/ops/*/test_kernels_compile.py
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu

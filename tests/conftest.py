@@ -12,15 +12,22 @@ import torch
 
 if not torch.cuda.is_available():  # read when triton is imported, which torch does not do by itself
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# What Inductor writes around our operators is plain C++: vectors take a compiler 6 s to try, and each graph
+# a second. Read when torch._dynamo is imported.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
+
+from tests.support.extended import mark_extended
 
 torch.set_num_threads(1)
 
-# What Inductor writes around our operators is plain C++: vectors take a compiler 6 s to try.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items):
+    mark_extended(items)
 
 
 def pytest_collection_finish():

@@ -30,6 +30,7 @@ def processor_seconds():
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF))
 
 
+@pytest.mark.extended
 def test_a_smoke_run_measures_every_provider(tmp_path):
     out = tmp_path / "results" / "smoke.csv"
     started = processor_seconds()

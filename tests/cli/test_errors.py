@@ -279,6 +279,7 @@ def test_an_unknown_option_is_no_script():
 # The process itself
 
 
+@pytest.mark.extended
 def test_a_reader_that_leaves_early_and_a_full_disk_behind_the_pipe(plain_environment):
     process = start("doctor", "attention", env=plain_environment)
     process.stdout.close()

@@ -41,6 +41,7 @@ def refused(*arguments):
     return line
 
 
+@pytest.mark.extended
 def test_the_arithmetic_of_the_first_request(tmp_path, monkeypatch, capsys):
     """Llama 3 8B, 81,920 tokens: logits of 19.57 GiB in bfloat16, checkpointed hidden states of 20."""
     pytest.importorskip("transformers")
@@ -154,6 +155,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.extended
 def test_nothing_that_a_config_names_is_looked_up(tmp_path):
     """Nor said to be missing; and the numbers are those of the config without it."""
     pytest.importorskip("transformers")
@@ -217,6 +219,7 @@ def test_a_sequence_that_is_too_long_is_told_the_longest(tmp_path):
     assert line == f"lowtide estimate: {path}: {longest}"
 
 
+@pytest.mark.extended
 def test_an_operator_that_refuses_its_arguments_logs_no_traceback(tmp_path):
     pytest.importorskip("transformers")
     config = TINY_LLAMA | {

@@ -61,6 +61,7 @@ def losses(directory) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.extended
 def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
     code, output, errors = finish(
         lowtide_train("--loss", "both", "--data", "text.txt", "--steps", "30", "--save-every", "20")
@@ -83,6 +84,7 @@ def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
     assert struct.unpack(">II", figure[16:24]) == (1600, 672)
 
 
+@pytest.mark.extended
 def test_a_killed_run_loses_at_most_one_interval(tmp_path):
     arguments = ["--data", "text.txt", "--save-every", "10"]
     killed = lowtide_train(*arguments, "--steps", "300", "--out", "killed")

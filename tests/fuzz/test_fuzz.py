@@ -109,6 +109,7 @@ def test_processes_report_what_they_find():
     assert any("linear_weight" in each.text for each in found)
 
 
+@pytest.mark.extended
 def test_a_crash_is_a_finding_and_the_rest_goes_on():
     pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: os.abort()")
     pool.run(SEED, count=2)

@@ -1,5 +1,5 @@
-"""`python -m tests.integrations.run_examples MODULE...` runs the examples whose names it reads, each in a
-process of its own, forked off this one, which has imported the modules: that takes longer than an example.
+"""`python -m tests.integrations.run_examples` reads lines of a name and modules. It runs that example
+in a process of its own, forked off this one when it has imported the modules, which takes longer.
 """
 
 import gc
@@ -38,9 +38,10 @@ def run(name: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     sys.path.insert(0, EXAMPLES)
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    gc.freeze()  # or the collector goes through all of it in each process, and writes to it, which copies it
     for line in sys.stdin:
-        print(json.dumps(run(line.strip())), flush=True)
+        name, *modules = line.split()
+        for module in ("lowtide", *modules):
+            importlib.import_module(module)
+        gc.freeze()  # or the collector goes through all of it in each process, and writes to it: a copy
+        print(json.dumps(run(name)), flush=True)
     gc.unfreeze()  # or it looks like a leak to extensions

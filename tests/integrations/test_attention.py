@@ -198,6 +198,7 @@ def test_sinks_and_a_bias_of_each_query():
         torch.testing.assert_close(ours, want)
 
 
+@pytest.mark.extended
 def test_compiled_as_one_graph():
     model, inputs = build("MistralForCausalLM", num_hidden_layers=1), inputs_with(PADDING["right"])
     expected = found_with(model, "lowtide", inputs)

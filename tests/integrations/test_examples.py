@@ -24,13 +24,15 @@ EXAMPLES = {  # what each needs, and the dtype of its products
     "trl_dpo": (["trl"], torch.float32),
     "trl_grpo": (["trl"], torch.float32),
 }
-SLOW_IMPORTS = {
+SLOW_IMPORTS = {  # before an example is forked off
     "accelerate": ["accelerate"],
     "lightning": ["lightning"],
     "peft": ["peft"],
     "transformers": ["transformers.models.llama.modeling_llama", "transformers.trainer"],
     "trl": ["trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer"],
 }
+OF_TORCH_ALONE = [name for name, (needs, _) in EXAMPLES.items() if not needs]
+OF_PACKAGES = [name for name in EXAMPLES if name not in OF_TORCH_ALONE]  # their imports take 20 s
 PAGE = (ROOT / "docs" / "deferred.md").read_text()
 NUMBERS = r"loss (-?[\d.]+),.* peak memory (?:of a step )?(\d+) MiB"
 
@@ -43,9 +45,8 @@ def installed(name):
 def runner():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    modules = [each for name, own in SLOW_IMPORTS.items() if installed(name) for each in own]
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.integrations.run_examples", "lowtide", *modules],
+        [sys.executable, "-m", "tests.integrations.run_examples"],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.PIPE,
@@ -56,13 +57,15 @@ def runner():
         process.stdin.close()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [*OF_TORCH_ALONE, *(pytest.param(name, marks=pytest.mark.extended) for name in OF_PACKAGES)]
+)
 def test_prints_the_same_loss_and_less_memory(name, runner):
     needs, dtype = EXAMPLES[name]
     for each in needs:
         if not installed(each):
             pytest.skip(f"needs {each}")
-    print(name, file=runner.stdin, flush=True)
+    print(name, *(module for each in needs for module in SLOW_IMPORTS[each]), file=runner.stdin, flush=True)
     found = json.loads(runner.stdout.readline())
     assert found["status"] == 0, found["errors"]
     lines = found["out"].splitlines()[-2:]

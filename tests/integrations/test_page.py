@@ -43,7 +43,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Gemma 2", pytest.param("gpt-oss", marks=pytest.mark.extended)])
 def test_what_attention_saves(name):
     register_attention()
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager")

@@ -1,10 +1,11 @@
 """Kernels compiled without a GPU: what the compile_kernels.py of each package and their tests share.
 
-`make test` leaves out what other builds cover, as far as that goes: of each kernel and capability it has one
-with much switched on, and of the most used the plain one; not each subset of options or size of tiles. What
-it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take three
-times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability; when a
-kernel, its tiles or Triton change, `make test-builds` runs that too (decision 0052).
+`make test-all` leaves out what other builds cover, as far as that goes: of each kernel and capability it has
+one with much switched on, and of the most used the plain one; not each subset of options or size of tiles.
+What it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take
+three times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability;
+when a kernel, its tiles or Triton change, `make test-builds` runs that too (decision 0052). `make test` has
+the builds for Hopper alone, and of a kernel that Hopper does not run those for other cards.
 """
 
 import gc
@@ -28,8 +29,16 @@ def cases(builds, left_out):
     assert left <= set(every)
     kernels = {(builds[name].kernel, capability) for name, capability in every}
     assert kernels == {(builds[name].kernel, capability) for name, capability in set(every) - left}
-    marks = {True: (pytest.mark.every_build,), False: ()}
-    return [pytest.param(*each, marks=marks[each in left]) for each in every]
+    kept = set(every) - left
+    of_hopper = {builds[name].kernel for name, capability in kept if capability == 90}
+
+    def marks(name: str, capability: int) -> tuple[pytest.MarkDecorator, ...]:
+        if (name, capability) in left:
+            return (pytest.mark.every_build,)
+        on_another_card = capability != 90 and builds[name].kernel in of_hopper
+        return (pytest.mark.extended,) if on_another_card else ()
+
+    return [pytest.param(*each, marks=marks(*each)) for each in every]
 
 
 def compile_all(module, request):

@@ -90,11 +90,13 @@ def test_without_a_compiler(tmp_path):
     assert ask(tmp_path / "cache", CXX=str(tmp_path / "c++")) == ("False\n", "")
 
 
+@pytest.mark.extended
 @needs_products
 def test_a_compiler_with_arguments(tmp_path):
     assert ask(tmp_path, CXX="env g++ -m64") == ("True\n", "")
 
 
+@pytest.mark.extended
 @needs_products
 def test_two_processes_at_once(tmp_path):
     processes = [start(tmp_path) for _ in range(2)]
@@ -112,6 +114,7 @@ def test_not_from_a_folder_that_is_elsewhere(tmp_path):
     assert_one_warning(err, f"{tmp_path}/lowtide must be a directory, which it is not; correct that, or set")
 
 
+@pytest.mark.extended
 @needs_products
 def test_one_warning_and_float32_products_where_others_can_change_the_place(tmp_path):
     """In all threads; and the doctor says the same."""
@@ -127,6 +130,7 @@ def test_one_warning_and_float32_products_where_others_can_change_the_place(tmp_
     )
 
 
+@pytest.mark.extended
 @needs_products
 def test_a_library_that_is_damaged_and_one_that_is_anyones(tmp_path):
     """Half a library kills the process that loads it."""
@@ -163,6 +167,7 @@ def test_nobody_takes_the_place_while_it_compiles(tmp_path):
     assert_one_warning(err, f"others can change {place}: its mode 0777")
 
 
+@pytest.mark.extended
 @needs_products
 def test_a_fork_while_it_compiles(tmp_path):
     """The child does not wait for a thread that it does not have."""

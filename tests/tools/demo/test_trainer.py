@@ -56,6 +56,7 @@ def test_measuring_changes_no_result(make_trainer, loss, monkeypatch):
     assert train(make_trainer(loss=loss), 3) == measured
 
 
+@pytest.mark.extended
 def test_the_default_run_takes_ten_times_less(make_config):
     """What the demonstration shows, on one step of it."""
     ids = torch.randint(32_768, (5000,), dtype=torch.int32)
