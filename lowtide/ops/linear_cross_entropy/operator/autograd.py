@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
+from lowtide.core.operator import derivative
 from lowtide.core.pending_gradient import scaled
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
@@ -99,8 +99,8 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
     return _arguments(ctx, placed(found, wanted))
 
 
-register_autograd("lowtide::linear_cross_entropy", _loss_gradients, setup_context=_save_loss)
-register_autograd("lowtide::linear_log_probs", _log_probs_gradients, setup_context=_save_log_probs)
+derivative(ops.linear_cross_entropy, _loss_gradients, setup_context=_save_loss)
+derivative(ops.linear_log_probs, _log_probs_gradients, setup_context=_save_log_probs)
 
 
 # Between the schema's arguments and Head, Options, and a gradient for each of Head's tensors.
