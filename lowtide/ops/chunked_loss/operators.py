@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.ops.chunked_loss.accumulate import HALVES, Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 
 PLAIN = Columns(0, None, None, None, (1.0, 0.0), None, 0.0)
 
@@ -177,7 +177,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, target_C: Tensor, ignored_C: Tensor) -> Tensor:
-        from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_into
+        from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 
         max_C, sum_C, gap_C = logits_CV.new_empty((3, len(logits_CV)))
         statistics = Statistics(max_C, sum_C, gap_C)
@@ -188,7 +188,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream_C: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_into
+        from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 
         logits_CV, target_C, ignored_C, max_C, sum_C = ctx.saved_tensors
         pull_C = upstream_C.masked_fill(ignored_C, 0).contiguous()

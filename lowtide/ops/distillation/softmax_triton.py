@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.distillation.softmax_torch import Logits, Statistics
-from lowtide.ops.linear_cross_entropy.engines.softmax_triton import LOWEST, gradient_view, load_logits
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
 # Logits of each head in a tile. With a bias or a soft cap half as many fit into the registers.
 BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16

@@ -44,7 +44,7 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
     }
     spills = changes.pop("spills", 0)
     return Build(
-        "ops.linear_cross_entropy.engines.softmax_triton",
+        "ops.linear_cross_entropy.engines.logits.softmax_triton",
         "_softmax_gradient_kernel",
         arguments | changes,
         warps=16,

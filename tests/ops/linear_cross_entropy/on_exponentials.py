@@ -12,6 +12,7 @@ from torch import Tensor
 from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton, recompute, row_coefficients
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
@@ -30,7 +31,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
     monkeypatch.setattr(requirements, "EXPONENTIAL_DTYPES", (torch.float32,))
     for name, size in (("BLOCK_C", 16), ("BLOCK_B", 32), ("BLOCK_D", 16)):
-        monkeypatch.setattr(kernels, name, size)
+        monkeypatch.setattr(tiles, name, size)
     for module in (matmul, memory_model):
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
@@ -75,7 +76,7 @@ def silent(device, everywhere, monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
-        monkeypatch.setattr(kernels, name, size)
+        monkeypatch.setattr(tiles, name, size)
     for module in (low_rank_triton, memory_model):
         monkeypatch.setattr(module, "STRIP", 512)
 

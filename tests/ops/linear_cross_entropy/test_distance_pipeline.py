@@ -12,8 +12,8 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core import backend
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, gemm_triton
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
 
 OPTIONS = {
     "plain": (0, {}),

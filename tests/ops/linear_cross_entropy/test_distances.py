@@ -24,8 +24,8 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, softmax_triton
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, everywhere, several_blocks  # noqa: F401
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 

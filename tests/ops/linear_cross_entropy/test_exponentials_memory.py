@@ -22,7 +22,7 @@ from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401

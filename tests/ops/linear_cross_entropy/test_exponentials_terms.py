@@ -25,7 +25,8 @@ pytest.importorskip("triton")
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy, log_probs
-from lowtide.ops.linear_cross_entropy.engines.exponentials import engine, gemm_triton
+from lowtide.ops.linear_cross_entropy.engines.exponentials import engine
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
 from lowtide.ops.linear_cross_entropy.planning import planner as plan
 from lowtide.ops.linear_cross_entropy.planning import requirements
@@ -63,7 +64,7 @@ def run_in_terms(taken, inputs, widths=(24, 8), *, upstream=1.0, factor=2.0, **o
 
 
 def test_a_second_term_fits_one_step_of_the_product():
-    assert requirements.SECOND_FEATURES == gemm_triton.BLOCK_D
+    assert requirements.SECOND_FEATURES == tiles.BLOCK_D
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.engines import softmax_torch
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits import softmax_torch
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from tests.support.loss import interpreted, norm
 
 pytest.importorskip("triton")
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
-from lowtide.ops.linear_cross_entropy.engines import softmax_triton
+from lowtide.ops.linear_cross_entropy.engines.logits import softmax_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -5,8 +5,7 @@ soft_targets/ derive from it. planning/requirements.py chooses one per call.
 
 Modules, in import order (a module imports only from those above it):
 
-softmax_torch     the formulas; row statistics and gradient of a tile of logits, in torch
-softmax_triton    the same as one Triton kernel
+logits/           the formulas; row statistics and gradient of a tile of logits
 row_loss          the loss of each row, and the coefficients of its gradient
 gradients         memory for the gradients, and the factors still to be applied to them
 gemm/             what the GEMM kernels share, in Triton and in Gluon

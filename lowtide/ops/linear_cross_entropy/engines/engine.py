@@ -25,8 +25,8 @@ from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept, allocate, no_gradients
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import SharedSum
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
@@ -212,9 +212,9 @@ class Stream(LossRows):
     ) -> Any:  # Tensor [C, B]; None without a gradient
         """Run the softmax of the plan's backend on a tile of logits, in place."""
         if self.plan.backend == "triton":
-            from lowtide.ops.linear_cross_entropy.engines.softmax_triton import softmax_gradient_
+            from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
         else:
-            from lowtide.ops.linear_cross_entropy.engines.softmax_torch import softmax_gradient_
+            from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import softmax_gradient_
         return softmax_gradient_(
             logits_CB,
             terms,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 

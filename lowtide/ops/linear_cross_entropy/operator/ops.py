@@ -30,8 +30,8 @@ from lowtide.core.pending_gradient import scaled
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Job, Wanted
 from lowtide.ops.linear_cross_entropy.planning.operands import readable

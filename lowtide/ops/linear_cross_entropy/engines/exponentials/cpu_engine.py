@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.row_statistics import
     logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import SharedSum
 
 

@@ -51,7 +51,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.row_statistics import
     total,
 )
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, multiprocessors
 
 Term = tuple[Tensor, Tensor]
@@ -20,7 +21,7 @@ Term = tuple[Tensor, Tensor]
 
 def halves_of_tiles(classes: int) -> int:
     """Return the number of half tiles in a row of so many classes."""
-    return 2 * triton.cdiv(classes, kernels.BLOCK_B)
+    return 2 * triton.cdiv(classes, tiles.BLOCK_B)
 
 
 class Exponentials:
@@ -96,7 +97,7 @@ class Exponentials:
             "GUARDED": guarded,
             "ADD": self.classes.start > 0 and (sums is not None or moments is not None),
             "PROGRAMS": programs,
-            "GROUP": kernels.GROUP,
+            "GROUP": tiles.GROUP,
         }
         # With a soft cap a step took a tenth longer on the Gluon pipeline (decision 0039).
         large = backend.worth(self.C, self.B, self.D) and self.softcap == 0
@@ -122,25 +123,25 @@ class Exponentials:
             MASKED=self.softcap > 0 and moments is not None,  # decision 0012
             repair_ptr=repair,
             REPAIR=repair is not None,
-            BLOCK_C=kernels.BLOCK_C,
-            BLOCK_B=kernels.BLOCK_B,
-            BLOCK_D=kernels.BLOCK_D,
-            num_stages=kernels.STAGES,
-            num_warps=kernels.WARPS,
+            BLOCK_C=tiles.BLOCK_C,
+            BLOCK_B=tiles.BLOCK_B,
+            BLOCK_D=tiles.BLOCK_D,
+            num_stages=tiles.STAGES,
+            num_warps=tiles.WARPS,
         )
 
     @cached_property
     def _tiles(self) -> dict[str, Any]:
-        return self._tiles_of(describe, kernels.BLOCK_C)
+        return self._tiles_of(describe, tiles.BLOCK_C)
 
     def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
         """Return descriptors of the operands and of E, as keyword arguments of a kernel."""
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
-        heights, depth = (rows, kernels.BLOCK_B), kernels.BLOCK_D
-        tiles = {
+        heights, depth = (rows, tiles.BLOCK_B), tiles.BLOCK_D
+        operands = {
             name: None if term is None else describe(tensor, height, depth)
             for of_term, term in zip(names, self.terms)
             for name, tensor, height in zip(of_term, term or (None, None), heights)
         }
-        out = None if self.exp_CB is None else describe(self.exp_CB, rows, kernels.BLOCK_B // 2)
-        return {**tiles, "exp_CB": out}
+        out = None if self.exp_CB is None else describe(self.exp_CB, rows, tiles.BLOCK_B // 2)
+        return {**operands, "exp_CB": out}

@@ -9,21 +9,11 @@ lower case = one tile, h a half of its classes.
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.core.triton_helpers import tanh_and_room
-from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, tile_at
-
-# A tile of the logits. Its epilogue runs on one half after the other. That takes half the
-# registers, and leaves room in an H100's shared memory for three stages of operands, for those of a
-# second term, and for what the epilogue loads.
-BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
-STAGES, WARPS = 3, 8  # decision 0012
-GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
 
 HUGE = tl.constexpr(1e38)
-LOG2_E = tl.constexpr(1.4426950408889634)
 LOG_2 = tl.constexpr(0.6931471805599453)
 # An exponent of 2 that gives 0 in float32. It is finite, so that an excluded class (z = -inf) adds
 # 0.
@@ -215,9 +205,3 @@ def exponentials_kernel(
                 )  # fmt: skip
                 if STORE:
                     exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))
-
-
-def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return tensor descriptors of a term's input and weight."""
-    x_CD, weight_BD = term
-    return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)

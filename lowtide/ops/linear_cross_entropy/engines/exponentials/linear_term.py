@@ -19,7 +19,7 @@ from torch import Tensor
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import repaired_product
 from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import (
     FloatSum,

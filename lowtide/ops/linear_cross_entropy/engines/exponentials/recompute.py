@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 
 BLOCK_D, BLOCK_B = 128, 64
@@ -90,10 +90,10 @@ def _repaired_product_kernel(
 
 def tiles_of(rows_C: Tensor) -> Tensor:
     """Return marks: whether any row tile has one of these rows, then the same for each tile."""
-    height = gemm_triton.BLOCK_C
-    C, tiles = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
-    repair = torch.zeros(1 + tiles, dtype=torch.int32, device=rows_C.device)
-    _mark_kernel[(tiles,)](rows_C, repair, C, BLOCK_C=height)
+    height = tiles.BLOCK_C
+    C, count = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
+    repair = torch.zeros(1 + count, dtype=torch.int32, device=rows_C.device)
+    _mark_kernel[(count,)](rows_C, repair, C, BLOCK_C=height)
     return repair
 
 
@@ -101,7 +101,7 @@ def reduce(
     partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, repair: Tensor | None = None
 ) -> None:
     """Write the sum or maximum over half tiles to out; with `repair`, in marked row tiles only."""
-    (T, C), height = partials_TC.shape, gemm_triton.BLOCK_C
+    (T, C), height = partials_TC.shape, tiles.BLOCK_C
     rows = min(REDUCED_ROWS, height)
     _reduce_kernel[(triton.cdiv(C, rows),)](
         partials_TC, out_C, repair, T, C, LARGEST=largest, HEIGHT=height, BLOCK_C=rows, BLOCK_T=REDUCED_PARTS,
@@ -110,8 +110,8 @@ def reduce(
 
 
 def repaired_product(sum_CD: Tensor, exp_CB: Tensor, weight_BD: Tensor, repair: Tensor, *, add: bool) -> None:
-    """Compute the product again in row tiles that are marked; the tiles are gemm_triton.py's."""
-    (C, B), D, height = exp_CB.shape, weight_BD.shape[1], gemm_triton.BLOCK_C
+    """Compute the product again in row tiles that are marked; the tiles are gemm/triton.py's."""
+    (C, B), D, height = exp_CB.shape, weight_BD.shape[1], tiles.BLOCK_C
     _repaired_product_kernel[(triton.cdiv(C, height), triton.cdiv(D, BLOCK_D))](
         describe(exp_CB, height, BLOCK_B),
         describe(weight_BD, BLOCK_B, BLOCK_D),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
 
 BLOCK = 128
 

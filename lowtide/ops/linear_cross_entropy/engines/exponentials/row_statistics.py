@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Statistics
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics
 
 if TYPE_CHECKING:  # the module imports Triton
     from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm

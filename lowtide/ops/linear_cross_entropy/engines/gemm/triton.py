@@ -11,6 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# A tile of the logits. Its epilogue runs on one half after the other. That takes half the
+# registers, and leaves room in an H100's shared memory for three stages of operands, for those of a
+# second term, and for what the epilogue loads.
+BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
+STAGES, WARPS = 3, 8  # decision 0012
+GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
@@ -42,3 +51,9 @@ def multiprocessors(device: torch.device) -> int:
 def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a tensor descriptor that loads and stores boxes of rows x columns."""
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns])
+
+
+def described(term: tuple[Tensor, Tensor]) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return tensor descriptors of a term's input and weight."""
+    x_CD, weight_BD = term
+    return describe(x_CD, BLOCK_C, BLOCK_D), describe(weight_BD, BLOCK_B, BLOCK_D)

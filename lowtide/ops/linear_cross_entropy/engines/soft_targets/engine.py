@@ -26,8 +26,8 @@ from torch import Tensor
 from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
 from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
 
 

@@ -20,10 +20,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, given
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,
@@ -31,7 +32,6 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     leave_sums,
     place_of_distances,
 )
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
 
 # Rows of a consumer warpgroup, and classes of half a tile.
 ROWS, CLASSES = pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2

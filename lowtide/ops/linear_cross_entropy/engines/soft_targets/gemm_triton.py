@@ -18,10 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LOG2_E
-from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
+    LOG2_E,
+    describe,
+    described,
+    halves,
+    multiprocessors,
+    tile_at,
+)
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
 
 # Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
@@ -224,7 +230,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
 
     The distances are written to out_CV, if it is given.
     """
-    (x_CD, weight_VD), *others = (tiles.described(term) for term in terms)
+    (x_CD, weight_VD), *others = (described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]

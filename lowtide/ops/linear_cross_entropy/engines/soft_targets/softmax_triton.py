@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import LOG2_E
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
     STEPS,
@@ -21,7 +22,6 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     place_of_distances,
     smoothed,
 )
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
 
 # Classes per program, and its warps. So few classes per thread allow all its loads to be in flight
 # at once, with 32 registers, at which a multiprocessor has full occupancy.

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
-from lowtide.ops.linear_cross_entropy.engines.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192

@@ -1,0 +1,7 @@
+"""Compute the loss and its gradients from float32 logits: the engine that runs every call.
+
+Modules, in import order (a module imports only from those above it):
+
+softmax_torch   the formulas; row statistics and gradient of a tile of logits, in torch
+softmax_triton  the same as one Triton kernel
+"""
