@@ -9,6 +9,7 @@ reach.
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +22,45 @@ FP16_ROOM = 10
 HALF = (torch.bfloat16, torch.float16)
 
 
-def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest term near 2^14; None without float16."""
+@dataclass(frozen=True, slots=True)
+class PendingGradient:
+    """Hold a gradient on its way: an accumulator, or a rounded accumulator, and its factors."""
+
+    tensor: Tensor
+    """The memory, in the gradient's dtype or a wider one."""
+    applied: Tensor | None
+    """The factor applied as `tensor` is computed or its float32 sum is rounded; None for 1."""
+    remaining: Tensor | None
+    """The factor still to be applied; None for 1."""
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Return what an operator returns: the tensor, and a factor of its own.
+
+        Outputs of an operator share no memory, but gradients may share a factor.
+        """
+        if self.remaining is None:
+            assert self.applied is not None
+            return [self.tensor, torch.ones_like(self.applied)]
+        return [self.tensor, self.remaining.clone()]
+
+    def finished(self, like: Tensor, backend: str) -> Tensor:
+        """Return the gradient of `like`, whose memory is this one's if the dtype allows it."""
+        whole = scaled(self.tensor, self.remaining, like.dtype, backend, in_place=True)
+        return whole.view(like.shape)
+
+
+def finish_gradient(tensor: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
+    """Return the gradient of `like` in a backward pass: tensor * factor, rounded once."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
+        return (tensor.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
+    # A freed graph's tensors may be overwritten; a retained one's will be read again.
+    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    return scaled(tensor, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)
+
+
+def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
+    """Return the power of two that brings the largest coefficient near 2^14; None without float16."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
@@ -31,8 +69,8 @@ def lift(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) ->
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
 
-def split(
-    factor: Tensor, dtype: torch.dtype, lifted: int | Tensor = FP16_EXPONENT
+def split_factor(
+    factor: Tensor, dtype: torch.dtype, headroom: int | Tensor = FP16_EXPONENT
 ) -> tuple[Tensor, Tensor | None]:
     """Split `factor` into what is applied when a gradient is rounded to dtype, and what remains.
 
@@ -42,11 +80,11 @@ def split(
         return factor, None
     mantissa, exponent = torch.frexp(factor)
     one = torch.ones_like(factor)
-    return mantissa * torch.ldexp(one, -lifted * one), torch.ldexp(one, exponent + lifted)
+    return mantissa * torch.ldexp(one, -headroom * one), torch.ldexp(one, exponent + headroom)
 
 
-def lifted_by(weight_VD: Tensor) -> int | Tensor:
-    """Return the exponent that `split` takes for the float16 gradient of an input.
+def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
+    """Return the exponent that `split_factor` takes for the float16 gradient of an input.
 
     The rows of that gradient are weighted sums of the weight's rows. The factors of a sum are
     scaled to near 2^14 at most, and add up to at most about 4 times that. So the largest number of
@@ -58,8 +96,8 @@ def lifted_by(weight_VD: Tensor) -> int | Tensor:
     return torch.frexp(_largest(weight_VD)).exponent + (FP16_EXPONENT - FP16_ROOM)
 
 
-def lifted_by_rows(input: Tensor) -> int | Tensor:  # [..., D]
-    """Return the exponent that `split` takes for the float16 gradient of a weight.
+def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
+    """Return the exponent that `split_factor` takes for the float16 gradient of a weight.
 
     A number of that gradient is a sum over all rows of the input, with factors up to 2^14. Few rows
     leave room in the range for numbers that are small beside the largest factor.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import is_differentiated, placed
+from lowtide.core.pending_gradient import finish_gradient
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import Heads, Options
-from lowtide.ops.linear_cross_entropy.operator.autograd import finished
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 
 
@@ -57,7 +57,7 @@ class _Distillation(torch.autograd.Function):
         else:
             backend = choose_backend("auto", heads.device, options.sum_dtype)
             gradients = tuple(
-                finished(next(waiting), next(waiting) * upstream, like, backend) if grad else None
+                finish_gradient(next(waiting), next(waiting) * upstream, like, backend) if grad else None
                 for like, grad in zip(heads.student, wanted)
             )
         return (None, None, *gradients, *nothing)

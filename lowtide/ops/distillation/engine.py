@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.distillation.chunking import make_plan, operand_dtype, padded
 from lowtide.ops.distillation.heads import Heads, Options, Side
 from lowtide.ops.distillation.softmax_torch import Logits, Statistics
-from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
 ROOM = 64
@@ -66,7 +66,7 @@ class Engine:
         """Return uninitialised memory on the call's device."""
         return torch.empty(shape, dtype=dtype or self.sum_dtype, device=self.heads.device)
 
-    def run(self) -> tuple[Tensor, list[Kept]]:
+    def run(self) -> tuple[Tensor, list[PendingGradient]]:
         """Return the loss, and the gradients asked for."""
         kept = self._gradients()
         loss = self.new(*self.heads.leading)
@@ -88,29 +88,28 @@ class Engine:
         # If no row counts, NaN as in torch.
         return loss.div_(self.counted) if self.options.reduction == "mean" else loss
 
-    def _gradients(self) -> list[Kept | None]:
+    def _gradients(self) -> list[PendingGradient | None]:
         """Return memory for the gradients asked for, with the factors still to be applied."""
         dtypes = {
             self.options.student_dtype,
             *(each.dtype for each in self.heads.student if each is not None),
         }
         if self.N > 0:
-            lift = pending_gradient.lift(lambda: self.pull_N.abs().amax() * ROOM, dtypes)
+            lift = pending_gradient.fp16_scale(lambda: self.pull_N.abs().amax() * ROOM, dtypes)
             if lift is not None:
                 self.pull_N, self.factor = self.pull_N * lift, self.factor / lift
 
-        def keep(like: Tensor, *shape: int, summed: bool, zero: bool = self.N == 0) -> Kept:
+        def keep(like: Tensor, *shape: int, summed: bool, zero: bool = self.N == 0) -> PendingGradient:
             summed = summed or like.dtype == self.sum_dtype
             tensor = self.new(*shape, dtype=self.sum_dtype if summed else like.dtype)
             if zero:
                 tensor.zero_()
             if summed:
-                return Kept(tensor, None, self.factor)
+                return PendingGradient(tensor, None, self.factor)
             # There is no lift beyond that of the logits' gradient, which the factor contains.
-            rounding, pending = (
-                (self.factor, None) if self.final else pending_gradient.split(self.factor, like.dtype, 0)
-            )
-            return Kept(tensor, rounding, pending)
+            if self.final:
+                return PendingGradient(tensor, self.factor, None)
+            return PendingGradient(tensor, *pending_gradient.split_factor(self.factor, like.dtype, 0))
 
         x, w, b = self.heads.student
         return [
@@ -119,11 +118,17 @@ class Engine:
             keep(b, *b.shape, summed=True, zero=True) if self.wanted[2] and b is not None else None,
         ]
 
-    def _sweep(self, statistics: Statistics, dx: Kept | None, dw: Kept | None, db: Kept | None) -> None:
+    def _sweep(
+        self,
+        statistics: Statistics,
+        dx: PendingGradient | None,
+        dw: PendingGradient | None,
+        db: PendingGradient | None,
+    ) -> None:
         """Walk over the chunks: losses, and the gradients that are given."""
         plan = self.plan
         s_CV, t_CV = (self.new(plan.rows, padded(self.V))[:, : self.V] for _ in range(2))
-        rounds = dx is not None and dx.rounding is not None
+        rounds = dx is not None and dx.applied is not None
         sum_CD = self.new(plan.rows, self.student.D) if rounds else None
         for start in range(0, self.N, plan.rows):
             rows = slice(start, min(start + plan.rows, self.N))
@@ -146,7 +151,7 @@ class Engine:
                 db.tensor.add_(g_CV.sum(0, dtype=self.sum_dtype))
             del x_CD, g_CV
 
-    def _sweep_classes(self, statistics: Statistics, dw: Kept) -> None:
+    def _sweep_classes(self, statistics: Statistics, dw: PendingGradient) -> None:
         """Form dW[v] = G[:, v]^T X over all rows, a class block at a time, rounded once.
 
         G is computed again.
@@ -169,15 +174,15 @@ class Engine:
                 product(sum_BD[:B], g_CB.t(), x_CD, add=start > 0)
                 del x_CD, g_CB
             del student_BD, teacher_BD  # freed before the next are made
-            pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend)
+            pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend)
 
-    def _input_gradient(self, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice) -> None:
+    def _input_gradient(self, g_CV: Tensor, dx: PendingGradient, sum_CD: Tensor | None, rows: slice) -> None:
         """Write a chunk's dX = G W."""
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: len(g_CV)]
         for classes in blocks(self.V, self.plan.operand_classes):
             product(dx_CD, g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
         if sum_CD is not None:
-            pending_gradient.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend)
+            pending_gradient.scale_into(dx.tensor[rows], dx_CD, dx.applied, self.plan.backend)
 
     def _divergence_(
         self,

@@ -22,7 +22,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.core.pending_gradient import scaled
 from lowtide.ops.distillation.chunking import keeps_sum
 from lowtide.ops.distillation.engine import Engine
 from lowtide.ops.distillation.heads import Heads, Options
@@ -52,13 +51,7 @@ def distillation(*arguments: Any) -> list[Tensor]:
     heads, wanted, options = _parsed(arguments)
     with on_device_of(heads.student_input):
         loss, gradients = Engine(heads, options, wanted).run()
-        waiting = [loss]
-        for kept in gradients:
-            # A graph's outputs are tensors of their own. The factor may be shared, or there may be
-            # none.
-            pending = torch.ones_like(loss) if kept.pending is None else kept.pending.clone()
-            waiting += [kept.tensor, pending]
-        return waiting
+        return [loss, *(output for gradient in gradients for output in gradient.outputs)]
 
 
 @operator("distillation_backward", f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]")
@@ -69,10 +62,7 @@ def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
         engine = Engine(heads, options, wanted, upstream)
         _, gradients = engine.run()
         backend = engine.plan.backend
-        return [
-            scaled(kept.tensor, kept.pending, like.dtype, backend, in_place=True).view(like.shape)
-            for kept, like in zip(gradients, _wanted(heads, wanted))
-        ]
+        return [gradient.finished(like, backend) for gradient, like in zip(gradients, _wanted(heads, wanted))]
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:

@@ -18,10 +18,10 @@ from tests.support.loss import check, differentiate, fused, make_inputs, planned
 pytest.importorskip("triton")
 
 from lowtide.core import matmul
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner
@@ -104,7 +104,7 @@ def test_rows_in_the_memory_of_float32_ones(device, start, monkeypatch):
         made, compute_dtype=torch.bfloat16, scales_in_gradient=(True,), weight_gradient="accumulate"
     )
     operand = matmul.Operand(inputs.input.detach(), inputs.linear_weight.detach(), torch.bfloat16, True, None)
-    kept = [Kept(each, None, None) for each in (dx_ND, dw_VD)]
+    kept = [PendingGradient(each, None, None) for each in (dx_ND, dw_VD)]
     term = LinearTerm(operand, *kept, made, None, place=0, smoothing=False)
 
     def widened_product(out, a, b, *, add=False):

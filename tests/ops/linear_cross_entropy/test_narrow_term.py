@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 
 from lowtide.core.matmul import Operand
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
-from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, Job, Wanted
 from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
@@ -187,7 +187,7 @@ def test_what_it_holds_is_foretold(device, silent, made, V):  # noqa: F811
     sum_VR = torch.empty(V, R, device=device)
     second = (part.detach()[:, D:] for part in (inputs.input, inputs.linear_weight))
     operand = Operand(*second, dtype_on(device), False, None)
-    kept = Kept(torch.empty(N, R, device=device), None, None), Kept(sum_VR, None, None)
+    kept = PendingGradient(torch.empty(N, R, device=device), None, None), PendingGradient(sum_VR, None, None)
     term = NarrowTerm(operand, *kept, planned, None, place=1, smoothing=False)
     C, dtype = planned.rows, dtype_on(device)
     exp_CV, x_CR = (torch.empty(C, size, device=device, dtype=dtype)[:, :V] for size in (V + -V % 8, R))

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept, allocate, no_gradients
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import SharedSum
@@ -76,7 +77,7 @@ class Stream(LossRows):
         """
         tensors = (*self.head.inputs, *self.head.weights)
         dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
-        lift = pending_gradient.lift(terms.largest, dtypes)
+        lift = pending_gradient.fp16_scale(terms.largest, dtypes)
         if lift is not None:
             terms, factor = terms * lift, factor / lift
         if self.plan.wanted.scale:
@@ -157,7 +158,7 @@ class Stream(LossRows):
                 del chunks, x_CD, g_CB
             del weights, weight_BD  # free them before the next ones are made
             pending_gradient.scale_into(
-                dw.tensor[classes], dw_sum_BD[:B], dw.rounding, plan.backend, spent=True
+                dw.tensor[classes], dw_sum_BD[:B], dw.applied, plan.backend, spent=True
             )
 
     # Steps of the walks.
@@ -179,12 +180,12 @@ class Stream(LossRows):
         columns = self._columns(rows)
         return self._softmax_gradient_(z_CV, terms, statistics, columns, take_statistics, gradient)
 
-    def _writes_directly(self, dx: Kept) -> bool:
+    def _writes_directly(self, dx: PendingGradient) -> bool:
         """Return True if a GEMM may write the chunk's rows straight into the input gradient."""
-        return dx.rounding is None and self.counted is None
+        return dx.applied is None and self.counted is None
 
     def _input_gradient(
-        self, operand: Operand, g_CV: Tensor, dx: Kept, sum_CD: Tensor | None, rows: slice
+        self, operand: Operand, g_CV: Tensor, dx: PendingGradient, sum_CD: Tensor | None, rows: slice
     ) -> None:
         """Compute the chunk's rows of an input gradient from G."""
         dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: g_CV.shape[0]]
@@ -193,13 +194,13 @@ class Stream(LossRows):
         if sum_CD is not None:
             self._keep_rows(dx, dx_CD, rows)
 
-    def _keep_rows(self, dx: Kept, dx_CD: Tensor, rows: slice) -> None:
+    def _keep_rows(self, dx: PendingGradient, dx_CD: Tensor, rows: slice) -> None:
         """Store a chunk's rows of an input gradient; dx_CD may be overwritten."""
         if self.counted is not None:
-            rounded_CD = dx_CD if dx.rounding is None else dx_CD.mul_(dx.rounding)
+            rounded_CD = dx_CD if dx.applied is None else dx_CD.mul_(dx.applied)
             dx.tensor[self.counted[rows]] = rounded_CD.to(dx.tensor.dtype)
         else:
-            pending_gradient.scale_into(dx.tensor[rows], dx_CD, dx.rounding, self.plan.backend, spent=True)
+            pending_gradient.scale_into(dx.tensor[rows], dx_CD, dx.applied, self.plan.backend, spent=True)
 
     def _softmax_gradient_(
         self,
@@ -237,9 +238,9 @@ class Stream(LossRows):
             softcap=self.plan.options.softcap,
         )
 
-    def _split_sum(self, dw: Kept) -> Any:
+    def _split_sum(self, dw: PendingGradient) -> Any:
         """Return the accumulator that lies partly in the gradient's memory."""
-        return SharedSum(dw.tensor, dw.rounding)
+        return SharedSum(dw.tensor, dw.applied)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
         """Return memory for a chunk of logits."""

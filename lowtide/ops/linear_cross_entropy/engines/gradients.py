@@ -10,34 +10,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowtide.core import pending_gradient
+from lowtide.core.pending_gradient import (
+    FP16_EXPONENT,
+    PendingGradient,
+    fp16_headroom_of_input,
+    fp16_headroom_of_weight,
+    split_factor,
+)
 from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Hold a gradient under way: an accumulator, or a rounded accumulator, and its factors."""
-
-    tensor: Tensor
-    """The memory, in the gradient's dtype or a wider one."""
-    rounding: Tensor | None
-    """The factor applied as `tensor` is computed or its float32 sum is rounded; None for 1."""
-    pending: Tensor | None
-    """The factor still to be applied; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """Hold the gradients of a head's tensors; None for one that is not wanted."""
 
-    inputs: tuple[Kept | None, ...]  # each [N, D_k]
-    weights: tuple[Kept | None, ...]  # each [V, D_k]
-    bias: Kept | None = None  # [V]
-    scale: Kept | None = None  # 0-d
+    inputs: tuple[PendingGradient | None, ...]  # each [N, D_k]
+    weights: tuple[PendingGradient | None, ...]  # each [V, D_k]
+    bias: PendingGradient | None = None  # [V]
+    scale: PendingGradient | None = None  # 0-d
 
     @property
-    def all(self) -> tuple[Kept | None, ...]:
+    def all(self) -> tuple[PendingGradient | None, ...]:
         """Return them in the order of Head's tensors."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
@@ -69,8 +63,8 @@ def allocate(
         zero: bool = False,
         by_row: bool = False,
         factor: Tensor = factor,
-        lifted: int | Tensor = pending_gradient.FP16_EXPONENT,
-    ) -> Kept:
+        headroom: int | Tensor = FP16_EXPONENT,
+    ) -> PendingGradient:
         """Allocate one gradient and divide its factor into what is applied now and what remains.
 
         `by_row`: its rows are multiplied by factors anyway; fold the shared factor in there.
@@ -81,41 +75,29 @@ def allocate(
         if zero or empty:
             tensor.zero_()
         if summed and not (by_row and whole):
-            return Kept(tensor, None, factor)
-        rounding, pending = (factor, None) if final else pending_gradient.split(factor, like.dtype, lifted)
-        return Kept(tensor, rounding, pending)
+            return PendingGradient(tensor, None, factor)
+        applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
+        return PendingGradient(tensor, applied, remaining)
+
+    def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
+        headroom = fp16_headroom_of_input(weight) if input.dtype == torch.float16 else FP16_EXPONENT
+        shape = (head.tokens, input.shape[-1])
+        return keep(input, shape, summed=False, zero=some_rows, by_row=by_row, headroom=headroom)
+
+    def of_weight(k: int, input: Tensor, weight: Tensor) -> PendingGradient:
+        summed, headroom = accumulate or k > 0, FP16_EXPONENT
+        if weight.dtype == torch.float16 and not summed:
+            headroom = fp16_headroom_of_weight(input)
+        own_rows = by_row and not by_class
+        return keep(weight, tuple(weight.shape), summed=summed, by_row=own_rows, headroom=headroom)
 
     accumulate, by_class = (plan.weight_gradient == kind for kind in ("accumulate", "by_class"))
     by_row = plan.exponentials
+    terms = [*zip(head.inputs, head.weights)]
     return Gradients(
+        tuple(of_input(*term) if grad else None for term, grad in zip(terms, wanted.inputs)),
         tuple(
-            keep(
-                input,
-                (head.tokens, input.shape[-1]),
-                summed=False,
-                zero=some_rows,
-                by_row=by_row,
-                lifted=pending_gradient.lifted_by(weight)
-                if input.dtype == torch.float16
-                else pending_gradient.FP16_EXPONENT,
-            )
-            if grad
-            else None
-            for input, weight, grad in zip(head.inputs, head.weights, wanted.inputs)
-        ),
-        tuple(
-            keep(
-                weight,
-                tuple(weight.shape),
-                summed=accumulate or k > 0,
-                by_row=by_row and not by_class,
-                lifted=pending_gradient.lifted_by_rows(input)
-                if weight.dtype == torch.float16 and k == 0 and not accumulate
-                else pending_gradient.FP16_EXPONENT,
-            )
-            if grad
-            else None
-            for k, (input, weight, grad) in enumerate(zip(head.inputs, head.weights, wanted.weights))
+            of_weight(k, *term) if grad else None for k, (term, grad) in enumerate(zip(terms, wanted.weights))
         ),
         keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,
         keep(head.scale, (), summed=True, zero=True, factor=unscaled) if wanted.scale else None,

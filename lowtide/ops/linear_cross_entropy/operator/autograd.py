@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
 from lowtide.core.operator import derivative
-from lowtide.core.pending_gradient import scaled
+from lowtide.core.pending_gradient import finish_gradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
@@ -73,7 +73,7 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
     return _arguments(
         ctx,
         tuple(
-            finished(next(waiting), next(waiting) * upstream, like, backend) if grad else None
+            finish_gradient(next(waiting), next(waiting) * upstream, like, backend) if grad else None
             for like, grad in zip(head.tensors, wanted)
         ),
     )
@@ -144,12 +144,3 @@ def _refuse_others(ctx: Any) -> None:
             "this graph was exported where a tensor that needs a gradient now needed none; "
             "export it with gradients enabled, where all that will be trained requires one"
         )
-
-
-def finished(kept: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
-    """The gradient of `like` itself: kept * factor, rounded once, by a kernel of that backend."""
-    if torch.compiler.is_compiling() or type(kept) is not Tensor:  # traced
-        return (kept.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
-    # A freed graph's tensors are ours to change; a retained one's will be read again.
-    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
-    return scaled(kept, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.core.pending_gradient import scaled
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
@@ -253,13 +252,7 @@ def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics
 
 
 def _waiting(gradients: Gradients) -> list[Tensor]:
-    tensors = []
-    for kept in gradients.all:
-        if kept is not None:
-            # A graph's outputs are tensors of their own: the factor may be shared, or there may be none.
-            factor = torch.ones_like(kept.rounding) if kept.pending is None else kept.pending.clone()
-            tensors += [kept.tensor, factor]
-    return tensors
+    return [output for gradient in gradients.all if gradient is not None for output in gradient.outputs]
 
 
 def _final(stream: Stream, terms: Any, statistics: Statistics) -> list[Tensor]:
@@ -267,7 +260,7 @@ def _final(stream: Stream, terms: Any, statistics: Statistics) -> list[Tensor]:
     gradients = stream.gradients(terms, statistics, one, final=True, take_statistics=False)
     tensors = zip(stream.head.tensors, gradients.all)
     return [
-        scaled(kept.tensor, kept.pending, like.dtype, stream.plan.backend, in_place=True).view(like.shape)
-        for like, kept in tensors
-        if like is not None and kept is not None
+        gradient.finished(like, stream.plan.backend)
+        for like, gradient in tensors
+        if like is not None and gradient is not None
     ]

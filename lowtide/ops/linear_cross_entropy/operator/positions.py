@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.core.pending_gradient import scale_into
+from lowtide.core.pending_gradient import PendingGradient, scale_into
 from lowtide.ops.linear_cross_entropy.definition.head import Head
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, Kept
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.planning.call import Wanted
 
 # For input, weight, bias and scale: True if each position has a part of its own.
@@ -44,12 +44,12 @@ class PositionGradients:
         """Allocate the gradients; `head` is that of all positions."""
         one = torch.ones((), dtype=sum_dtype, device=head.device)
 
-        def keep(place: int, like: Tensor | None, grad: bool) -> Kept | None:
+        def keep(place: int, like: Tensor | None, grad: bool) -> PendingGradient | None:
             if like is None or not grad:
                 return None
             make = torch.empty if OWN[place] else torch.zeros
             dtype = kept_dtype(place, like.dtype, sum_dtype)
-            return Kept(make(like.shape, dtype=dtype, device=like.device), None, one)
+            return PendingGradient(make(like.shape, dtype=dtype, device=like.device), None, one)
 
         wants = (*wanted.inputs, *wanted.weights, wanted.bias, wanted.scale)
         dx, dw, db, dscale = (keep(*each) for each in zip(range(4), head.tensors, wants))
@@ -61,12 +61,12 @@ class PositionGradients:
             if whole is None or part is None:
                 continue
             if not own:
-                whole.tensor.addcmul_(part.tensor, _or_one(part.pending, part.tensor))
-            elif part.pending is None:
+                whole.tensor.addcmul_(part.tensor, _or_one(part.remaining, part.tensor))
+            elif part.remaining is None:
                 whole.tensor[:, position].copy_(part.tensor)
             else:  # in torch, because Triton's kernel requires contiguous memory
                 out = whole.tensor[:, position]
-                scale_into(out, part.tensor, part.pending, "torch", spent=True)
+                scale_into(out, part.tensor, part.remaining, "torch", spent=True)
 
 
 def _or_one(factor: Tensor | None, like: Tensor) -> Tensor:

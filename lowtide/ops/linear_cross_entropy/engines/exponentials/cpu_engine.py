@@ -39,7 +39,7 @@ class CpuExponentialStream(ExponentialRows):
             buffer_CD = self._buffer(plan.rows, operand.D)
         shared, sums = None, []
         if dw is not None and plan.weight_gradient == "split":
-            shared = SharedSum(dw.tensor, dw.rounding)
+            shared = SharedSum(dw.tensor, dw.applied)
             # With one class, one part is empty.
             sums = [part for part in shared.parts if part[1].shape[0]]
         elif dw is not None and not by_class:
@@ -86,7 +86,7 @@ class CpuExponentialStream(ExponentialRows):
                 e_CB = exp[: x_CD.shape[0] * B].view(-1, B)
                 self._exponentials(x_CD, e_CB, row.target_N, statistics.max_N[rows], classes)
                 self._add_rows([(slice(0, B), sum_BD[:B])], e_CB, x_CD, rows, row, classes.start)
-            pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.rounding, plan.backend, spent=True)
+            pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend, spent=True)
 
     # Steps of the walks.
 

@@ -158,7 +158,7 @@ class ExponentialStream(ExponentialRows):
             row_kernels.round_block(
                 first_dw.tensor,
                 block_BD,
-                first_dw.rounding,
+                first_dw.applied,
                 operand.input,
                 self.hit_N,
                 *targets,

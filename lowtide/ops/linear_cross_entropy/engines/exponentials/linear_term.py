@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import repaired_product
-from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import (
@@ -37,8 +37,8 @@ class LinearTerm:
     def __init__(
         self,
         operand: Operand,
-        dx: Kept | None,
-        dw: Kept | None,
+        dx: PendingGradient | None,
+        dw: PendingGradient | None,
         plan: Plan,
         class_weight_V: Tensor | None,
         *,
@@ -62,14 +62,14 @@ class LinearTerm:
         if dw is not None:
             kind = plan.weight_gradient if place == 0 else "accumulate"
             if kind == "split":
-                self.sum = SplitSum(dw.tensor, dw.rounding, bits=plan.sum_bits)
+                self.sum = SplitSum(dw.tensor, dw.applied, bits=plan.sum_bits)
             elif kind == "at_once":
-                self.sum = RoundedProduct(dw.tensor, dw.rounding)
+                self.sum = RoundedProduct(dw.tensor, dw.applied)
             else:
                 # The gradient itself, not a sum to be rounded.
                 own = operand.weight_dtype == dw.tensor.dtype
                 within = own and fits_within(dw.tensor, plan.rows)
-                self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.rounding)
+                self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.applied)
         # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
         # adds to dX and dW.
         self.total_weight_D: Tensor | None = None
@@ -173,7 +173,7 @@ class LinearTerm:
                 hit_C[piece],
                 of_piece.spread_N,
                 self.total_weight_D,
-                self.one if self.dx.rounding is None else self.dx.rounding,
+                self.one if self.dx.applied is None else self.dx.applied,
                 dx_CD[piece],
             )
             del product_CD  # free it before another is made

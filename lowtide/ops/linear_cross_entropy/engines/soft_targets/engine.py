@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import backend
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.engine import Stream
-from lowtide.ops.linear_cross_entropy.engines.gradients import Kept
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
@@ -51,8 +51,8 @@ class ProbabilityStream(Stream):
         softmax_triton.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
         return g_CV
 
-    def _split_sum(self, dw: Kept) -> Any:
-        return SplitSum(dw.tensor, dw.rounding, bits=self.plan.sum_bits)
+    def _split_sum(self, dw: PendingGradient) -> Any:
+        return SplitSum(dw.tensor, dw.applied, bits=self.plan.sum_bits)
 
     def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
         stride = -(-self.V // 8) * 8  # a tensor map requires rows that are a multiple of 16 bytes
