@@ -20,39 +20,9 @@ class Build(NamedTuple):
     """Bytes a thread may put aside; only where many options meet."""
 
 
-_BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
-_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
-_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 _LAUNCH = {"PROGRAMS": 132, "GROUP": 8, "STAGES": 4, "REGISTERS": (232, 40)}
 _OPERANDS = {"x_CD": "tensordesc<bf16[64, 64]>", "weight_BD": "tensordesc<bf16[256, 64]>"}
 _PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
-
-
-def _pipelined_exponentials(**changes: Any) -> Build:
-    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "mean", "moment", "max", "argmax")
-    arguments = {
-        **_OPERANDS,
-        **dict.fromkeys(("x_CR", "weight_BR")),
-        "exp_CB": "tensordesc<bf16[64, 128]>",
-        "reference_C_ptr": F32,
-        "target_C_ptr": I64,
-        **dict.fromkeys(f"{name}_ptr" for name in absent),
-        "sum_ptr": F32,
-        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
-        "STORE": True,
-        "GUARDED": False,
-        "ADD": False,
-        **_LAUNCH,
-    }
-    spills = changes.pop("spills", 0)
-    return Build(
-        "ops.linear_cross_entropy.engines.exponentials.gemm_gluon",
-        "exponentials_kernel",
-        arguments | changes,
-        4,
-        targets=(90,),
-        spills=spills,
-    )
 
 
 def _distance_pipeline(**changes: Any) -> Build:
@@ -104,20 +74,6 @@ def _add_product(low: str, **changes: Any) -> Build:
 
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
 PIPELINED = {
-    "pipeline, exponentials": _pipelined_exponentials(),
-    "pipeline, another block": _pipelined_exponentials(ADD=True),
-    "pipeline, scale's gradient, another block": _pipelined_exponentials(
-        ADD=True, scale_ptr=F32, moment_ptr=F32, spills=12
-    ),
-    "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
-    "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
-    "pipeline, gradient": _pipelined_exponentials(**{"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}),
-    "pipeline, bent": _pipelined_exponentials(**_BENT),
-    "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, moment_ptr=F32),
-    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
-    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
-    "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
-    "pipeline, two terms, bent": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT),
     "pipeline, distances": _distance_pipeline(),
     "pipeline, distances, sums": _distance_pipeline(distance_CB=None),
     "pipeline, distances, two terms": _distance_pipeline(**_PIPELINE_TERMS),
@@ -140,19 +96,10 @@ PIPELINED = {
     "pipeline, 20 bits, the last product": _add_product("u8", **_LAST),
 }
 PIPELINED_LEFT_OUT = (
-    "pipeline, two terms, bent",
     "pipeline, within float32, another product",
     "pipeline, distances",
     "pipeline, distances, sums",
     "pipeline, distances, two terms",
-    "pipeline, sums",
-    "pipeline, known statistics",
-    "pipeline, gradient",
-    "pipeline, bent",
-    "pipeline, scale's gradient",
-    "pipeline, scale's gradient, another block",
-    "pipeline, two terms",
-    "pipeline, gradient of entropy",
     "pipeline, 24 bits, first product",
     "pipeline, 24 bits, another product",
     "pipeline, 24 bits, the last product",

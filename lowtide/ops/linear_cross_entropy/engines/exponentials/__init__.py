@@ -8,9 +8,8 @@ Modules, in import order (a module imports only from those above it):
 row_statistics    row statistics of both engines: the target's logit, the log-sum-exp, the entropy
 cpu_engine        the engine on a CPU
 row_coefficients  the Triton kernel of the row coefficients
-gemm_triton       the GEMM whose epilogue stores exponentials and partial sums, in Triton
-gemm_gluon        the same GEMM pipelined in Gluon
-gemm              choose and launch one of the two
+gemm_triton       the GEMM whose epilogue stores exponentials and partial sums
+gemm              launch it on a chunk's operands, once or more
 recompute         sum the partial sums; recompute the row tiles that are marked
 linear_term       the gradients of one linear term of the head, chunk by chunk
 low_rank_triton   the kernel that forms both GEMMs of a term of few features

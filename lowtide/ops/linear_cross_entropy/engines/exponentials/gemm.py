@@ -1,4 +1,4 @@
-"""Choose and launch the kernel that computes a chunk's logits and stores them as exponentials.
+"""Launch the kernel that computes a chunk's logits and stores them as exponentials.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all.
 """
@@ -11,10 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, multiprocessors
 
 Term = tuple[Tensor, Tensor]
 
@@ -85,7 +83,7 @@ class Exponentials:
         not finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit
         gets a wrong place for its maximum.
         """
-        programs = multiprocessors(self.device)
+        programs = tiles.multiprocessors(self.device)
         arguments: dict[str, Any] = {
             **self.of_call,
             "sum_ptr": sums,
@@ -99,20 +97,6 @@ class Exponentials:
             "PROGRAMS": programs,
             "GROUP": tiles.GROUP,
         }
-        # With a soft cap a step took a tenth longer on the Gluon pipeline (decision 0039).
-        large = backend.worth(self.C, self.B, self.D) and self.softcap == 0
-        if repair is None and large and backend.pipelines_on(self.device):
-            from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_gluon
-            from lowtide.ops.linear_cross_entropy.engines.gemm import gluon
-
-            gemm_gluon.exponentials_kernel[(programs,)](
-                **self._tiles_of(gluon.describe, gluon.BLOCK_A // 2),
-                **arguments,
-                STAGES=gluon.STAGES,
-                REGISTERS=gluon.REGISTERS,
-                num_warps=gluon.WARPS,
-            )
-            return
         kernels.exponentials_kernel[(programs,)](
             **self._tiles,
             **arguments,
@@ -132,16 +116,9 @@ class Exponentials:
 
     @cached_property
     def _tiles(self) -> dict[str, Any]:
-        return self._tiles_of(describe, tiles.BLOCK_C)
-
-    def _tiles_of(self, describe: Any, rows: int) -> dict[str, Any]:
-        """Return descriptors of the operands and of E, as keyword arguments of a kernel."""
+        """Return descriptors of the operands and of E, as keyword arguments of the kernel."""
         names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
-        heights, depth = (rows, tiles.BLOCK_B), tiles.BLOCK_D
-        operands = {
-            name: None if term is None else describe(tensor, height, depth)
-            for of_term, term in zip(names, self.terms)
-            for name, tensor, height in zip(of_term, term or (None, None), heights)
-        }
-        out = None if self.exp_CB is None else describe(self.exp_CB, rows, tiles.BLOCK_B // 2)
+        pairs = [(None, None) if term is None else tiles.described(term) for term in self.terms]
+        operands = {name: each for of_term, pair in zip(names, pairs) for name, each in zip(of_term, pair)}
+        out = None if self.exp_CB is None else tiles.describe(self.exp_CB, tiles.BLOCK_C, tiles.BLOCK_B // 2)
         return {**operands, "exp_CB": out}

@@ -1,7 +1,7 @@
 """Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
 
-exponentials/engine.py has the formulas. gemm.py launches this kernel, or another one with the same
-epilogue.
+exponentials/engine.py has the formulas; gemm.py launches this kernel. A pipeline in Gluon was at
+most 0.8 % of a step faster (decision 0039).
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all;
 lower case = one tile, h a half of its classes.
