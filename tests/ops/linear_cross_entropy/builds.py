@@ -54,10 +54,8 @@ def _add_product(low: str, **changes: Any) -> Build:
         "x_CD": "tensordesc<bf16[64, 256]>",
         "pair_VP": "tensordesc<i32[64, 64]>",
         "low_VP": f"tensordesc<{low}[64, 64]>",
-        "out_VD": None,
         **dict.fromkeys(ROUNDING),
         **dict.fromkeys(("C", "D", "V"), I32),
-        "WITHIN": False,
         **_LAUNCH,
     }
     spills = changes.pop("spills", 0)
@@ -83,20 +81,11 @@ PIPELINED = {
     "pipeline, 24 bits, first product": _add_product("u16", ADD=False),
     "pipeline, 24 bits, another product": _add_product("u16", ADD=True),
     "pipeline, 24 bits, the last product": _add_product("u16", **_LAST),
-    "pipeline, within float32, another product": _add_product("u16", ADD=True, WITHIN=True),
-    "pipeline, within float32, the last product": _add_product(
-        "u16",
-        ADD=True,
-        WITHIN=True,
-        out_VD="tensordesc<fp32[64, 64]>",
-        **dict.fromkeys(("class_weight_V_ptr", "spread_D_ptr"), F32),
-    ),
     "pipeline, 20 bits, first product": _add_product("u8", ADD=False),
     "pipeline, 20 bits, another product": _add_product("u8", ADD=True),
     "pipeline, 20 bits, the last product": _add_product("u8", **_LAST),
 }
 PIPELINED_LEFT_OUT = (
-    "pipeline, within float32, another product",
     "pipeline, distances",
     "pipeline, distances, sums",
     "pipeline, distances, two terms",

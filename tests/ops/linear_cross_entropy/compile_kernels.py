@@ -270,17 +270,17 @@ BUILDS = {
     "target rows": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, WITHIN=False, BLOCK_N=16, BLOCK=512,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, few bits": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, WITHIN=True, BLOCK_N=16, BLOCK=512,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, formed apart": _rows(
         "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, WITHIN=False, BLOCK_N=16, BLOCK=512,
+        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "round a block": _rows(
         "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, row_kernels
 
 
 @pytest.mark.parametrize("largest", [False, True])
@@ -31,28 +30,6 @@ def test_sums_and_maxima_of_parts(device, T, C, largest):
         recompute.reduce(partials_TC, found_C, largest=largest, repair=marks)
         error = (found_C - expected_C).abs()
         assert (error <= 2**-21 * (partials_TC.abs().sum(0) + before_C.abs()) * (not largest)).all()
-
-
-def test_target_rows_within_a_float32_gradient(device):
-    """256 features have 1024 bytes of a row: the upper halves of all are in the first 512, what follows of
-    them in 256, and the rest is nobody's."""
-    V, D, N = 5, 768, 12
-    before_VD = torch.randint(-99, 99, (V, D), device=device).float()
-    x_ND, hit_N = torch.randint(-9, 9, (N, D), device=device).float(), torch.ones(N, device=device)
-    class_N = torch.tensor([0, 0, 0, 2, 2, 2, 2, 3, 5, 5, 5, 5], device=device)  # of 5 there are none
-    sum_VD = torch.full((V, D), 7.0, device=device)
-    pair_VD, low = accumulators.within(sum_VD)
-    bits = before_VD.view(torch.int32).view(V, 3, 128, 2)
-    pair_VD.view(V, 3, 256)[..., :128] = ((bits[..., 0] >> 16) & 0xFFFF) | (bits[..., 1] & -65536)
-    low.view(torch.int16).view(V, 3, 512)[..., 256:384] = 0  # such numbers end in 16 zeros
-    row_kernels.add_target_rows(pair_VD, low, x_ND, hit_N, class_N, torch.arange(N, device=device))
-    expected_VD = before_VD.index_add(0, class_N[:8], x_ND[:8])
-    pairs, lows = pair_VD.view(V, 3, 256)[..., :128], low.view(V, 3, 512)[..., 256:384].int()
-    even, odd = (pairs << 16) | ((lows & 0xFF) << 8), (pairs & -65536) | (lows & 0xFF00)
-    found_VD = torch.stack([even, odd], 3).view(torch.float32).view(V, D)
-    assert torch.equal(found_VD, expected_VD)
-    rest = torch.full((V, 3, 128), 7.0, device=device).view(torch.int16).view(V, 3, 256)[..., :128]
-    assert torch.equal(low.view(torch.int16).view(V, 3, 512)[..., 384:], rest)
 
 
 @triton.jit

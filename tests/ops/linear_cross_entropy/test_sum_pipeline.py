@@ -84,62 +84,17 @@ def test_few_bits(bits, last, C, D, V):
         assert low_VP.equal(found[0][1])
 
 
-@pytest.mark.parametrize("spread", [None, "spread", "class weights"])
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize(("C", "D", "V"), [(8, 256, 8), (200, 512, 1000), (328, 2304, 3208)])
-def test_within_a_float32_gradient(C, D, V, chunks, spread):
-    exp_CV, x_CD = operands(C, D, V, chunks)
-    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
-    weight_V = torch.rand(V, device="cuda") if spread == "class weights" else None
-    x_ND = x_CD.reshape(chunks * C, D)
-    hit_N, order_N = torch.randn(len(x_ND), device="cuda"), torch.randperm(len(x_ND), device="cuda")
-    # In order of class, in each chunk; one row of each belongs to none.
-    class_N = torch.randint(V, (chunks, C), device="cuda").sort(1)[0]
-    class_N[:, -1] = V
-    order_N = torch.arange(len(x_ND), device="cuda").view(chunks, C).flip(1)
-    found = []
-    for _ in range(2):
-        sum_VD, sums = guarded(V, D, torch.float32)
-        assert accumulators.fits_within(sum_VD, C)
-        total = accumulators.SumWithin(sum_VD, factor)
-        for chunk in range(chunks):
-            total.add_product(exp_CV[chunk], x_CD[chunk], first=chunk == 0, last=chunk == chunks - 1)
-            total.add_target_rows(x_ND, hit_N, class_N[chunk], order_N[chunk])
-        if spread:
-            total.subtract_spread(weight_V, spread_D)
-        total.round_in_place()
-        assert untouched(sums)
-        found.append(sum_VD)
-    assert found[0].equal(found[1])
-    exp, x, hit = exp_CV.double(), x_CD.double(), hit_N.double() * factor.double()
-    exact_VD = exp.transpose(1, 2).matmul(x).sum(0)
-    magnitude_VD = exp.transpose(1, 2).matmul(x.abs()).sum(0)
-    rows_ND = hit[order_N.flatten(), None] * x_ND.double()[order_N.flatten()]
-    keep_N = class_N.flatten() < V
-    exact_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N])
-    magnitude_VD.index_add_(0, class_N.flatten()[keep_N], rows_ND[keep_N].abs())
-    if spread:
-        of_class_V = torch.ones(V, device="cuda") if weight_V is None else weight_V
-        outer_VD = of_class_V[:, None].double() * spread_D.double() * factor.double()
-        exact_VD -= outer_VD
-        magnitude_VD += outer_VD.abs()
-    # Each addition but the last, of a product or of rows, rounds to 16 digits.
-    bound = 2**-20 + (2 * (chunks - 1) + 1) * 2**-16 * (chunks > 1)
-    assert ((found[0] - exact_VD).abs() <= bound * magnitude_VD).all()
-    assert relative(found[0], exact_VD) <= (2**-16 if chunks > 1 else 1e-6)
-
-
 def relative(found, exact):
     return ((found - exact).norm() / exact.norm()).item()
 
 
 @pytest.fixture
 def products(monkeypatch):
-    """The options of each product that goes through the pipeline: whether it adds, and becomes float32."""
+    """Of each product that goes through the pipeline, whether it adds."""
     seen, add = [], accumulators.add_in_pipeline
 
     def add_and_see(*each, **options):
-        seen.append((options["add"], options.get("out_VD") is not None))
+        seen.append(options["add"])
         add(*each, **options)
 
     monkeypatch.setattr(accumulators, "add_in_pipeline", add_and_see)
@@ -176,13 +131,7 @@ def test_a_float32_weight_under_autocast(products, name, reduction):
     for workspace in (4 << 20, 4 << 20, 64 << 20):
         with torch.autocast("cuda", torch.bfloat16):
             found.append(gradient(x, weight, workspace=workspace))
-        if workspace == 4 << 20:
-            assert products[0] == (False, False)
-            assert products[-1] == (True, True)
-            assert len(products) >= 3
-        else:
-            assert not products
-        products.clear()
+    assert not products
     assert torch.equal(found[0], found[1])
     exact = gradient(x.double(), weight.detach().bfloat16().double().requires_grad_(), backend="reference")
     several, _, one = (relative(each, exact) for each in found)
@@ -192,7 +141,7 @@ def test_a_float32_weight_under_autocast(products, name, reduction):
 
 @pytest.mark.parametrize("float32", [False, True])
 def test_a_cuda_graph(products, float32):
-    """Of chunks in 24 bits, within a float32 gradient or beside a rounded one."""
+    """Of chunks in float32, or in 24 bits beside a rounded gradient."""
     N, D, V = 2600, 256, 3000
     x = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
     weight = (torch.randn(V, D, device="cuda") * D**-0.5).to(torch.float32 if float32 else torch.bfloat16)
@@ -205,7 +154,7 @@ def test_a_cuda_graph(products, float32):
         return loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
     graph, found = captured(step)
-    assert len(products) >= 3
+    assert not products if float32 else len(products) >= 3
     with torch.no_grad():
         for tensor in (target, x, weight):
             tensor.copy_(tensor.flip(0))
@@ -230,9 +179,8 @@ def test_what_is_not_taken():
 
 def test_what_is_not_worth_it(monkeypatch):
     exp_CV, x_CD = (each[0] for each in operands(64, 256, 512, 1))
-    gradient_VD = torch.empty(512, 256, device="cuda")
-    sums = accumulators.within(gradient_VD)
+    pair_VP = torch.empty(512, 128, device="cuda", dtype=torch.int32)
+    sums = pair_VP, pair_VP.to(torch.uint16)
     for fewest, worth in ((1 << 23, True), ((1 << 23) + 1, False)):
         monkeypatch.setattr(backend, "FEWEST", fewest)
         assert accumulators.pipelined(*sums, exp_CV, x_CD) == worth
-        assert accumulators.fits_within(gradient_VD, 64) == worth

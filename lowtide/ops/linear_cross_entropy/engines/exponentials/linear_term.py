@@ -25,8 +25,6 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators impor
     FloatSum,
     RoundedProduct,
     SplitSum,
-    SumWithin,
-    fits_within,
 )
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
@@ -66,10 +64,7 @@ class LinearTerm:
             elif kind == "at_once":
                 self.sum = RoundedProduct(dw.tensor, dw.applied)
             else:
-                # The gradient itself, not a sum to be rounded.
-                own = operand.weight_dtype == dw.tensor.dtype
-                within = own and fits_within(dw.tensor, plan.rows)
-                self.sum = (SumWithin if within else FloatSum)(dw.tensor, dw.applied)
+                self.sum = FloatSum(dw.tensor, dw.applied)
         # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
         # adds to dX and dW.
         self.total_weight_D: Tensor | None = None

@@ -138,9 +138,9 @@ def load_product(
 
 
 @gluon.jit
-def leave_tile(tile, tile_s, out, place, PENDING: gl.constexpr):
-    """Store a tile through shared memory that at most PENDING later stores may still read."""
-    tma.store_wait(PENDING)
+def leave_tile(tile, tile_s, out, place):
+    """Store a tile through shared memory, once the stores before it have read that memory."""
+    tma.store_wait(0)
     tl.debug_barrier()
     tile_s.store(tile)
     fence_async_shared()

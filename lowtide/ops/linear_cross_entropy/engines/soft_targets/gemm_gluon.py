@@ -123,7 +123,7 @@ def _multiply(
                 # Stored here, because the stores that still read this memory are likely to have
                 # finished.
                 pipeline.leave_tile(
-                    bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first], 0
+                    bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first]
                 )  # fmt: skip
     if distance_CB is not None:
         tma.store_wait(0)

@@ -1,8 +1,7 @@
 """Accumulate the weight gradient over chunks, in the exponentials and soft-targets engines.
 
-The sum has one of these forms (decisions 0013, 0016, 0041): float32; packed into 24 or 20 bits, if
-four bytes per weight would leave too few rows per chunk; packed into 24 bits inside a float32
-gradient, on the Gluon pipeline; or no sum, if one chunk has all tokens.
+The sum has one of these forms (decisions 0013, 0016): float32; packed into 24 or 20 bits, if four
+bytes per weight would leave too few rows per chunk; or no sum, if one chunk has all tokens.
 
 Each class has the same methods. add_product adds a chunk's GEMM; add_target_rows adds the rows of
 the target classes; subtract_spread subtracts the smoothing term; round_in_place makes the gradient.
@@ -20,8 +19,6 @@ from lowtide.core import backend
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
-
-TILE_FEATURES = 256  # features of a tile in packed_gluon.py
 
 
 class FloatSum:
@@ -47,50 +44,6 @@ class FloatSum:
 
     def round_in_place(self) -> None:
         """Do nothing, because backward's factor rounds the sum later."""
-
-
-class SumWithin(FloatSum):
-    """Accumulate inside a float32 gradient, on the Gluon pipeline.
-
-    With several chunks the sum is packed into 24 bits until the last GEMM, to save memory traffic.
-    The last GEMM turns it into float32.
-    """
-
-    def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
-        super().__init__(sum_VD, factor)
-        self.pair_VD, self.low = within(sum_VD)
-        self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
-        self.operands: tuple[Tensor, Tensor] | None = None
-        self.in_float32 = False
-
-    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        self.in_float32 = first and last
-        if self.in_float32:
-            super().add_product(exp_CV, x_CD, first=first, last=last)
-        elif last:
-            self.operands = (exp_CV, x_CD)  # deferred until everything else is added
-        else:
-            add_in_pipeline(self.pair_VD, self.low, exp_CV, x_CD, add=not first)
-
-    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
-        if self.in_float32:
-            super().add_target_rows(x, hit_N, class_N, order_N)
-        else:
-            hit_N = hit_N if self.factor is None else hit_N * self.factor
-            row_kernels.add_target_rows(self.pair_VD, self.low, x, hit_N, class_N, order_N)
-
-    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
-        if self.in_float32:
-            super().subtract_spread(class_weight_V, spread_x_D)
-        else:
-            self.spread = (class_weight_V, spread_x_D if self.factor is None else spread_x_D * self.factor)
-
-    def round_in_place(self) -> None:
-        if self.operands is not None:
-            operands, rounding = self.operands, (None, *self.spread)
-            self.operands = None
-            sums = (self.pair_VD, self.low)
-            add_in_pipeline(*sums, *operands, add=True, rounding=rounding, out_VD=self.sum_VD)
 
 
 class SplitSum:
@@ -195,18 +148,6 @@ def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> 
     return (
         half and large and backend.pipelines_on(x_CD.device) and backend.mapped(exp_CV, x_CD, pair_VP, low_VP)
     )
-
-
-def fits_within(gradient_VD: Tensor, rows: int) -> bool:
-    """Return True if a 24-bit sum is kept inside this gradient, given the rows per chunk."""
-    whole = gradient_VD.shape[1] % TILE_FEATURES == 0 and gradient_VD.is_contiguous()
-    large = backend.worth(gradient_VD.numel(), rows)
-    return whole and large and gradient_VD.dtype == torch.float32 and backend.pipelines_on(gradient_VD.device)
-
-
-def within(gradient_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a float32 gradient's memory as pairs and lower bits, in packed_gluon.py's layout."""
-    return gradient_VD.view(torch.int32), gradient_VD.view(torch.uint16)
 
 
 def add_in_pipeline(*sums_and_operands: Any, **options: Any) -> None:

@@ -7,10 +7,6 @@ of a tile. Therefore the sum passes through the ring like the operands. After th
 tile, each of the next two stages brings half of the tile's sum; the product is added to it there
 and stored from there (decision 0040).
 
-A 24-bit sum that becomes a float32 gradient lies inside that gradient's memory, each tile where its
-own part of the gradient will be. 256 features take 1024 bytes of a row: their pairs are in the
-first 512 bytes, the lower bits in the next 256. That is three quarters of float32's memory traffic.
-
 Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one warpgroup's
 share of a tile, h half its columns.
 """
@@ -29,7 +25,6 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     await_stage,
     describe,
     give_back,
-    leave_tile,
     load,
     load_tiles,
     multiply,
@@ -51,9 +46,9 @@ COLUMNS = tl.constexpr(64)  # columns of a part; with 32 bits each they fill a s
 
 
 @gluon.jit
-def _sum_of(b_s, stage, WHICH: gl.constexpr, out):
-    """Return a warpgroup's half tile of pairs, or quarter tile of the gradient, in a stage."""
-    return view(b_s.index(stage), out.dtype, [2, HALF, COLUMNS], out.layout).index(WHICH)
+def _pairs_of(b_s, stage, WHICH: gl.constexpr, pair_VP):
+    """Return a warpgroup's half tile of pairs in a stage."""
+    return view(b_s.index(stage), pair_VP.dtype, [2, HALF, COLUMNS], pair_VP.layout).index(WHICH)
 
 
 @gluon.jit
@@ -64,18 +59,9 @@ def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
 
 
 @gluon.jit
-def _columns(tile_d, half: gl.constexpr, WITHIN: gl.constexpr):
-    """Return where half a tile begins among the pairs, and among the lower bits."""
-    if WITHIN:
-        return tile_d * WIDTH + half * COLUMNS, tile_d * 2 * WIDTH + WIDTH + half * COLUMNS
-    else:
-        return (tile_d * 2 + half) * COLUMNS, (tile_d * 2 + half) * COLUMNS
-
-
-@gluon.jit
 def _load_all(
     exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands and the previous sums of all tiles: the producer warp."""
@@ -95,10 +81,9 @@ def _load_all(
                 mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
                 for which in gl.static_range(2):
                     first_class = tile_v * 2 * HALF + which * HALF
-                    column, low_column = _columns(tile_d, half, WITHIN)
-                    place, low_place = [first_class, column], [first_class, low_column]
-                    load(pair_VP, place, full.index(stage), _sum_of(b_s, stage, which, pair_VP))
-                    load(low_VP, low_place, full.index(stage), _low_of(a_s, stage, which, low_VP))
+                    place = [first_class, (tile_d * 2 + half) * COLUMNS]
+                    load(pair_VP, place, full.index(stage), _pairs_of(b_s, stage, which, pair_VP))
+                    load(low_VP, place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
                 # Nothing to load, but the memory is free for the result.
                 mbarrier.arrive(full.index(stage), count=1)
@@ -109,14 +94,14 @@ def _load_all(
 def _add_halves(
     sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add the product to the previous sum, half a tile after the other."""
     halves_vh = halves(sum_vd)
     for half in gl.static_range(2):
-        column, low_column = _columns(tile_d, half, WITHIN)
+        column = (tile_d * 2 + half) * COLUMNS
         stage = await_stage(full, step, STAGES)
-        pair_s = _sum_of(b_s, stage, WHICH, pair_VP)
+        pair_s = _pairs_of(b_s, stage, WHICH, pair_VP)
         low_s = _low_of(a_s, stage, WHICH, low_VP)
         even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (HALF, COLUMNS, 2)))
         if ADD:
@@ -141,7 +126,7 @@ def _add_halves(
         give_back(empty, step, half > 0, STAGES)  # by now all of this half is in its place too
         store(pair_VP, [first_class, column], pair_s)
         if factor_ptr is None:
-            store(low_VP, [first_class, low_column], low_s)
+            store(low_VP, [first_class, column], low_s)
         step += 1
     tma.store_wait(0)
     give_back(empty, step, True, STAGES)
@@ -149,53 +134,10 @@ def _add_halves(
 
 
 @gluon.jit
-def _with_before(half_vh, a_s, b_s, stage, pair_VP, low_VP, WHICH: gl.constexpr):
-    """Return the product of half a tile plus the previous sum."""
-    even_vh, odd_vh = tl.split(tl.reshape(half_vh, (HALF, COLUMNS, 2)))
-    even_before_vh, odd_before_vh = from_pairs(
-        _sum_of(b_s, stage, WHICH, pair_VP).load(even_vh.type.layout),
-        _low_of(a_s, stage, WHICH, low_VP).load(even_vh.type.layout),
-    )
-    return even_vh + even_before_vh, odd_vh + odd_before_vh
-
-
-@gluon.jit
-def _finish(
-    sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
-    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Write a tile of the gradient over the sum it is computed from, once all of that is loaded."""
-    halves_vh = halves(sum_vd)
-    first, second = await_stage(full, step, STAGES), await_stage(full, step + 1, STAGES)
-    sums_vh = (
-        _with_before(halves_vh[0], a_s, b_s, first, pair_VP, low_VP, WHICH),
-        _with_before(halves_vh[1], a_s, b_s, second, pair_VP, low_VP, WHICH),
-    )
-    for half in gl.static_range(2):
-        even_vh, odd_vh = sums_vh[half]
-        if spread_D_ptr is not None:
-            first_pair = (tile_d * 2 + half) * COLUMNS
-            classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
-            pairs = first_pair + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
-            even_vh, odd_vh = less_spread(
-                even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
-            )
-        quarters_vh = halves(tl.reshape(tl.join(even_vh, odd_vh), (HALF, 2 * COLUMNS)))
-        for quarter in gl.static_range(2):
-            out_s = _sum_of(b_s, second if quarter else first, WHICH, out_VD)
-            place = [first_class, tile_d * WIDTH + (2 * half + quarter) * COLUMNS]
-            leave_tile(quarters_vh[quarter], out_s, out_VD, place, quarter if half == 0 else 1)
-    tma.store_wait(0)
-    give_back(empty, step + 1, True, STAGES)
-    give_back(empty, step + 2, True, STAGES)
-    return step + 2
-
-
-@gluon.jit
 def _add_all(
-    WHICH: gl.constexpr, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    WHICH: gl.constexpr, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
     a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply and add all tiles: one of the two consumer warpgroups."""
@@ -205,43 +147,36 @@ def _add_all(
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
         sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), WHICH, STAGES, True)
         first_class = tile_v * 2 * HALF + WHICH * HALF
-        if out_VD is not None:
-            step = _finish(
-                sum_vd, first_class, tile_d, pair_VP, low_VP, out_VD, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, step, D, V, WHICH, STAGES,
-            )  # fmt: skip
-        else:
-            step = _add_halves(
-                sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, step, D, V, WHICH, ADD, WITHIN, STAGES,
-            )  # fmt: skip
+        step = _add_halves(
+            sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+            a_s, b_s, full, empty, step, D, V, WHICH, ADD, STAGES,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _add_product_pipelined_kernel(
-    exp_CV, x_CD, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
-    ADD: gl.constexpr, WITHIN: gl.constexpr, GROUP: gl.constexpr,
+    exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
 
-    For the last chunk, a factor means that the sum is rounded to the gradient. An output means that
-    the sum becomes the float32 gradient WITHIN which it lies.
+    For the last chunk, a factor means that the sum is rounded to the gradient.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     gl.warp_specialize(
         [
             (_add_all, (
-                0, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+                0, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
-                1, pair_VP, low_VP, out_VD, factor_ptr, class_weight_V_ptr, spread_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+                1, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (
                 exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty,
-                C, D, V, ADD, WITHIN, GROUP, PROGRAMS, STAGES,
+                C, D, V, ADD, GROUP, PROGRAMS, STAGES,
             )),
         ],
         [4, 1],
@@ -257,12 +192,10 @@ def add_product(
     *,
     add: bool,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    out_VD: Tensor | None = None,
 ) -> None:
     """Add exp_CV^T x_CD to the sum, or write it there.
 
-    `rounding` for the last chunk is as in packed_triton.py. `out_VD` for the last chunk is the
-    float32 gradient inside which the sum lies.
+    `rounding` for the last chunk is as in packed_triton.py.
     """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
@@ -271,13 +204,11 @@ def add_product(
         describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
         describe(pair_VP, *part),
         describe(low_VP, *part),
-        None if out_VD is None else describe(out_VD, *part),
         *rounding,
         C,
         D,
         V,
         ADD=add,
-        WITHIN=pair_VP.shape[1] == D,
         GROUP=GROUP,
         PROGRAMS=programs,
         STAGES=pipeline.STAGES,

@@ -37,19 +37,6 @@ def from_pairs(pair, low):
 
 
 @triton.jit
-def places(pair, WITHIN: tl.constexpr):
-    """Return the places of a pair and of its lower bits, given the pair's number.
-
-    WITHIN a float32 gradient (see packed_gluon.py), 128 pairs have the memory of 256 numbers of 32
-    bits, or of 512 numbers of 16 bits.
-    """
-    if WITHIN:
-        return pair // 128 * 256 + pair % 128, pair // 128 * 512 + 256 + pair % 128
-    else:
-        return pair, pair
-
-
-@triton.jit
 def load_pairs(pair_ptr, low_ptr, mask):
     """Return the sums of even and of odd features, loaded from memory."""
     return from_pairs(tl.load(pair_ptr, mask=mask, other=0), tl.load(low_ptr, mask=mask, other=0))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     load_pairs,
-    places,
     store_pairs,
 )
 
@@ -153,16 +152,14 @@ def _add_target_rows_kernel(
     D,
     first_target,
     V,
-    WITHIN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sum[v] += sum over rows n with target v of hit[n] x[n]. Grid: (T, D / BLOCK).
 
-    With low_VP_ptr the sum is packed as in packed_triton.py. WITHIN: it lies inside a float32
-    gradient, as in packed_gluon.py. The program at the first row of a class adds all its rows. With
-    sum_TD, the previous sum is read from there, at the place of that row, for the targets from
-    first_target on. T = N without sum_TD.
+    With low_VP_ptr the sum is packed as in packed_triton.py. The program at the first row of a class
+    adds all its rows. With sum_TD, the previous sum is read from there, at the place of that row,
+    for the targets from first_target on. T = N without sum_TD.
     """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
@@ -178,8 +175,8 @@ def _add_target_rows_kernel(
             sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
         else:
             pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-            place_p, low_place_p = places(target.to(tl.int64) * (D // 2) + pairs, WITHIN)
-            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + low_place_p
+            place_p = target.to(tl.int64) * (D // 2) + pairs
+            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + place_p
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
@@ -321,7 +318,6 @@ def add_target_rows(
         D,
         first_target,
         sum_VD.shape[0],
-        WITHIN=low_VP is not None and sum_VD.shape[1] == D,
         BLOCK_N=16,
         BLOCK=block,
     )
