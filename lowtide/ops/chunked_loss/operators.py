@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.ops.chunked_loss.accumulate import HALVES, Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
 
-PLAIN = Columns(0, None, None, None, (1.0, 0.0), None, 0.0)
+PLAIN = Columns(0, LogitTransform())
 
 
 class Operators(TorchFunctionMode):
@@ -180,9 +180,9 @@ class CrossEntropy(torch.autograd.Function):
         from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 
         max_C, sum_C, gap_C = logits_CV.new_empty((3, len(logits_CV)))
-        statistics = Statistics(max_C, sum_C, gap_C)
-        terms = Terms(target_C, ignored_C, max_C, max_C)  # the last two are not read
-        softmax_gradient_into(None, logits_CV, terms, statistics, PLAIN, take_statistics=True)
+        statistics = SoftmaxStats(max_C, sum_C, gap_C)
+        terms = RowCoefs(target_C, ignored_C, max_C, max_C)  # the last two are not read
+        softmax_gradient_into(None, logits_CV, terms, statistics, PLAIN, take_stats=True)
         ctx.save_for_backward(logits_CV, target_C, ignored_C, max_C, sum_C)
         return gap_C.masked_fill(ignored_C, 0)
 
@@ -195,7 +195,7 @@ class CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradient_CV = logits_CV.softmax(1) - F.one_hot(target_C, logits_CV.shape[1])
             return gradient_CV * pull_C[:, None], None, None
-        terms, statistics = Terms(target_C, ignored_C, pull_C, pull_C), Statistics(max_C, sum_C)
+        terms, statistics = RowCoefs(target_C, ignored_C, pull_C, pull_C), SoftmaxStats(max_C, sum_C)
         grad_CV = torch.empty_like(logits_CV)
-        softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_statistics=False)
+        softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_stats=False)
         return grad_CV, None, None

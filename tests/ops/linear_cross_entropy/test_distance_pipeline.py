@@ -12,7 +12,7 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core import backend
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, gemm_triton
 
 OPTIONS = {
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=False):
-    """Terms, columns, and a place for distances; the rows of y and of the place are longer than V."""
+    """RowCoefs, columns, and a place for distances; the rows of y and of the place are longer than V."""
     terms = []
     for features in (D, R) if R else (D,):
         x = torch.randn(C, features, device="cuda", dtype=torch.bfloat16)
@@ -38,12 +38,13 @@ def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=
     y_CV = torch.randn(C, V + 24, device="cuda").softmax(1).bfloat16()[:, :V]
     columns = Columns(
         first_class=0,
-        bias_B=torch.randn(V, device="cuda") if bias else None,
+        transform=LogitTransform(
+            torch.randn(V, device="cuda") if bias else None,
+            torch.tensor(0.7, device="cuda") if scale else None,
+        ),
         class_weight_B=torch.rand(V, device="cuda") if class_weight else None,
         soft_CB=y_CV,
         smoothing=smoothing,
-        scale=torch.tensor(0.7, device="cuda") if scale else None,
-        softcap=0.0,
     )
     place_CV = torch.full((C, V + 8), 7.0, device="cuda", dtype=torch.bfloat16)
     return terms, columns, place_CV

@@ -24,7 +24,7 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, softmax_triton
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, everywhere, several_blocks  # noqa: F401
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
@@ -47,13 +47,13 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(autouse=True)
 def chunks(everywhere, monkeypatch):  # noqa: F811
     """How many terms each chunk that went this way had."""
-    found, gradient = [], engine.ProbabilityStream._gradient_of_chunk_
+    found, gradient = [], engine.SoftTargetsEngine.chunk_gradient_
 
     def counted(self, z_CV, chunks, *arguments):
         found.append(len(chunks))
         return gradient(self, z_CV, chunks, *arguments)
 
-    monkeypatch.setattr(engine.ProbabilityStream, "_gradient_of_chunk_", counted)
+    monkeypatch.setattr(engine.SoftTargetsEngine, "chunk_gradient_", counted)
     return found
 
 
@@ -221,13 +221,13 @@ def test_what_16_bits_hold(device, size, near):
         noise_CV = noise_CV * near + (x_CD.float() @ weight_VD.float().T)
     soft_CV = noise_CV.softmax(1).to(dtype_on(device))
     place_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device)
-    columns = Columns(0, None, None, soft_CV, (1.0, 0.0), None, 0.0)
+    columns = Columns(0, LogitTransform(), soft_CB=soft_CV)
     nothing_C = torch.zeros(C, device=device)
-    terms = Terms(nothing_C, nothing_C, nothing_C, nothing_C, soft_N=torch.ones_like(nothing_C))
-    statistics = Statistics(*(torch.empty(C, device=device) for _ in range(2)))
+    terms = RowCoefs(nothing_C, nothing_C, nothing_C, nothing_C, soft_N=torch.ones_like(nothing_C))
+    statistics = SoftmaxStats(*(torch.empty(C, device=device) for _ in range(2)))
     statistics = replace(statistics, mass_N=nothing_C, cross_N=nothing_C.clone())
     found = engine.distances([(x_CD, weight_VD)], columns, place_CV)
-    softmax_triton.gradient(found, place_CV, terms, statistics, columns, take_statistics=True)
+    softmax_triton.gradient(found, place_CV, terms, statistics, columns, take_stats=True)
     z_CV = x_CD.double() @ weight_VD.double().T
     y_CV = soft_CV.double()
     p_CV = z_CV.softmax(1) * y_CV.sum(1, keepdim=True)  # which is 1 but for y's rounding

@@ -22,8 +22,8 @@ from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, in_torch
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
@@ -104,19 +104,19 @@ def test_rows_in_the_memory_of_float32_ones(device, start, monkeypatch):
         made, compute_dtype=torch.bfloat16, scales_in_gradient=(True,), weight_gradient="accumulate"
     )
     operand = matmul.Operand(inputs.input.detach(), inputs.linear_weight.detach(), torch.bfloat16, True, None)
-    kept = [PendingGradient(each, None, None) for each in (dx_ND, dw_VD)]
-    term = LinearTerm(operand, *kept, made, None, place=0, smoothing=False)
+    dx, sum = PendingGradient(dx_ND, None, None), accumulators.FloatSum(dw_VD)
+    term = LinearTerm(operand, dx, sum, made, None, place=0, smoothing=False)
 
     def widened_product(out, a, b, *, add=False):
         assert b.dtype == torch.bfloat16
         assert b.untyped_storage().data_ptr() == dx_ND.untyped_storage().data_ptr()
         torch.mm(a.float(), b.float(), out=out)
 
-    monkeypatch.setattr(accumulators, "product", widened_product)
+    monkeypatch.setattr(in_torch, "product", widened_product)
     rows = slice(start, start + C)
     e_CV, scale_C = torch.rand(C, V, device=device).bfloat16(), torch.rand(C, device=device)
     x_CD = inputs.input.detach()[rows].bfloat16()
-    row = Terms(inputs.target[rows], *[torch.zeros(C, device=device)] * 3)
+    row = RowCoefs(inputs.target[rows], *[torch.zeros(C, device=device)] * 3)
     class_C, order_C = inputs.target[rows].sort()
     hit_N = torch.zeros(N, device=device)
     term.add_chunk(e_CV, x_CD, row, scale_C, rows, hit_N, (class_C, order_C + start))
@@ -154,7 +154,8 @@ def test_it_holds_what_is_foretold(
     N, D, V = 400, 512, 1504
     monkeypatch.setattr(memory_model, "PRODUCT_ROWS", 64)
     # On a card it has no temporary where it rounds.
-    monkeypatch.setattr(accumulators, "product", lambda *arguments, **options: None)
+    for module in (accumulators, in_torch):
+        monkeypatch.setattr(module, "product", lambda *arguments, **options: None)
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16, **extras)
     if not copied:
         inputs = replace(inputs, input=widened(inputs.input))

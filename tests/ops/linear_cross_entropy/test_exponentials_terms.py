@@ -46,13 +46,13 @@ def any_number_of_tokens(everywhere, monkeypatch):  # noqa: F811
 @pytest.fixture
 def taken(monkeypatch):
     """How many terms each sweep of the path had."""
-    found, sweep = [], engine.ExponentialStream._sweep
+    found, sweep = [], engine.ExponentialsEngine.walk_tokens
 
     def counted(self, *arguments, **options):
         found.append(len(self.operands))
         return sweep(self, *arguments, **options)
 
-    monkeypatch.setattr(engine.ExponentialStream, "_sweep", counted)
+    monkeypatch.setattr(engine.ExponentialsEngine, "walk_tokens", counted)
     return found
 
 

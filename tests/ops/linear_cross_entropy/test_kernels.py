@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowtide.ops.linear_cross_entropy.engines.logits import softmax_torch
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
 from tests.support.loss import interpreted, norm
 
 pytest.importorskip("triton")
@@ -52,11 +52,11 @@ class Case:
         hit = self.upstream * (1 - self.smoothing) * self.weight_V[self.target]
         spread = self.upstream * self.smoothing / self.V
         pull = hit + spread * self.weight_V.sum()
-        return Terms(self.target, self.upstream == 0, pull, hit, spread if self.smoothing else None)
+        return RowCoefs(self.target, self.upstream == 0, pull, hit, spread if self.smoothing else None)
 
     def statistics(self):
         vectors = [torch.empty(self.C, device=self.logits.device) for _ in range(4)]
-        return Statistics(*vectors[: 4 if self.smoothing else 3])
+        return SoftmaxStats(*vectors[: 4 if self.smoothing else 3])
 
     def exact(self):
         """max, sum, gap, smooth and the gradient of each row, in float64."""
@@ -72,21 +72,17 @@ class Case:
         target_gap = gap.gather(1, self.target[:, None])[:, 0]
         return row_max, total, target_gap, gap @ self.weight_V.double(), gradient
 
-    def run(self, function, statistics, gradient_dtype, *, take_statistics, classes=slice(0, None)):
+    def run(self, function, statistics, gradient_dtype, *, take_stats, classes=slice(0, None)):
         return function(
             self.logits[:, classes].contiguous() if classes.stop else self.logits,
             self.terms,
             statistics,
             Columns(
                 first_class=classes.start,
-                bias_B=None if self.bias is None else self.bias[classes],
+                transform=LogitTransform(None if self.bias is None else self.bias[classes]),
                 class_weight_B=None if self.class_weight is None else self.class_weight[classes],
-                soft_CB=None,
-                smoothing=(1.0, 0.0),
-                scale=None,
-                softcap=0.0,
             ),
-            take_statistics=take_statistics,
+            take_stats=take_stats,
             gradient_dtype=gradient_dtype,
         )
 
@@ -126,7 +122,7 @@ def test_statistics_and_gradient(device, softmax_gradient_, block, padding, extr
     case = Case(device, V=V, padding=padding, **extras)
     row_max, total, gap, smooth, gradient = case.exact()
     statistics = case.statistics()
-    got = case.run(softmax_gradient_, statistics, dtype, take_statistics=True)
+    got = case.run(softmax_gradient_, statistics, dtype, take_stats=True)
     close(statistics.max_N, row_max)
     close(statistics.sum_N, total)
     # A gap is the difference of two numbers of the size of the logits.
@@ -146,7 +142,7 @@ def test_statistics_alone(device, softmax_gradient_, block, smoothing):
     case = Case(device, smoothing=smoothing, bias=True)
     row_max, total, gap, *_ = case.exact()
     statistics = case.statistics()
-    assert case.run(softmax_gradient_, statistics, None, take_statistics=True) is None
+    assert case.run(softmax_gradient_, statistics, None, take_stats=True) is None
     close(statistics.max_N, row_max)
     close(statistics.sum_N, total)
     close(statistics.gap_N, gap)
@@ -159,12 +155,12 @@ def test_gradient_of_some_classes(device, softmax_gradient_, block, extras, dtyp
     case = Case(device, 8, **extras)
     case.target[:4] = torch.tensor([0, 13, 29, 30])
     row_max, total, *_, gradient = case.exact()
-    statistics = Statistics(row_max.float(), total.float())
+    statistics = SoftmaxStats(row_max.float(), total.float())
     known = [statistics.max_N.clone(), statistics.sum_N.clone()]
     for classes in (slice(0, 13), slice(13, 30), slice(30, 45)):
         part = Case(device, 8, **extras)
         part.__dict__.update(case.__dict__, logits=case.logits.clone())
-        got = part.run(softmax_gradient_, statistics, dtype, take_statistics=False, classes=classes)
+        got = part.run(softmax_gradient_, statistics, dtype, take_stats=False, classes=classes)
         close(got, gradient[:, classes], dtype=dtype, function=softmax_gradient_)
         assert torch.equal(statistics.max_N, known[0])
         assert torch.equal(statistics.sum_N, known[1])
@@ -176,7 +172,7 @@ def test_the_kernel_writes_over_the_logits(device, block, dtype):
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, padding=3)
     buffer = case.logits.as_strided((6, 48), (48, 1))
-    got = case.run(softmax_triton.softmax_gradient_, case.statistics(), dtype, take_statistics=True)
+    got = case.run(softmax_triton.softmax_gradient_, case.statistics(), dtype, take_stats=True)
     start = buffer.data_ptr() + (0 if dtype == torch.float32 else 48 * 2)
     assert got.data_ptr() == start
     assert got.stride() == (48 * 4 // dtype.itemsize, 1)
@@ -194,7 +190,7 @@ def test_the_kernel_never_reads_an_ignored_row(device, block, smoothing, dtype):
     case.logits[[1, 4]] = torch.nan
     case.target[[1, 4]] = 0
     statistics = case.statistics()
-    got = case.run(softmax_triton.softmax_gradient_, statistics, dtype, take_statistics=True)
+    got = case.run(softmax_triton.softmax_gradient_, statistics, dtype, take_stats=True)
     assert got[[1, 4]].eq(0).all()
     gradient[[1, 4]] = 0
     close(got, gradient, dtype=dtype, function=softmax_triton.softmax_gradient_)
@@ -208,7 +204,7 @@ def test_logits_far_from_zero(device, softmax_gradient_, block, offset):
     case.logits += offset
     row_max, total, gap, _, gradient = case.exact()
     statistics = case.statistics()
-    got = case.run(softmax_gradient_, statistics, torch.float32, take_statistics=True)
+    got = case.run(softmax_gradient_, statistics, torch.float32, take_stats=True)
     close(statistics.max_N, row_max)
     close(statistics.sum_N, total)
     close(got, gradient)
@@ -217,7 +213,7 @@ def test_logits_far_from_zero(device, softmax_gradient_, block, offset):
 
 def test_no_rows(device, softmax_gradient_):
     case = Case(device, C=0)
-    got = case.run(softmax_gradient_, case.statistics(), torch.bfloat16, take_statistics=False)
+    got = case.run(softmax_gradient_, case.statistics(), torch.bfloat16, take_stats=False)
     assert got.shape == (0, 45)
 
 
@@ -229,10 +225,10 @@ def test_tanh_keeps_its_digits_everywhere(device, size):
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, C=2, V=2)
     case.logits = torch.tensor([[size, -size], [0.0, size]], device=device)
-    columns = Columns(0, None, None, None, smoothing=(1.0, 0.0), scale=None, softcap=1.0)
+    columns = Columns(0, LogitTransform(softcap=1.0))
     statistics = case.statistics()
     softmax_triton.softmax_gradient_(
-        case.logits, case.terms, statistics, columns, take_statistics=True, gradient_dtype=None
+        case.logits, case.terms, statistics, columns, take_stats=True, gradient_dtype=None
     )
     exact = torch.tensor([size, size], dtype=torch.float64).tanh()
     torch.testing.assert_close(statistics.max_N.double().cpu(), exact, rtol=4e-7, atol=0)

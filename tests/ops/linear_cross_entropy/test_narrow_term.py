@@ -22,6 +22,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, Job, Wanted
 from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
@@ -187,12 +188,12 @@ def test_what_it_holds_is_foretold(device, silent, made, V):  # noqa: F811
     sum_VR = torch.empty(V, R, device=device)
     second = (part.detach()[:, D:] for part in (inputs.input, inputs.linear_weight))
     operand = Operand(*second, dtype_on(device), False, None)
-    kept = PendingGradient(torch.empty(N, R, device=device), None, None), PendingGradient(sum_VR, None, None)
-    term = NarrowTerm(operand, *kept, planned, None, place=1, smoothing=False)
+    dx, sum = PendingGradient(torch.empty(N, R, device=device), None, None), FloatSum(sum_VR)
+    term = NarrowTerm(operand, dx, sum, planned, None, place=1, smoothing=False)
     C, dtype = planned.rows, dtype_on(device)
     exp_CV, x_CR = (torch.empty(C, size, device=device, dtype=dtype)[:, :V] for size in (V + -V % 8, R))
     with peak_memory(device) as peak:
-        term._add_product(exp_CV, x_CR, first=True, last=True)
+        term._add_product(sum, exp_CV, x_CR, first=True, last=True)
     foretold = 4 * R * (C + planned.narrow_rows * -(-V // memory_model.STRIP))
     assert foretold <= peak.bytes <= foretold + 512
 

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.fake import told_anew
-from lowtide.ops.linear_cross_entropy.operator.ops import with_engine
 from tests.support.loss import fused, fused_log_probs, make_inputs
 
 OPS = torch.ops.lowtide

@@ -7,7 +7,7 @@ import torch
 
 from lowtide.core import pending_gradient
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_place import SharedSum
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import InPlaceSum
 from lowtide.tools.bench.cases import CASES
 from tests.support.loss import HALVES, check, differentiate, fused, make_inputs, planned, workspace_for
 
@@ -19,13 +19,13 @@ def test_the_gradient_is_the_sum_rounded_once(D, V, dtype):
     gradient_VD = torch.empty(V, D, dtype=dtype)
     chunks = [(torch.randn(6, V), torch.randn(6, D)) for _ in range(3)]
     factor = torch.tensor(1 / 7)
-    shared = SharedSum(gradient_VD, factor)
+    shared = InPlaceSum(gradient_VD, factor)
     apart = [torch.zeros(V // 2, D), torch.zeros(V - V // 2, D)]
     for i, (g_CV, x_CD) in enumerate(chunks):
         shared.add_product(g_CV, x_CD, first=i == 0, last=False)
         for sum_BD, g_CB in zip(apart, (g_CV[:, : V // 2], g_CV[:, V // 2 :])):
             sum_BD.addmm_(g_CB.t(), x_CD, beta=int(i > 0))
-    shared.round_in_place()
+    shared.finish()
     assert torch.equal(gradient_VD, (torch.cat(apart) * factor).to(dtype))
 
 
@@ -34,9 +34,9 @@ def test_it_takes_half_of_the_sum_beside_the_gradient():
     gradient_VD = torch.empty(V, D, dtype=torch.bfloat16)
     g_CV, x_CD, factor = torch.randn(64, V), torch.randn(64, D), torch.tensor(0.5)
     with peak_memory("cpu") as peak:
-        shared = SharedSum(gradient_VD, factor)
+        shared = InPlaceSum(gradient_VD, factor)
         shared.add_product(g_CV, x_CD, first=True, last=False)
-        shared.round_in_place()
+        shared.finish()
     assert peak.bytes == 501 * D * 4 + D * 4  # and a row
 
 

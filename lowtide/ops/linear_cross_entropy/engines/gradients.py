@@ -2,10 +2,11 @@
 
 lowtide/core/pending_gradient.py explains these factors.
 
-Shapes: N tokens, D_k features of term k, V classes.
+Shapes: N tokens, D_k features of term k, V classes; C tokens of a chunk.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +16,13 @@ from lowtide.core.pending_gradient import (
     PendingGradient,
     fp16_headroom_of_input,
     fp16_headroom_of_weight,
+    scale_into,
     split_factor,
 )
 from lowtide.ops.linear_cross_entropy.definition.head import Head
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ def no_gradients(head: Head) -> Gradients:
 
 
 def allocate(
-    plan: Plan, head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
+    plan: "Plan", head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
 ) -> Gradients:
     """Allocate memory for the wanted gradients; they will be factor times what is computed into it.
 
@@ -102,3 +106,34 @@ def allocate(
         keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,
         keep(head.scale, (), summed=True, zero=True, factor=unscaled) if wanted.scale else None,
     )
+
+
+class InputRows:
+    """Take the rows of an input gradient, a chunk at a time.
+
+    A GEMM writes them straight into the gradient, or into a buffer from which they are rounded.
+    """
+
+    def __init__(
+        self, dx: PendingGradient, rows: int, sum_dtype: torch.dtype, backend: str, kept_rows: Tensor | None
+    ) -> None:
+        """Allocate the buffer, for so many rows; kept_rows are given if not all rows are."""
+        self.dx, self.backend, self.kept_rows = dx, backend, kept_rows
+        self.buffer_CD = None
+        if dx.applied is not None or kept_rows is not None:
+            self.buffer_CD = torch.empty(rows, dx.tensor.shape[1], dtype=sum_dtype, device=dx.tensor.device)
+
+    def memory(self, rows: slice) -> Tensor:  # [C, D]
+        """Return where the chunk's rows are to be written."""
+        return self.dx.tensor[rows] if self.buffer_CD is None else self.buffer_CD[: rows.stop - rows.start]
+
+    def store(self, rows: slice) -> None:
+        """Round what was written into the gradient; the buffer may be overwritten."""
+        if self.buffer_CD is None:
+            return
+        dx, dx_CD = self.dx, self.memory(rows)
+        if self.kept_rows is None:
+            scale_into(dx.tensor[rows], dx_CD, dx.applied, self.backend, spent=True)
+        else:
+            rounded_CD = dx_CD if dx.applied is None else dx_CD.mul_(dx.applied)
+            dx.tensor[self.kept_rows[rows]] = rounded_CD.to(dx.tensor.dtype)

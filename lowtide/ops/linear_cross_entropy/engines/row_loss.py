@@ -1,29 +1,37 @@
-"""What each row of a call counts for: its target and its weight, its loss, and what its gradient is made
-of (the formulas are in softmax_torch.py).
+"""Compute what each row counts for: its target and weight, its loss, and its gradient's coefficients.
 
-Shapes: N tokens, of which M count; V classes.
+row_math.py has the formulas.
+
+Shapes: N tokens, of which M are kept (not ignored); V classes.
 """
 
 import functools
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+
+Stats = TypeVar("Stats", bound=RowStats)
 
 
-class LossRows:
-    """Rows are those that count, on the CPU; on CUDA, where counting them would mean waiting, all."""
+class RowLoss:
+    """Hold the labels of each kept row.
 
-    def __init__(self, plan: Plan, head: Head, labels: Labels) -> None:
-        self.plan, self.device, self.head = plan, head.device, head
+    On the CPU these are the rows that are not ignored. On CUDA, where counting those would mean
+    waiting for the device, they are all rows.
+    """
+
+    def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
+        self.plan, self.device = plan, head.device
         self.N, self.V = head.tokens, head.classes
-        self.bias_V = _vector(head.bias, plan.sum_dtype)
-        self.scale = _vector(head.scale, plan.sum_dtype)
-        self.class_weight_V = _vector(labels.class_weight, plan.sum_dtype)
+        self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
         self._set_target(labels.target)
         self.row_weight_N = None
         if labels.row_weight is not None:
@@ -50,7 +58,7 @@ class LossRows:
         self.foreign_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
         self.target_N = target_N.masked_fill(ignored_N | self.foreign_N, 0)
 
-    # From vectors of all rows to those that count, and back.
+    # From vectors of all rows to those of kept rows, and back.
 
     def of_counted(self, vector_N: Tensor) -> Tensor:  # [M]
         return vector_N if self.counted is None else vector_N[self.counted]
@@ -60,35 +68,35 @@ class LossRows:
             return vector_M.masked_fill(self.ignored_N, ignored)
         return vector_M.new_full((self.N,), ignored).index_copy_(0, self.counted, vector_M)
 
-    # The loss of each row, and what its gradient is made of.
+    # The loss of each row, and the coefficients of its gradient.
 
-    def loss_N(self, statistics: Statistics) -> Tensor:
+    def loss_N(self, stats: RowStats) -> Tensor:
         options = self.plan.options
-        if statistics.cross_N is not None:
-            loss_N = statistics.cross_N.clone()
+        if stats.cross_N is not None:
+            loss_N = stats.cross_N.clone()
         else:
-            loss_N = self._hit_weight_N() * statistics.gap_N
-        if statistics.smooth_N is not None:
-            loss_N.add_(statistics.smooth_N, alpha=options.label_smoothing / self.V)
+            loss_N = self._hit_weight_N() * stats.gap_N
+        if stats.smooth_N is not None:
+            loss_N.add_(stats.smooth_N, alpha=options.label_smoothing / self.V)
         if options.z_loss:
-            loss_N.addcmul_(*[self.logsumexp_N(statistics)] * 2, value=options.z_loss)
+            loss_N.addcmul_(*[stats.logsumexp_N] * 2, value=options.z_loss)
         return loss_N if self.row_weight_N is None else loss_N.mul_(self.row_weight_N)
 
-    def logsumexp_N(self, statistics: Statistics) -> Tensor:
-        return statistics.sum_N.log() + statistics.max_N
-
-    def entropy_N(self, statistics: Statistics) -> Tensor:
-        return statistics.sum_N.log() - statistics.mean_N
-
     def denominator(self) -> Tensor:
-        """Of the mean: the class weights of the targets that count, added up. Not the weights of rows."""
+        """Return what a mean is divided by: the sum of the kept targets' class weights.
+
+        The weights of rows are not in it.
+        """
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
         return self.target_weight_N.sum()
 
-    def terms(self, upstream_N: Tensor | None = None) -> Terms:
-        """Of the gradient of sum(upstream_N * loss_N); all upstream gradients are 1 where none are given. The
-        row's weight, a factor of its loss, joins its upstream gradient."""
+    def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
+        """Return the coefficients of the gradient of sum(upstream_N * loss_N).
+
+        All upstream gradients are 1 where none are given. The row's weight, a factor of its loss,
+        joins its upstream gradient.
+        """
         options = self.plan.options
         smoothing = options.label_smoothing
         one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
@@ -107,16 +115,16 @@ class LossRows:
                 spread_N = one_N * (smoothing / self.V)
                 pull_N = pull_N + spread_N * self.total_weight()
         lse_pull_N = one_N * (2 * options.z_loss) if options.z_loss else None
-        return Terms(self.target_N, self.ignored_N, pull_N, hit_N, spread_N, soft_N, lse_pull_N)
+        return RowCoefs(self.target_N, self.ignored_N, pull_N, hit_N, spread_N, soft_N, lse_pull_N)
 
-    def log_prob_terms(
+    def log_prob_coefs(
         self,
-        statistics: Statistics,
+        stats: RowStats,
         grad_log_prob_N: Tensor | None,
         grad_entropy_N: Tensor | None,
         grad_logsumexp_N: Tensor | None,
-    ) -> Terms:
-        """Of the gradient of these three, each times its upstream gradient; all vectors of all rows."""
+    ) -> RowCoefs:
+        """Return the coefficients of the gradient of these three outputs; vectors of all rows."""
         hit_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
         tilt_N = None
         if grad_log_prob_N is not None:
@@ -126,8 +134,8 @@ class LossRows:
             pull_N = pull_N + self._counting(grad_logsumexp_N)
         if grad_entropy_N is not None:
             tilt_N = self._counting(grad_entropy_N).neg()
-            pull_N = pull_N - tilt_N * statistics.mean_N
-        return Terms(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
+            pull_N = pull_N - tilt_N * stats.mean_N
+        return RowCoefs(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
 
     def total_weight(self) -> Tensor | int:
         return self.V if self.class_weight_V is None else self.class_weight_V.sum()
@@ -141,30 +149,38 @@ class LossRows:
 
     @functools.cached_property
     def target_weight_N(self) -> Tensor:
-        """The class weight of each row's target; 0 for ignored rows, NaN where a CUDA target is no class."""
+        """The class weight of each row's target.
+
+        It is 0 for ignored rows, and NaN where a CUDA target is no class.
+        """
         if self.class_weight_V is None:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
         else:
             weight_N = self.class_weight_V[self.target_N]
         return weight_N.masked_fill_(self.foreign_N, torch.nan).masked_fill_(self.ignored_N, 0)
 
-    def empty_statistics(self) -> Statistics:
+    def empty_stats(self, kind: type[Stats]) -> Stats:
+        """Return memory for the statistics that the call needs."""
         job, smoothing = self.plan.job, self.plan.options.label_smoothing
 
         def vector(given: bool = True, dtype: torch.dtype = self.plan.sum_dtype) -> Tensor | None:
             return torch.empty(self.M, dtype=dtype, device=self.device) if given else None
 
-        return Statistics(
-            max_N=vector(),
-            sum_N=vector(),
-            gap_N=vector(not job.probabilities),
-            smooth_N=vector(smoothing > 0 and not job.probabilities),
-            mass_N=vector(job.probabilities),
-            cross_N=vector(job.probabilities),
-            mean_N=vector(job.log_probs),
-            argmax_N=vector(job.log_probs, torch.long),
-        )
+        vectors = {
+            "max_N": vector(),
+            "sum_N": vector(),
+            "gap_N": vector(not job.probabilities),
+            "smooth_N": vector(smoothing > 0 and not job.probabilities),
+            "mass_N": vector(job.probabilities),
+            "cross_N": vector(job.probabilities),
+            "mean_N": vector(job.log_probs),
+            "argmax_N": vector(job.log_probs, torch.long),
+        }
+        if issubclass(kind, ExcludedTargetStats):
+            vectors["target_logit_N"] = vector()
+        return kind(**vectors)
 
 
-def _vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def as_vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return the vector in this dtype, its numbers side by side."""
     return None if vector is None else vector.to(dtype).contiguous()

@@ -14,7 +14,7 @@ from torch.library import register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import job_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call import Job
@@ -28,7 +28,7 @@ def _vector(head: Head, options: Options) -> Tensor:
 
 def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
     first, *others = (_vector(head, options) for _ in range(count))
-    return [ops.with_engine(first, options.engine), *others]
+    return [with_engine(first, options.engine), *others]
 
 
 @register_fake("lowtide::linear_cross_entropy")

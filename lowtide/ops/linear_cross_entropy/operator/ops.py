@@ -27,12 +27,13 @@ from torch import Tensor
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.engines.engine import Stream
+from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics
-from lowtide.ops.linear_cross_entropy.engines.row_loss import LossRows
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
 from lowtide.ops.linear_cross_entropy.planning.operands import readable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.planner import make_plan
@@ -58,12 +59,12 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         return _of_positions(*parts)
     call = _call(*parts)
     with on_device_of(head.inputs[0]):
-        stream = _stream(*call)
-        if stream.plan.options.reduction == "none":
-            statistics = stream.take_statistics()
-            return [stream.of_all(stream.loss_N(statistics)), *_kept_statistics(stream, statistics)]
-        denominator, factor = _denominator([stream])
-        loss, gradients = _sum(stream, factor)
+        engine = _engine(*call)
+        if engine.plan.options.reduction == "none":
+            stats, rows = engine.row_statistics(), engine.rows
+            return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
+        denominator, factor = _denominator([engine.rows])
+        loss, gradients = _sum(engine, factor)
         return [
             loss if denominator is None else loss / denominator,
             *([] if gradients is None else _waiting(gradients)),
@@ -76,23 +77,22 @@ def linear_cross_entropy_backward(
 ) -> list[Tensor]:
     call = _call(*parsed(arguments), statistics=statistics)
     with on_device_of(call[1].inputs[0]):
-        stream = _stream(*call)
-        terms = stream.terms(upstream.flatten())
-        return _final(stream, terms, _read_statistics(stream, statistics))
+        engine = _engine(*call)
+        stats = read_stats(statistics, engine.rows, engine.stats_kind)
+        return _final(engine, engine.rows.coefs(upstream.flatten()), stats)
 
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
     call = _call(*parsed(arguments, log_probs=True), log_probs=True)
     with on_device_of(call[1].inputs[0]):
-        stream = _stream(*call)
-        statistics = stream.take_statistics()
-        log_prob_N = statistics.gap_N.neg().masked_fill_(stream.foreign_N, torch.nan)
-        results = (log_prob_N, stream.entropy_N(statistics), stream.logsumexp_N(statistics))
+        engine = _engine(*call)
+        stats, rows = engine.row_statistics(), engine.rows
+        log_prob_N = stats.gap_N.neg().masked_fill_(rows.foreign_N, torch.nan)
         return [
-            *(stream.of_all(each) for each in results),
-            stream.of_all(statistics.argmax_N, ignored=-1),
-            *_kept_statistics(stream, statistics),
+            *(rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)),
+            rows.of_all(stats.argmax_N, ignored=-1),
+            *saved_stats(stats, rows, engine.plan.engine),
         ]
 
 
@@ -110,11 +110,10 @@ def linear_log_probs_backward(
 ) -> list[Tensor]:
     call = _call(*parsed(arguments, log_probs=True), log_probs=True, statistics=statistics)
     with on_device_of(call[1].inputs[0]):
-        stream = _stream(*call)
-        known = _read_statistics(stream, statistics)
+        engine = _engine(*call)
+        stats = read_stats(statistics, engine.rows, engine.stats_kind)
         upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
-        terms = stream.log_prob_terms(known, *upstream)
-        return _final(stream, terms, known)
+        return _final(engine, engine.rows.log_prob_coefs(stats, *upstream), stats)
 
 
 # Pieces.
@@ -137,11 +136,11 @@ def _of_positions(head: Head, labels: Labels, wanted: tuple[bool, ...], options:
         calls.append(_call(part, part_labels, wanted, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
-        denominator, factor = _denominator(LossRows(*call) for call in calls)
+        denominator, factor = _denominator(RowLoss(*call) for call in calls)
         gradients = PositionGradients(head, plan.wanted, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            of_one, found = _sum(_stream(*call), factor)
+            of_one, found = _sum(_engine(*call), factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
@@ -150,7 +149,7 @@ def _of_positions(head: Head, labels: Labels, wanted: tuple[bool, ...], options:
         return [loss if denominator is None else loss / denominator, *waiting]
 
 
-def _denominator(calls: Iterable[LossRows]) -> tuple[Tensor | None, Tensor]:
+def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
     """Of the mean over all of them, None for a sum; and the factor of their gradients."""
     weights, ignored = [], []
     for rows in calls:  # vectors of one at a time
@@ -163,14 +162,14 @@ def _denominator(calls: Iterable[LossRows]) -> tuple[Tensor | None, Tensor]:
     return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
 
 
-def _sum(stream: Stream, factor: Tensor) -> tuple[Tensor, Gradients | None]:
-    """The loss of all rows, and the gradients that are wanted, times factor."""
+def _sum(engine: Engine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
+    """Return the loss of all rows, and the gradients that are wanted, times factor."""
     gradients = None
-    if stream.plan.wanted.some:
-        statistics, gradients = stream.take_statistics_and_gradients(factor)
+    if engine.plan.wanted.some:
+        stats, gradients = engine.forward(factor)
     else:
-        statistics = stream.take_statistics()
-    return stream.loss_N(statistics).masked_fill_(stream.ignored_N, 0).sum(), gradients
+        stats = engine.row_statistics()
+    return engine.rows.loss_N(stats).masked_fill_(engine.rows.ignored_N, 0).sum(), gradients
 
 
 Call = tuple[Plan, Head, Labels]
@@ -203,64 +202,30 @@ def job_of(
     return Job(gradients, log_probs, soft_dtype, class_weight is not None)
 
 
-def _stream(plan: Plan, *operands: Any) -> Stream:
+def _engine(plan: Plan, *operands: Any) -> Engine:
+    """Return the plan's engine; modules that import Triton are imported only here."""
+    kind: type[Engine]
     if plan.exponentials:
-        from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
-            ExponentialStream,  # imports Triton
+        from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import ExponentialsEngine as kind
+    elif plan.distances:
+        from lowtide.ops.linear_cross_entropy.engines.soft_targets.engine import SoftTargetsEngine as kind
+    elif plan.cpu_exponentials:
+        from lowtide.ops.linear_cross_entropy.engines.exponentials.cpu_engine import (
+            CpuExponentialsEngine as kind,
         )
-
-        return ExponentialStream(plan, *operands)
-    if plan.distances:
-        from lowtide.ops.linear_cross_entropy.engines.soft_targets.engine import (
-            ProbabilityStream,  # imports Triton
-        )
-
-        return ProbabilityStream(plan, *operands)
-    if plan.cpu_exponentials:
-        from lowtide.ops.linear_cross_entropy.engines.exponentials.cpu_engine import CpuExponentialStream
-
-        return CpuExponentialStream(plan, *operands)
-    return Stream(plan, *operands)
-
-
-def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]
-    """Record in a vector which engine made it, for whoever reads it: leading dimensions of 1, as many as the
-    engine's place among ENGINES. They go wherever the vector goes. An argument or an attribute would not:
-    a checkpoint computes anew what backward reads, and the copy of a saved tensor has other strides."""
-    return vector_N.view(*(1,) * ENGINES.index(engine), -1)
-
-
-def engine_of(statistics: Sequence[Tensor]) -> str:
-    return ENGINES[statistics[0].dim() - 1]
-
-
-def _kept_statistics(stream: Stream, statistics: Statistics) -> list[Tensor]:
-    """What backward needs of each row. An ignored one has an infinite maximum: whatever its logits are, their
-    exponentials are 0."""
-    max_N = with_engine(stream.of_all(statistics.max_N, ignored=torch.inf), stream.plan.engine)
-    kept = [max_N, stream.of_all(statistics.sum_N, ignored=1)]
-    third = statistics.mean_N if stream.plan.job.log_probs else statistics.mass_N
-    return kept if third is None else [*kept, stream.of_all(third)]
-
-
-def _read_statistics(stream: Stream, statistics: Sequence[Tensor]) -> Statistics:
-    # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
-    max_N, sum_N, *third = (stream.of_counted(each.flatten().contiguous()) for each in statistics)
-    if stream.plan.job.log_probs:
-        return Statistics(max_N, sum_N, mean_N=third[0])
-    return Statistics(max_N, sum_N, mass_N=third[0] if third else None)
+    else:
+        from lowtide.ops.linear_cross_entropy.engines.logits.engine import LogitsEngine as kind
+    return kind(plan, *operands)
 
 
 def _waiting(gradients: Gradients) -> list[Tensor]:
     return [output for gradient in gradients.all if gradient is not None for output in gradient.outputs]
 
 
-def _final(stream: Stream, terms: Any, statistics: Statistics) -> list[Tensor]:
-    one = torch.ones((), dtype=stream.plan.sum_dtype, device=stream.device)
-    gradients = stream.gradients(terms, statistics, one, final=True, take_statistics=False)
-    tensors = zip(stream.head.tensors, gradients.all)
+def _final(engine: Engine, coefs: RowCoefs, stats: RowStats) -> list[Tensor]:
+    gradients = engine.backward(coefs, stats)
     return [
-        gradient.finished(like, stream.plan.backend)
-        for like, gradient in tensors
+        gradient.finished(like, engine.plan.backend)
+        for like, gradient in zip(engine.head.tensors, gradients.all)
         if like is not None and gradient is not None
     ]

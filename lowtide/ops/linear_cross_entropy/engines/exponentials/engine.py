@@ -7,7 +7,7 @@ needs nothing else, since in each row
 
     G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)
 
-(softmax_torch.py defines pull, hit, spread and w), and therefore
+(row_math.py defines pull, hit, spread and w), and therefore
 
     dX = c (E W) + h W_t - spread (w W)
     dW = E^T (c X) + (the rows h X, added at their targets) - w (spread X)
@@ -33,49 +33,52 @@ offsets per tile, applied in the GEMMs.
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block, P blocks.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.matmul import blocks, product, sum_of_products
+from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduce, tiles_of
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
-from lowtide.ops.linear_cross_entropy.engines.exponentials.row_statistics import (
-    LARGEST_SUM,
-    ExponentialRows,
-    logsumexp,
-    total,
-)
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    LARGEST_SUM,
+    ExcludedTargetStats,
+    RowCoefs,
+    excluded_logsumexp,
+)
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
+
+Targets = tuple[Tensor, Tensor]
+"""Target classes in order, with ignored rows last under a class of their own; and their rows."""
+
+OfTokens = tuple[list[LinearTerm], Tensor, Tensor]
+"""The linear terms, and c and h of each row."""
 
 
-class ExponentialStream(ExponentialRows):
+class ExponentialsEngine(Engine):
     """Walk over one call's chunks with exponentials in place of logits, on a Hopper GPU."""
 
-    def _sweep(
-        self, terms: Terms, statistics: Statistics, gradients: Gradients, *, take_statistics: bool
-    ) -> None:
-        plan, smoothing = self.plan, terms.spread_N is not None
-        # With class blocks this sweep leaves out what belongs to classes.
+    stats_kind = ExcludedTargetStats
+
+    def walk_tokens(
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
+    ) -> OfTokens:
+        plan, smoothing = self.plan, coefs.spread_N is not None
         by_class = plan.weight_gradient == "by_class"
-        dws = [None if by_class else dw for dw in gradients.weights]
+        linear = self._linear_terms(gradients, smoothing=smoothing)
         db = None if by_class else gradients.bias
-        wanted = any(each is not None for each in (*gradients.inputs, *dws, db, gradients.scale))
-        self.scale_N, self.hit_N = torch.empty_like(terms.hit_N), torch.empty_like(terms.hit_N)
-        self.target_logit_N = torch.empty_like(terms.hit_N)
-        self.linear = [
-            (NarrowTerm if k > 0 and plan.narrow_rows else LinearTerm)(
-                operand, dx, dw, plan, self.class_weight_V, place=k, smoothing=smoothing
-            )
-            for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, dws))
-        ]
+        row_scale_N, hit_N = torch.empty_like(coefs.hit_N), torch.empty_like(coefs.hit_N)
+        sums = any(each.sum is not None for each in linear)
+        wanted = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
         width = plan.chunk_classes if wanted else self.V
         buffer = None
         if wanted:
@@ -83,30 +86,31 @@ class ExponentialStream(ExponentialRows):
             least = 2 * halves_of_tiles(self.V) if width < self.V else 0
             buffer = self._exponentials_buffer(plan.rows, max(width, least))
         sorted_targets = None
-        if db is not None or any(dw is not None for dw in dws):
+        if db is not None or sums:
             sorted_targets = self._sorted_targets(plan.rows)
         for rows in blocks(self.M, plan.rows):
-            row, stat, target_C = terms[rows], statistics[rows], self.target_N[rows]
+            row, stat, target_C = coefs[rows], stats[rows], coefs.target_N[rows]
             chunks = [operand.rows(rows) for operand in self.operands]
-            raw_C = total(each.target_logits(x_CD, target_C) for each, x_CD in zip(self.linear, chunks))
-            logit_C, slope_C = self.bend_(raw_C, target_C)
-            self.target_logit_N[rows] = logit_C
-            if take_statistics:
+            raw_C = _total(each.target_logits(x_CD, target_C) for each, x_CD in zip(linear, chunks))
+            logit_C, slope_C = self.target_logits(raw_C, target_C)
+            if take_stats:
+                stat.target_logit_N.copy_(logit_C)
                 stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
             tiles = [
                 self._tiles(chunks, row, stat, buffer=buffer, classes=classes)
                 for classes in blocks(self.V, width)
             ]
             moment_C = None
-            if wanted or take_statistics:
-                moment_C = self._run(tiles, chunks, row, stat, logit_C, buffer, take_statistics)
-            raw_smooth_C = self.raw_smooth(chunks) if smoothing else torch.empty(0)
-            if take_statistics and smoothing:
-                smooth_C = raw_smooth_C if self.scale is None else raw_smooth_C * self.scale
-                lse_C = logsumexp(stat, logit_C)
-                torch.sub(lse_C * self.total_weight(), smooth_C, out=stat.smooth_N)
-            scale_C, hit_C = self.scale_N[rows], self.hit_N[rows]
-            coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_statistics)
+            if wanted or take_stats:
+                moment_C = self._run(tiles, chunks, row, stat, logit_C, buffer, linear, take_stats)
+            raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
+            if take_stats and smoothing:
+                scale = self.transform.scale
+                smooth_C = raw_smooth_C if scale is None else raw_smooth_C * scale
+                lse_C = excluded_logsumexp(stat, logit_C)
+                torch.sub(lse_C * self.rows.total_weight(), smooth_C, out=stat.smooth_N)
+            scale_C, hit_C = row_scale_N[rows], hit_N[rows]
+            coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_stats)
             if not wanted and not by_class:
                 # Copies may be among them; free them before the next ones are made.
                 del chunks, tiles
@@ -117,23 +121,36 @@ class ExponentialStream(ExponentialRows):
                     moment_C -= row.spread_N * raw_smooth_C
                 stat.moment_N.copy_(moment_C)
             targets = None if sorted_targets is None else (sorted_targets[0][rows], sorted_targets[1][rows])
-            for each, x_CD in zip(self.linear, chunks):
-                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, self.hit_N, targets)
+            for each, x_CD in zip(linear, chunks):
+                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, hit_N, targets)
                 each.finish_rows(tiles[0].exp_CB, row, scale_C, hit_C, rows)
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(scale_C[None], tiles[0].exp_CB)[0])
-                self._add_bias_targets(db.tensor, targets)
+                self._add_bias_targets(db.tensor, hit_N, targets)
             del chunks, x_CD, tiles  # free them and the partial sums
         if db is not None:
-            self._subtract_bias_spread(db.tensor, terms)
+            self._subtract_bias_spread(db.tensor, coefs)
+        return linear, row_scale_N, hit_N
 
-    def _sweep_classes(self, terms: Terms, statistics: Statistics, gradients: Gradients) -> None:
+    def _linear_terms(self, gradients: Gradients, *, smoothing: bool) -> list[LinearTerm]:
+        """Return the terms of the head; with class blocks they form no dW."""
+        plan, linear = self.plan, []
+        for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, gradients.weights)):
+            kind = NarrowTerm if k > 0 and plan.narrow_rows else LinearTerm
+            sum = None if plan.weight_gradient == "by_class" else choose_accumulator(plan, k, dw)
+            linear.append(kind(operand, dx, sum, plan, self.class_weight_V, place=k, smoothing=smoothing))
+        return linear
+
+    def walk_classes(
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: OfTokens
+    ) -> None:
         """Compute dW class by class, when all row statistics are known.
 
         The kernel stores c E rounded once, so X is multiplied by it without scaling.
         """
-        plan, operand, first_dw, db = self.plan, self.operands[0], gradients.weights[0], gradients.bias
+        (linear, row_scale_N, hit_N), first_dw = of_tokens, gradients.weights[0]
         assert first_dw is not None
+        plan, operand, db = self.plan, self.operands[0], gradients.bias
         targets = self._sorted_targets(self.M)
         place_N = torch.arange(self.M, dtype=torch.int32, device=self.device)
         one_1C = torch.ones(
@@ -141,11 +158,10 @@ class ExponentialStream(ExponentialRows):
         )
         first_V = torch.full((self.V + 1,), self.M, dtype=torch.int32, device=self.device)
         first_V.scatter_reduce_(0, targets[0], place_N, "amin")
-        sum_BD = self._buffer(plan.block_classes, operand.D)
+        sum_BD = self.buffer(plan.block_classes, operand.D)
         buffer = self._exponentials_buffer(plan.block_rows, plan.block_classes)
         chunks = [
-            (rows, terms[rows], statistics[rows], self.scale_N[rows])
-            for rows in blocks(self.M, plan.block_rows)
+            (rows, coefs[rows], stats[rows], row_scale_N[rows]) for rows in blocks(self.M, plan.block_rows)
         ]
         for classes in blocks(self.V, plan.block_classes):
             block_BD = sum_BD[: classes.stop - classes.start]
@@ -160,19 +176,19 @@ class ExponentialStream(ExponentialRows):
                 block_BD,
                 first_dw.applied,
                 operand.input,
-                self.hit_N,
+                hit_N,
                 *targets,
                 first_V,
                 self.class_weight_V,
-                self.linear[0].spread_x_D,
+                linear[0].spread_x_D,
                 first_class=classes.start,
             )
-        for each, dw in zip(self.linear[1:], gradients.weights[1:]):
+        for each, dw in zip(linear[1:], gradients.weights[1:]):
             if dw is not None:
-                each.finish_products(FloatSum(dw.tensor), self.hit_N, targets)
+                each.finish_products(FloatSum(dw.tensor), hit_N, targets)
         if db is not None:
-            self._add_bias_targets(db.tensor, targets)
-            self._subtract_bias_spread(db.tensor, terms)
+            self._add_bias_targets(db.tensor, hit_N, targets)
+            self._subtract_bias_spread(db.tensor, coefs)
 
     def _add_products(
         self,
@@ -180,8 +196,8 @@ class ExponentialStream(ExponentialRows):
         buffer: Tensor,
         classes: slice,
         rows: slice,
-        row: Terms,
-        stat: Statistics,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
         scale_C: Tensor,
     ) -> Tensor:
         """Add the GEMMs of a chunk to the sums of a block of classes; return c E."""
@@ -198,8 +214,8 @@ class ExponentialStream(ExponentialRows):
     def _tiles(
         self,
         chunks: list[Tensor],
-        row: Terms,
-        stat: Statistics,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
         *,
         buffer: Tensor | None,
         classes: slice,
@@ -212,9 +228,7 @@ class ExponentialStream(ExponentialRows):
             reference_C=stat.max_N,
             target_C=row.target_N,
             out_CB=None if buffer is None else buffer[:C, :B],
-            bias_B=None if self.bias_V is None else self.bias_V[classes],
-            scale=self.scale,
-            softcap=self.plan.options.softcap,
+            transform=self.transform.of(classes),
             pull_C=row.pull_N,
             tilt_C=row.tilt_N,
             factor_C=factor_C,
@@ -225,26 +239,27 @@ class ExponentialStream(ExponentialRows):
         self,
         tiles: list[Exponentials],
         chunks: list[Tensor],
-        row: Terms,
-        stat: Statistics,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
         logit_C: Tensor,
         buffer: Tensor | None,
-        take_statistics: bool,
+        linear: list[LinearTerm],
+        take_stats: bool,
     ) -> Tensor | None:
-        """Compute E, and with `take_statistics` the row statistics that are wanted.
+        """Compute E, and with `take_stats` the row statistics that are wanted.
 
         With blocks of classes this computes the products that become dX too. r is replaced by the
         largest logit in rows where the target's is too far below it. Return the moment of all
         classes but the target's, or None if it is not wanted.
         """
-        if take_statistics and self.plan.job.log_probs:
+        if take_stats and self.plan.job.log_probs:
             (whole,) = tiles
             self._run_log_probs(whole, row, stat, logit_C)
             return None
 
         moment_C = None if stat.moment_N is None else torch.empty_like(logit_C)
-        sum_C = stat.sum_N if take_statistics else None
-        self._run_blocks(tiles, sum_C, moment_C, guarded=not take_statistics)
+        sum_C = stat.sum_N if take_stats else None
+        self._run_blocks(tiles, linear, sum_C, moment_C, guarded=not take_stats)
         if sum_C is None:
             return moment_C
         far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
@@ -257,12 +272,13 @@ class ExponentialStream(ExponentialRows):
         reduce(maxima, max_C, largest=True, repair=repair)
         del maxima  # free them before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
-        self._run_blocks(tiles, sum_C, moment_C, repair=repair)
+        self._run_blocks(tiles, linear, sum_C, moment_C, repair=repair)
         return moment_C
 
     def _run_blocks(
         self,
         tiles: list[Exponentials],
+        linear: list[LinearTerm],
         sum_C: Tensor | None,
         moment_C: Tensor | None,
         *,
@@ -274,13 +290,15 @@ class ExponentialStream(ExponentialRows):
         sums, moments = (None if found_C is None else tiles[0].partials() for found_C in (sum_C, moment_C))
         for each in tiles:
             each.run(sums=sums, moments=moments, repair=repair, guarded=guarded)
-            for term in self.linear:
+            for term in linear:
                 term.add_block(each.exp_CB, each.classes, repair)
         for partials, found_C in ((sums, sum_C), (moments, moment_C)):
             if partials is not None and found_C is not None:
                 reduce(partials, found_C, repair=repair)
 
-    def _run_log_probs(self, tiles: Exponentials, row: Terms, stat: Statistics, logit_C: Tensor) -> None:
+    def _run_log_probs(
+        self, tiles: Exponentials, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor
+    ) -> None:
         """Compute what log-probabilities and entropies need, with r as the largest logit.
 
         An entropy is a sum of differences from r. Each half tile has its sums relative to its own
@@ -308,26 +326,30 @@ class ExponentialStream(ExponentialRows):
         excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
         torch.div(mean_C - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
 
-    def _sorted_targets(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Sort the targets of each chunk of so many rows.
+    def _raw_smooth(self, linear: list[LinearTerm], chunks: list[Tensor]) -> Tensor:  # [C]
+        """Return sum_v w_v u_v of each row."""
+        raw_C = _total(each.sum_of_logits(x_CD) for each, x_CD in zip(linear, chunks))
+        bias_V = self.transform.bias_V
+        if bias_V is not None:
+            raw_C = raw_C + (bias_V if self.class_weight_V is None else bias_V * self.class_weight_V).sum()
+        return raw_C
 
-        Return the sorted targets, with ignored rows last under a class of their own, and their
-        rows.
-        """
-        class_N = self.target_N.masked_fill(self.ignored_N, self.V)
+    def _sorted_targets(self, rows: int) -> Targets:
+        """Sort the targets of each chunk of so many rows."""
+        class_N = self.rows.target_N.masked_fill(self.rows.ignored_N, self.V)
         chunk_N = torch.arange(self.M, device=self.device).div_(max(rows, 1), rounding_mode="floor")
         place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)
         return place_N.remainder_(self.V + 1), order_N
 
-    def _add_bias_targets(self, sum_V: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+    def _add_bias_targets(self, sum_V: Tensor, hit_N: Tensor, targets: Targets) -> None:
         """Add h of each row to the bias gradient of its target."""
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        FloatSum(sum_V[:, None]).add_target_rows(one_N1, self.hit_N, *targets)
+        row_kernels.add_target_rows(sum_V[:, None], None, one_N1, hit_N, *targets)
 
-    def _subtract_bias_spread(self, sum_V: Tensor, terms: Terms) -> None:
+    def _subtract_bias_spread(self, sum_V: Tensor, coefs: RowCoefs) -> None:
         """Subtract the smoothing term from the bias gradient."""
-        if terms.spread_N is not None:
-            spread = terms.spread_N.sum()
+        if coefs.spread_N is not None:
+            spread = coefs.spread_N.sum()
             sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)
 
     # Buffers.
@@ -335,3 +357,11 @@ class ExponentialStream(ExponentialRows):
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
         # A tensor map requires rows that are a multiple of 16 bytes.
         return torch.empty(rows, -(-columns // 8) * 8, dtype=self.plan.compute_dtype, device=self.device)
+
+
+def _total(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the tensors, accumulated in the memory of the first."""
+    total, *others = tensors
+    for each in others:
+        total += each
+    return total

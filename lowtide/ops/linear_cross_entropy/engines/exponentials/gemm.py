@@ -13,8 +13,10 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
+NO_TRANSFORM = LogitTransform()
 
 
 def halves_of_tiles(classes: int) -> int:
@@ -33,9 +35,7 @@ class Exponentials:
         reference_C: Tensor,
         target_C: Tensor,
         out_CB: Tensor | None,
-        bias_B: Tensor | None = None,
-        scale: Tensor | None = None,
-        softcap: float = 0.0,
+        transform: LogitTransform = NO_TRANSFORM,
         pull_C: Tensor | None = None,
         tilt_C: Tensor | None = None,
         factor_C: Tensor | None = None,
@@ -45,13 +45,13 @@ class Exponentials:
         self.terms = (first_term, second_term)
         self.exp_CB: Any = out_CB
         self.classes = slice(first_class, first_class + self.B)
-        self.softcap = softcap
+        self.softcap = transform.softcap
         self.device = reference_C.device
         self.of_call = {
             "reference_C_ptr": reference_C,
             "target_C_ptr": target_C,
-            "bias_B_ptr": bias_B,
-            "scale_ptr": scale,
+            "bias_B_ptr": transform.bias_V,
+            "scale_ptr": transform.scale,
             "pull_C_ptr": pull_C,
             "tilt_C_ptr": tilt_C,
             "factor_C_ptr": factor_C,

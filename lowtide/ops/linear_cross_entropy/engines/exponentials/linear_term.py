@@ -11,7 +11,7 @@ the scaled rows once more.
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,14 +19,12 @@ from torch import Tensor
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import repaired_product
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import (
-    FloatSum,
-    RoundedProduct,
-    SplitSum,
-)
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 class LinearTerm:
@@ -36,35 +34,26 @@ class LinearTerm:
         self,
         operand: Operand,
         dx: PendingGradient | None,
-        dw: PendingGradient | None,
-        plan: Plan,
+        sum: WeightAccumulator | None,
+        plan: "Plan",
         class_weight_V: Tensor | None,
         *,
         place: int,
         smoothing: bool,
     ) -> None:
-        """Allocate the accumulator and what smoothing needs.
+        """Allocate what smoothing needs, and memory for scaled rows.
 
-        dx and dw hold the gradients; None for one that is not formed here. `place` is the term's
-        place in the head.
+        dx and sum are None for a gradient that is not formed here. `place` is the term's place in
+        the head.
         """
-        self.operand, self.dx, self.dw, self.plan = operand, dx, dw, plan
+        self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
         # The GEMM for dX: summed over the blocks of classes so far, or whole from low_rank.py.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
-        if dw is not None and not plan.scales_in_gradient[place]:
+        if sum is not None and not plan.scales_in_gradient[place]:
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
-        self.sum: Any = None
-        if dw is not None:
-            kind = plan.weight_gradient if place == 0 else "accumulate"
-            if kind == "split":
-                self.sum = SplitSum(dw.tensor, dw.applied, bits=plan.sum_bits)
-            elif kind == "at_once":
-                self.sum = RoundedProduct(dw.tensor, dw.applied)
-            else:
-                self.sum = FloatSum(dw.tensor, dw.applied)
         # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
         # adds to dX and dW.
         self.total_weight_D: Tensor | None = None
@@ -103,7 +92,7 @@ class LinearTerm:
         self,
         e_CV: Tensor,
         x_CD: Tensor,
-        row: Terms,
+        row: RowCoefs,
         scale_C: Tensor,
         rows: slice,
         hit_N: Tensor,
@@ -122,14 +111,16 @@ class LinearTerm:
         last = rows.stop == hit_N.shape[0]
         scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
         row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
-        self._add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
+        self._add_product(self.sum, e_CV, scaled_CD, first=rows.start == 0, last=last)
         self.sum.add_target_rows(self.operand.input, hit_N, *targets)
         if last:
             self._subtract_spread(self.sum)
-            self.sum.round_in_place()
+            self.sum.finish()
 
-    def _add_product(self, e_CV: Tensor, scaled_CD: Tensor, *, first: bool, last: bool) -> None:
-        self.sum.add_product(e_CV, scaled_CD, first=first, last=last)
+    def _add_product(
+        self, sum: WeightAccumulator, e_CV: Tensor, scaled_CD: Tensor, *, first: bool, last: bool
+    ) -> None:
+        sum.add_product(e_CV, scaled_CD, first=first, last=last)
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
         if self.scaled_CD is not None:
@@ -137,16 +128,16 @@ class LinearTerm:
         assert self.dx is not None
         return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
 
-    def finish_products(self, sum: FloatSum, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+    def finish_products(self, sum: WeightAccumulator, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
         """Finish dW after all products are added: add target rows, subtract smoothing."""
         sum.add_target_rows(self.operand.input, hit_N, *targets)
         self._subtract_spread(sum)
 
-    def _subtract_spread(self, sum: Any) -> None:
+    def _subtract_spread(self, sum: WeightAccumulator) -> None:
         if self.spread_x_D is not None:
-            sum.subtract_spread(self.class_weight_V, self.spread_x_D)
+            sum.subtract_outer(self.class_weight_V, self.spread_x_D)
 
-    def finish_rows(self, e_CV: Tensor, row: Terms, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
+    def finish_rows(self, e_CV: Tensor, row: RowCoefs, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
         """Compute the chunk's rows of dX, some at a time, over the memory that dW has used."""
         if self.dx is None:
             return

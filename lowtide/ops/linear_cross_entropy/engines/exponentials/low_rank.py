@@ -6,6 +6,8 @@ Its two GEMMs with a chunk's exponentials, for dX and for dW, are formed by one 
 Shapes: C tokens of a chunk, V classes, R features of the term.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from lowtide.core.matmul import blocks
@@ -16,7 +18,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import Li
 class NarrowTerm(LinearTerm):
     """Form both gradients of a narrow term; dW is a float32 sum."""
 
-    def _add_product(self, e_CV: Tensor, scaled_CR: Tensor, *, first: bool, last: bool) -> None:
+    def _add_product(self, sum: Any, e_CV: Tensor, scaled_CR: Tensor, *, first: bool, last: bool) -> None:
         """Form both products; keep the one for dX until dW is finished.
 
         The scaled rows may lie in dX's memory, and dW still needs the target rows.
@@ -25,7 +27,7 @@ class NarrowTerm(LinearTerm):
         for rows in blocks(e_CV.shape[0], self.plan.narrow_rows):
             low_rank_triton.products(
                 self.product_CD[rows],
-                self.sum.sum_VD,
+                sum.sum_VD,
                 e_CV[rows],
                 scaled_CR[rows],
                 self.operand.weight_VD,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 BLOCK = 128
 
@@ -62,8 +62,8 @@ def _coefficients_kernel(
 
 
 def coefficients(
-    row: Terms,
-    stat: Statistics,
+    row: RowCoefs,
+    stat: ExcludedTargetStats,
     logit_C: Tensor,
     slope_C: Tensor | None,
     scale_C: Tensor,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -213,35 +213,37 @@ def _softmax_gradient_kernel(
 
 def softmax_gradient_(
     logits_CB: Tensor,
-    terms: Terms,
-    statistics: Statistics,
+    coefs: RowCoefs,
+    stats: RowStats,
     columns: Columns,
     *,
-    take_statistics: bool,
+    take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
 ) -> Tensor | None:  # [C, B]
     """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
     grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
-    softmax_gradient_into(grad_CB, logits_CB, terms, statistics, columns, take_statistics=take_statistics)
+    softmax_gradient_into(grad_CB, logits_CB, coefs, stats, columns, take_stats=take_stats)
     return grad_CB
 
 
 def softmax_gradient_into(
     grad_CB: Tensor | None,  # None: statistics only
     logits_CB: Tensor,
-    terms: Terms,
-    statistics: Statistics,
+    coefs: RowCoefs,
+    stats: RowStats,
     columns: Columns,
     *,
-    take_statistics: bool,
+    take_stats: bool,
 ) -> None:
     """Write the gradient to grad_CB, which may be `gradient_view` of the logits."""
     C, B = logits_CB.shape
     gradient = grad_CB is not None
     grad_CB = logits_CB if grad_CB is None else grad_CB
-    row, stat = terms, statistics
+    row, stat, transform = coefs, stats, columns.transform
     in_second_read = (row.spread_N, row.soft_N, stat.mean_N, stat.argmax_N)
-    plain = columns.bias_B is None and not columns.softcap and all(each is None for each in in_second_read)
+    plain = (
+        transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
+    )
     block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
     soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()
     if C:
@@ -265,18 +267,18 @@ def softmax_gradient_into(
             stat.mean_N,
             stat.argmax_N,
             stat.moment_N,
-            columns.bias_B,
+            transform.bias_V,
             columns.class_weight_B,
             columns.soft_CB,
-            columns.scale,
+            transform.scale,
             B,
             columns.first_class,
             logits_CB.stride(0),
             grad_CB.stride(0),
             *soft_strides,
             *columns.smoothing,
-            SOFTCAP=columns.softcap,
-            TAKE_STATISTICS=take_statistics,
+            SOFTCAP=transform.softcap,
+            TAKE_STATISTICS=take_stats,
             GRADIENT=gradient,
             SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,

@@ -24,40 +24,41 @@ import torch
 from torch import Tensor
 
 from lowtide.core import backend
-from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.linear_cross_entropy.engines.engine import Stream
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.engine import Engine
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
 
 
-class ProbabilityStream(Stream):
+class SoftTargetsEngine(Engine):
     """Walk over one call's chunks with distances in place of logits."""
 
-    def _gradient_of_chunk_(
+    def chunk_buffer(self, gradient: bool) -> Tensor:
+        stride = -(-self.V // 8) * 8  # a tensor map requires rows that are a multiple of 16 bytes
+        size = (self.plan.rows if gradient else 0), stride
+        return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
+
+    def chunk_gradient_(
         self,
-        z_CV: Tensor,
+        buffer_CV: Tensor,
         chunks: list[Tensor],
         rows: slice,
-        terms: Terms,
-        statistics: Statistics,
-        take_statistics: bool,
+        coefs: RowCoefs,
+        stats: Any,
+        take_stats: bool,
         gradient: bool,
     ) -> Any:
-        columns = self._columns(rows)
+        columns = self.columns(rows)
         operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
-        g_CV = z_CV if gradient else None
+        g_CV = buffer_CV if gradient else None
         found_CT4 = distances(operands, columns, g_CV)
-        softmax_triton.gradient(found_CT4, g_CV, terms, statistics, columns, take_statistics=take_statistics)
+        softmax_triton.gradient(found_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
         return g_CV
 
-    def _split_sum(self, dw: PendingGradient) -> Any:
-        return SplitSum(dw.tensor, dw.applied, bits=self.plan.sum_bits)
-
-    def _logits_buffer(self, rows: int, gradient: bool) -> Tensor:
-        stride = -(-self.V // 8) * 8  # a tensor map requires rows that are a multiple of 16 bytes
-        size = (rows if gradient else 0), stride
-        return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
+    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: RowStats, columns: Columns) -> Any:
+        return softmax_gradient_(
+            logits_CB, coefs, stats, columns, take_stats=False, gradient_dtype=self.plan.compute_dtype
+        )
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, given
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,
@@ -178,7 +178,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), multiprocessors(soft.device)
     found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     _distance_pipeline_kernel[(programs,)](
-        x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale,
+        x_CD, weight_VD, x_CR, weight_VR, out, columns.transform.bias_V, columns.transform.scale,
         pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, found_CT4, C, V, D, T,
         *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0), PROGRAMS=programs, GROUP=tiles.GROUP,
         STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,

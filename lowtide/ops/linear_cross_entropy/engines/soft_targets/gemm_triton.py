@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     multiprocessors,
     tile_at,
 )
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
 
 # Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
@@ -239,7 +239,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     out = None if out_CV is None else describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     row_stride, stride = soft.stride()
     _distances_kernel[(programs,)](
-        x_CD, weight_VD, x_CR, weight_VR, out, columns.bias_B, columns.scale, soft,
+        x_CD, weight_VD, x_CR, weight_VR, out, columns.transform.bias_V, columns.transform.scale, soft,
         columns.class_weight_B, found_CT4, C, V, D, T, row_stride, stride, *columns.smoothing,
         SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PTX=soft.is_cuda,
         PROGRAMS=programs, GROUP=tiles.GROUP,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import Columns, Statistics, Terms
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
     STEPS,
@@ -123,19 +123,19 @@ def _gradient_kernel(
 def gradient(
     found_CT4: Tensor,
     grad_CV: Tensor | None,  # None: statistics only
-    terms: Terms,
-    statistics: Statistics,
+    coefs: RowCoefs,
+    stats: SoftmaxStats,
     columns: Columns,
     *,
-    take_statistics: bool,
+    take_stats: bool,
 ) -> None:
     """Write the row statistics and the gradient; this overwrites the partial results."""
     C, T, _ = found_CT4.shape
     stat: Any = [None] * 4
-    if take_statistics:
-        stat = [statistics.max_N, statistics.sum_N, statistics.mass_N, statistics.cross_N]
+    if take_stats:
+        stat = [stats.max_N, stats.sum_N, stats.mass_N, stats.cross_N]
     _rows_kernel[(C,)](
-        found_CT4, terms.soft_N, terms.lse_pull_N, *stat, T,
+        found_CT4, coefs.soft_N, coefs.lse_pull_N, *stat, T,
         GRADIENT=grad_CV is not None, PARTS=triton.next_power_of_2(T),
     )  # fmt: skip
     if grad_CV is None:
@@ -143,7 +143,7 @@ def gradient(
     soft: Any = columns.soft_CB
     V = soft.shape[1]
     _gradient_kernel[(C * triton.cdiv(V, BLOCK),)](
-        found_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B, terms.soft_N, V, T,
+        found_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B, coefs.soft_N, V, T,
         grad_CV.stride(0), *soft.stride(), *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0),
         WIDTH=tiles.BLOCK_B // 2, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

@@ -3,8 +3,8 @@
 The sum has one of these forms (decisions 0013, 0016): float32; packed into 24 or 20 bits, if four
 bytes per weight would leave too few rows per chunk; or no sum, if one chunk has all tokens.
 
-Each class has the same methods. add_product adds a chunk's GEMM; add_target_rows adds the rows of
-the target classes; subtract_spread subtracts the smoothing term; round_in_place makes the gradient.
+choose.py has their protocol, WeightAccumulator, and chooses one. in_torch.py has those that are not
+Triton's.
 
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order
 of class.
@@ -17,33 +17,19 @@ from torch import Tensor
 
 from lowtide.core import backend
 from lowtide.core.matmul import product
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch, packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
 
-class FloatSum:
+class FloatSum(in_torch.FloatSum):
     """Accumulate in a float32 tensor of its own, or in the gradient itself if that is float32."""
 
     def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:
-        """Hold the sum and a factor for all that is added; callers apply it to x_CD as well."""
-        self.sum_VD, self.factor = sum_VD, factor
+        super().__init__((slice(0, sum_VD.shape[0]), sum_VD), factor=factor)
+        self.sum_VD = sum_VD
 
-    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        product(self.sum_VD, exp_CV.t(), x_CD, add=not first)
-
-    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
-        hit_N = hit_N if self.factor is None else hit_N * self.factor
-        row_kernels.add_target_rows(self.sum_VD, None, x, hit_N, class_N, order_N)
-
-    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
-        spread_x_D = spread_x_D if self.factor is None else spread_x_D * self.factor
-        if class_weight_V is None:
-            self.sum_VD.sub_(spread_x_D)
-        else:
-            self.sum_VD.addr_(class_weight_V, spread_x_D, alpha=-1)
-
-    def round_in_place(self) -> None:
-        """Do nothing, because backward's factor rounds the sum later."""
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
+        row_kernels.add_target_rows(self.sum_VD, None, x, self._times_factor(coef_N), class_N, order_N)
 
 
 class SplitSum:
@@ -54,11 +40,11 @@ class SplitSum:
 
     factor = None
 
-    def __init__(self, gradient_VD: Tensor, rounding: Tensor, *, bits: int) -> None:
+    def __init__(self, gradient_VD: Tensor, applied: Tensor, *, bits: int) -> None:
         self.pair_VP = gradient_VD.view(torch.int32)
         self.low_VP = torch.empty_like(self.pair_VP, dtype={24: torch.uint16, 20: torch.uint8}[bits])
-        self.rounding = rounding
-        self.spread: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.applied = applied
+        self.outer: tuple[Tensor | None, Tensor | None] = (None, None)
         self.operands: tuple[Tensor, Tensor] | None = None
 
     def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
@@ -68,15 +54,15 @@ class SplitSum:
         else:
             self._add(exp_CV, x_CD, add=not first)
 
-    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
-        row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, hit_N, class_N, order_N)
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
+        row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, coef_N, class_N, order_N)
 
-    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         # Subtracted in the rounding epilogue, to save a pass over the sum.
-        self.spread = (class_weight_V, spread_x_D)
+        self.outer = (class_weight_V, row_D)
 
-    def round_in_place(self) -> None:
-        rounding, operands = (self.rounding, *self.spread), self.operands
+    def finish(self) -> None:
+        rounding, operands = (self.applied, *self.outer), self.operands
         self.operands = None
         if operands is None:
             packed_triton.round_(self.pair_VP, self.low_VP, *rounding)
@@ -97,8 +83,8 @@ class RoundedProduct:
     token, are computed again by a separate GEMM.
     """
 
-    def __init__(self, gradient_VD: Tensor, rounding: Tensor) -> None:
-        self.gradient_VD, self.factor = gradient_VD, rounding
+    def __init__(self, gradient_VD: Tensor, applied: Tensor) -> None:
+        self.gradient_VD, self.factor = gradient_VD, applied
 
     def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool) -> None:
         assert first
@@ -106,12 +92,12 @@ class RoundedProduct:
         self.operands = (exp_NV, x_ND)
         product(self.gradient_VD, exp_NV.t(), x_ND)
 
-    def add_target_rows(self, x: Tensor, hit_N: Tensor, class_N: Tensor, order_N: Tensor) -> None:
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
         exp_NV, x_ND = self.operands
         del self.operands
-        hit_N = hit_N * self.factor
+        coef_N = coef_N * self.factor
         targets = min(TARGETS, class_N.shape[0])
-        sum_TD = torch.empty(targets, x_ND.shape[1], dtype=hit_N.dtype, device=hit_N.device)
+        sum_TD = torch.empty(targets, x_ND.shape[1], dtype=coef_N.dtype, device=coef_N.device)
         for start in range(0, class_N.shape[0], TARGETS):
             # Ignored rows have class V.
             class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)
@@ -121,17 +107,17 @@ class RoundedProduct:
                 self.gradient_VD,
                 None,
                 x,
-                hit_N,
+                coef_N,
                 class_N,
                 order_N,
                 sums_TD=sum_TD[:T],
                 first_target=start,
             )
 
-    def subtract_spread(self, class_weight_V: Tensor | None, spread_x_D: Tensor) -> None:
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         raise AssertionError("with label smoothing there is a sum")
 
-    def round_in_place(self) -> None:
+    def finish(self) -> None:
         """Do nothing, because the GEMM has rounded already."""
 
 

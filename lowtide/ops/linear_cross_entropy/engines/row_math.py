@@ -1,0 +1,207 @@
+"""Define the arithmetic of a row: from logits to its loss, and to the coefficients of its gradient.
+
+All engines share these formulas; row_math_triton.py has those that kernels need in Triton. A product
+gives u, to which the bias is added. The logits are
+
+    z = s u,  or with a soft cap  z = c tanh(s u / c),  whose slope is  dz/du / s = 1 / cosh^2(s u / c)
+
+With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient,
+each row i with target t contributes
+
+    loss      = (1 - e) w_t (lse - z_t) + e/V sum_v w_v (lse - z_v) + l lse^2
+    gradient  = slope_v (p_v (pull + tilt (z_v - max)) - hit [v = t] - spread w_v - soft w_v y_v)
+    where p_v = exp(z_v - max) / sum,   hit = upstream (1 - e) w_t,   spread = upstream e/V,
+          pull = hit + spread sum_v w_v + soft sum_v w_v y_v + lse_pull lse,   lse_pull = upstream 2 l
+
+Class probabilities, smoothed to y = (1 - e) y + e/V, make sum_v y_v w_v (lse - z_v) of the first two
+terms, and the gradient takes soft = upstream in place of hit and spread. tilt is what an entropy's
+gradient adds. That is the gradient of u_v but for the factor s, which is common to all and applied
+to the gradients of input and weight. The gradient of s itself is the sum over v of this one times
+u_v (`moment_N`).
+
+Shapes: N tokens, V classes; C rows and B columns of one tile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lowtide.core.soft_cap import slope_of_tanh
+
+# A larger sum of exponentials means a logit about 40 above the reference. e^40 and e^-40 are well
+# inside bfloat16's range.
+LARGEST_SUM = 1e17
+
+Own = TypeVar("Own", bound="_ByRow")
+
+
+class _ByRow:
+    """Hold vectors of one number per row; one that has no part in a call is None."""
+
+    def each(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return type(self)(*(None if value is None else change(value) for value in values))
+
+    def __getitem__(self: Own, rows: slice) -> Own:
+        return self.each(lambda vector: vector[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class RowCoefs(_ByRow):
+    """Hold the coefficients of each row's gradient; all are 0 for ignored rows."""
+
+    target_N: Tensor
+    ignored_N: Tensor
+    pull_N: Tensor
+    hit_N: Tensor
+    spread_N: Tensor = None  # with label smoothing
+    soft_N: Tensor = None  # with class probabilities
+    lse_pull_N: Tensor = None  # with a z-loss
+    tilt_N: Tensor = None  # with an upstream gradient of the entropy
+
+    def largest(self) -> Tensor:
+        """Bound the magnitude of a logit's gradient, roughly, 0-d; 0 for no rows."""
+        if self.pull_N.shape[0] == 0:
+            return self.pull_N.sum()
+        # These are multiplied by what is not known yet: a log-sum-exp, and the sum of a row's
+        # probabilities.
+        room = {"lse_pull_N": 1024, "soft_N": 64}
+        bounds = []
+        for field in fields(self):
+            vector = getattr(self, field.name)
+            if vector is not None and vector.is_floating_point():
+                bounds.append(vector.abs().amax() * room.get(field.name, 1))
+        return torch.stack(bounds).amax()
+
+    def __mul__(self, factor: Tensor) -> "RowCoefs":
+        return self.each(lambda each: each * factor if each.is_floating_point() else each)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats(_ByRow):
+    """Hold the statistics of each row; the two kinds below give its sum different meanings."""
+
+    max_N: Tensor
+    sum_N: Tensor
+    gap_N: Tensor = None  # lse - z_t
+    smooth_N: Tensor = None  # sum_v w_v (lse - z_v)
+    mass_N: Tensor = None  # sum_v w_v y_v
+    cross_N: Tensor = None  # sum_v w_v y_v (lse - z_v)
+    mean_N: Tensor = None  # sum_v p_v (z_v - max)
+    argmax_N: Tensor = None
+    moment_N: Tensor = None  # sum_v gradient_v u_v
+
+    @property
+    def logsumexp_N(self) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def entropy_N(self) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxStats(RowStats):
+    """Hold the statistics of a softmax: max_N is the largest z, sum_N = sum_v exp(z_v - max)."""
+
+    @property
+    def logsumexp_N(self) -> Tensor:
+        return self.sum_N.log() + self.max_N
+
+    @property
+    def entropy_N(self) -> Tensor:
+        return self.sum_N.log() - self.mean_N
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludedTargetStats(RowStats):
+    """Hold the statistics of the exponentials engines, whose sum leaves the target out.
+
+    max_N is a reference r near the largest z, and sum_N = sum over v != t of exp(z_v - r). With the
+    target in the sum, a confident token would lose its digits.
+    """
+
+    target_logit_N: Tensor = None  # z_t; not needed after forward
+
+    @property
+    def logsumexp_N(self) -> Tensor:
+        return excluded_logsumexp(self, self.target_logit_N)
+
+    @property
+    def entropy_N(self) -> Tensor:
+        exp_N = (self.target_logit_N - self.max_N).exp()
+        return (exp_N + self.sum_N).log() - self.mean_N
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """Turn products into logits: add a bias, multiply by a scale, apply a soft cap."""
+
+    bias_V: Tensor | None = None
+    scale: Tensor | None = None  # 0-d
+    softcap: float = 0.0  # 0 for none
+
+    def of(self, classes: slice) -> "LogitTransform":
+        """Return the transform of a block of classes."""
+        return self if self.bias_V is None else replace(self, bias_V=self.bias_V[classes])
+
+    def apply(self, u: Tensor, *, in_place: bool, sloped: bool) -> tuple[Tensor, Tensor | None]:
+        """Return z of u, which includes the bias, and the slope if `sloped` and not 1 everywhere."""
+        out = u if in_place else None
+        z = u if self.scale is None else torch.mul(u, self.scale, out=out)
+        if not self.softcap:
+            return z, None
+        z = torch.div(z, self.softcap, out=out)
+        slope = slope_of_tanh(z) if sloped else None
+        return z.tanh_().mul_(self.softcap), slope
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Say where a tile lies among the classes, and what belongs to each of its classes."""
+
+    first_class: int
+    transform: LogitTransform  # of the tile's classes
+    class_weight_B: Tensor | None = None
+    soft_CB: Tensor | None = None  # the class probabilities, in any dtype
+    smoothing: tuple[float, float] = (1.0, 0.0)  # y becomes y smoothing[0] + smoothing[1]
+
+    def __getitem__(self, rows: slice) -> "Columns":
+        soft_CB = None if self.soft_CB is None else self.soft_CB[rows]
+        return replace(self, soft_CB=soft_CB)
+
+
+def softmax_coef(coefs: RowCoefs, stats: RowStats, find_logsumexp: Callable[[], Tensor]) -> Tensor:
+    """Return what p_v is multiplied by in each row, once the row's statistics are known."""
+    pull_C = coefs.pull_N
+    if coefs.soft_N is not None:
+        pull_C = pull_C + coefs.soft_N * stats.mass_N
+    if coefs.lse_pull_N is not None:
+        pull_C = pull_C + coefs.lse_pull_N * find_logsumexp().masked_fill_(coefs.ignored_N, 0)
+    return pull_C
+
+
+def excluded_coefs(
+    coefs: RowCoefs, stats: ExcludedTargetStats, logit_C: Tensor, *, take_gap: bool
+) -> tuple[Tensor, Tensor]:
+    """Return c and h of G = c E + h [v = t] (exponentials/engine.py).
+
+    With `take_gap`, compute lse - z_t as well.
+    """
+    distance_C = stats.max_N - logit_C
+    exp_C = distance_C.neg().exp()
+    total_C = exp_C + stats.sum_N
+    if take_gap:
+        torch.where(distance_C == 0, stats.sum_N.log1p(), distance_C + total_C.log(), out=stats.gap_N)
+    pull_C = softmax_coef(coefs, stats, lambda: excluded_logsumexp(stats, logit_C))
+    # c e - hit, written so that no two numbers near 1 are subtracted
+    rest_C = (pull_C - coefs.hit_N) * exp_C - coefs.hit_N * stats.sum_N
+    return pull_C / total_C, rest_C / total_C
+
+
+def excluded_logsumexp(stats: RowStats, logit_C: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row from statistics without the target, and its logit."""
+    return stats.max_N + ((logit_C - stats.max_N).exp() + stats.sum_N).log()

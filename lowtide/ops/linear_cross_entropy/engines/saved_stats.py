@@ -1,0 +1,48 @@
+"""Save row statistics as an operator's outputs, and read them back in backward.
+
+Statistics of "exponentials" and "cpu_exponentials" mean something else than those of the other
+engines, so saved ones tell which engine made them. An argument of the operator or an attribute of
+the graph would not do: a checkpoint computes anew what backward reads, and the copy of a saved
+tensor has other strides. The number of dimensions goes wherever the tensor goes.
+
+Shapes: N tokens, of which M are kept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowStats
+from lowtide.ops.linear_cross_entropy.planning.call import ENGINES
+
+
+def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]
+    """Return the vector with as many leading dimensions of 1 as the engine's place in ENGINES."""
+    return vector_N.view(*(1,) * ENGINES.index(engine), -1)
+
+
+def engine_of(saved: Sequence[Tensor]) -> str:
+    """Return the engine that made these statistics."""
+    return ENGINES[saved[0].dim() - 1]
+
+
+def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
+    """Return what backward needs of all rows.
+
+    An ignored row has an infinite maximum: whatever its logits are, their exponentials are 0.
+    """
+    max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
+    kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
+    third = stats.mean_N if rows.plan.job.log_probs else stats.mass_N
+    return kept if third is None else [*kept, rows.of_all(third)]
+
+
+def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
+    """Return the statistics of kept rows."""
+    # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
+    max_N, sum_N, *third = (rows.of_counted(each.flatten().contiguous()) for each in saved)
+    if rows.plan.job.log_probs:
+        return kind(max_N, sum_N, mean_N=third[0])
+    return kind(max_N, sum_N, mass_N=third[0] if third else None)

@@ -1,0 +1,62 @@
+"""Choose the accumulator of a weight gradient.
+
+Shapes: N tokens, D features, V classes; C tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import Rows
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+
+
+class WeightAccumulator(Protocol):
+    """Add up dW over the chunks of tokens."""
+
+    factor: Tensor | None
+    """What the rows of x must be multiplied by before `add_product`; None for 1."""
+
+    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        """Add g_CV^T x_CD; the first chunk overwrites what was there."""
+
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Rows) -> None:
+        """Add coef[n] x[n] to the class of each row n in `order`; class_N has them in that order."""
+
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
+        """Subtract the outer product of the class weights, or of ones, and a row."""
+
+    def finish(self) -> None:
+        """Leave the gradient in its memory, but for the remaining factor."""
+
+
+def choose_accumulator(
+    plan: "Plan",
+    place: int,
+    dw: PendingGradient | None,
+    multiply: Callable[..., None] = in_torch.multiply_transposed,
+) -> WeightAccumulator | None:
+    """Return the accumulator of the term at that place in the head, for the walk over tokens.
+
+    None if its gradient is not wanted, or is formed class by class. `multiply` is the GEMM of a sum
+    in torch.
+    """
+    kind = plan.weight_gradient if place == 0 else "accumulate"
+    if dw is None or kind == "by_class":
+        return None
+    if not (plan.exponentials or plan.distances):
+        if kind == "split":
+            return in_torch.InPlaceSum(dw.tensor, dw.applied, multiply)
+        return in_torch.FloatSum((slice(0, dw.tensor.shape[0]), dw.tensor), multiply=multiply)
+    from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators  # imports Triton
+
+    if kind == "split":
+        return accumulators.SplitSum(dw.tensor, dw.applied, bits=plan.sum_bits)
+    if kind == "at_once":
+        return accumulators.RoundedProduct(dw.tensor, dw.applied)
+    return accumulators.FloatSum(dw.tensor, dw.applied)

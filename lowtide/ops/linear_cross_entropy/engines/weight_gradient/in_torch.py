@@ -1,0 +1,97 @@
+"""Accumulate a weight gradient over chunks by torch's operations, on any device.
+
+Shapes: D features, V classes, H in the first half and B in a block of them; C tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lowtide.core.matmul import product
+
+Part = tuple[slice, Tensor]  # classes, and their sum [B, D]
+Rows: TypeAlias = Tensor | slice  # row numbers
+
+
+def multiply_transposed(out: Tensor, g_CB: Tensor, x_CD: Tensor, *, add: bool) -> None:
+    """Write g_CB^T x_CD to out, or add it."""
+    product(out, g_CB.t(), x_CD, add=add)
+
+
+class FloatSum:
+    """Accumulate in float32 (float64 for float64), in the gradient itself or beside it."""
+
+    def __init__(
+        self,
+        *parts: Part,
+        first_class: int = 0,
+        factor: Tensor | None = None,
+        multiply: Callable[..., None] = multiply_transposed,
+    ) -> None:
+        """Hold the parts of a sum of the classes from first_class on, and the GEMM that adds to it.
+
+        `factor`: of all that is added; callers apply it to the rows of x in `add_product`.
+        """
+        self.first_class = first_class
+        self.parts = [part for part in parts if part[1].shape[0]]
+        self.factor, self.multiply = factor, multiply
+
+    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+        for classes, sum_BD in self.parts:
+            self.multiply(sum_BD, g_CV[:, classes], x_CD, add=not first)
+
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Rows) -> None:
+        rows_ND = x[order_N] * self._times_factor(coef_N)[order_N, None]
+        for classes, sum_BD in self.parts:
+            place_N = class_N - (self.first_class + classes.start)
+            here = ((place_N >= 0) & (place_N < sum_BD.shape[0])).nonzero()[:, 0]
+            sum_BD.index_add_(0, place_N[here], rows_ND[here])
+
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
+        row_D = self._times_factor(row_D)
+        for classes, sum_BD in self.parts:
+            if class_weight_V is None:
+                sum_BD.sub_(row_D)
+            else:
+                sum_BD.addr_(class_weight_V[classes], row_D, alpha=-1)
+
+    def finish(self) -> None:
+        """Do nothing, because the remaining factor rounds the sum later."""
+
+    def _times_factor(self, vector: Tensor) -> Tensor:
+        return vector if self.factor is None else vector * self.factor
+
+
+class InPlaceSum(FloatSum):
+    """Accumulate a half-precision gradient, half of the sum in the gradient's own memory.
+
+    The sum of the first half of the classes lies there, that of the others in a separate tensor
+    (decision 0026).
+    """
+
+    def __init__(
+        self, gradient_VD: Tensor, applied: Tensor, multiply: Callable[..., None] = multiply_transposed
+    ) -> None:
+        """Allocate the other half; the gradient will be `applied` times the sum, in its dtype."""
+        (V, D), dtype = gradient_VD.shape, applied.dtype
+        H = V // 2
+        self.gradient_VD, self.applied = gradient_VD, applied
+        self.inside_HD = gradient_VD.view(-1)[: 2 * H * D].view(dtype).view(H, D)
+        self.beside_BD = torch.empty(V - H, D, dtype=dtype, device=gradient_VD.device)
+        parts = (slice(0, H), self.inside_HD), (slice(H, V), self.beside_BD)
+        super().__init__(*parts, multiply=multiply)
+
+    def finish(self) -> None:
+        """Turn the sum into the gradient, in its own memory."""
+        sum_HD, H = self.inside_HD.mul_(self.applied), self.inside_HD.shape[0]
+        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n are written over
+        # rows that have been read already. Row 0 alone overlaps itself, hence the copy.
+        self.gradient_VD[: min(H, 1)] = sum_HD[:1].clone()
+        first = 1
+        while first < H:
+            rows = slice(first, min(2 * first, H))
+            self.gradient_VD[rows] = sum_HD[rows]
+            first = rows.stop
+        self.gradient_VD[H:] = self.beside_BD.mul_(self.applied)
