@@ -90,6 +90,16 @@ def test_operators_are_apart():
                 assert others == "linear_cross_entropy", f"{name}: {other}"
 
 
+def test_engines_are_apart():
+    """Each derives from the base engine alone; operator/ops.py makes one of them."""
+    engines = {name for name in NAMES if ".engines." in name and name.endswith("engine")}
+    engines -= {"lowtide.ops.linear_cross_entropy.engines.engine"}
+    assert len(engines) == 4
+    for name in NAMES:
+        if ".engines." in name:
+            assert not imported(name) & engines, name
+
+
 def folders():
     """What each folder imports; the package itself, whose names are the public ones, is left out."""
     graph = {folder(name): set() for name in NAMES}

@@ -1,16 +1,19 @@
 """Compute the loss and its gradients from chunks of rows, in bounded memory.
 
-The base engine in engine.py runs the "torch" and "triton" engines. Those in exponentials/ and
-soft_targets/ derive from it. planning/requirements.py chooses one per call.
+Each of the four engines derives from the base alone and imports no other engine.
+planning/requirements.py chooses one per call, operator/ops.py makes it.
 
 Modules, in import order (a module imports only from those above it):
 
-logits/           the formulas; row statistics and gradient of a tile of logits
+row_math          the formulas of a row in torch: logits, statistics, coefficients of the gradient
+row_math_triton   those that kernels share, in Triton
 row_loss          the loss of each row, and the coefficients of its gradient
+saved_stats       row statistics as an operator's outputs, with the engine that made them
 gradients         memory for the gradients, and the factors still to be applied to them
 gemm/             what the GEMM kernels share, in Triton and in Gluon
-weight_gradient/  accumulators of the weight gradient
+weight_gradient/  accumulators of the weight gradient, and the choice of one
 engine            the base engine: the walk over chunks of rows and blocks of classes
-exponentials/     the engine that never stores logits, on CUDA and on the CPU
+logits/           the engine that stores float32 logits: "torch" and "triton"
+exponentials/     the engines that store exponentials, never logits, on CUDA and on the CPU
 soft_targets/     the engine for class probabilities on a Hopper GPU
 """

@@ -5,7 +5,6 @@ bfloat16 units.
 
 Modules, in import order (a module imports only from those above it):
 
-row_statistics    row statistics of both engines: the target's logit, the log-sum-exp, the entropy
 cpu_engine        the engine on a CPU
 row_coefficients  the Triton kernel of the row coefficients
 gemm_triton       the GEMM whose epilogue stores exponentials and partial sums

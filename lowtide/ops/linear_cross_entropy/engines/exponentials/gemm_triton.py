@@ -10,8 +10,8 @@ lower case = one tile, h a half of its classes.
 import triton
 import triton.language as tl
 
-from lowtide.core.triton_helpers import tanh_and_room
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
 HUGE = tl.constexpr(1e38)
 LOG_2 = tl.constexpr(0.6931471805599453)
@@ -63,12 +63,8 @@ def leave(
     beyond = first + H > B
     if bias_B_ptr is not None:
         u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-    z_ch = u_ch
-    if scale is not None:
-        z_ch = u_ch * scale
-    if SOFTCAP > 0:
-        capped_ch, _ = tanh_and_room(z_ch * (1.0 / SOFTCAP))
-        z_ch = capped_ch * SOFTCAP
+    # The exact slope would spill registers, and E is bfloat16 anyway.
+    z_ch, slope_ch = transformed(u_ch, scale, SOFTCAP, False)
     if max_ptr is not None:
         z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
         max_c = tl.max(z_ch, 1)
@@ -112,8 +108,7 @@ def leave(
             tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
             exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
         if SOFTCAP > 0:
-            # slope_of_tanh is more exact below 1e-4 but spills registers, and E is bfloat16 anyway.
-            exp_ch *= 1.0 - capped_ch * capped_ch
+            exp_ch *= slope_ch
         if moment_ptr is not None:
             product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
             moment_c = tl.sum(product_ch, 1)

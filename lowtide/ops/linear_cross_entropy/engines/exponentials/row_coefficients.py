@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef
 
 BLOCK = 128
 
@@ -43,9 +44,10 @@ def _coefficients_kernel(
     total = exp + sum
     pull = tl.load(pull_C_ptr + rows, mask=inside, other=0.0)
     hit = tl.load(hit_C_ptr + rows, mask=inside, other=0.0)
+    lse_pull = None
     if lse_pull_C_ptr is not None:
-        lse = tl.where(ignored, 0.0, logit + log_total)
-        pull += tl.load(lse_pull_C_ptr + rows, mask=inside, other=0.0) * lse
+        lse_pull = tl.load(lse_pull_C_ptr + rows, mask=inside, other=0.0)
+    pull = softmax_coef(pull, None, 0.0, lse_pull, tl.where(ignored, 0.0, logit + log_total))
     # c e - hit, written so that no two numbers near 1 are subtracted
     rest = (pull - hit) * exp - hit * sum
     if tilt_C_ptr is None:

@@ -1,6 +1,6 @@
 """Compute the softmax of a tile of logits, its statistics and its gradient, as one Triton kernel.
 
-softmax_torch.py has the formulas, and the same function in torch.
+row_math.py has the formulas, softmax_torch.py the same function in torch.
 
 Each program handles one row. It reads the float32 logits once for their maximum and the sum of
 exponentials. It reads them a second time to write the gradient and to compute any other sums. The
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef, transformed
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -36,12 +36,7 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
     raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
     if bias_ptr is not None:
         raw_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
-    z_b = raw_b * scale
-    slope_b = 1.0
-    if SOFTCAP > 0:
-        capped_b, room_b = tanh_and_room(z_b / SOFTCAP)
-        z_b = SOFTCAP * capped_b
-        slope_b = slope_of_tanh(room_b)
+    z_b, slope_b = transformed(raw_b, scale, SOFTCAP, True)
     return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
 
 
@@ -113,7 +108,7 @@ def _softmax_gradient_kernel(
 ):
     """Compute the row statistics, the gradient, or both. Grid: one program per row.
 
-    softmax_torch.py explains every vector. One that is not wanted, or has no part in this call, is
+    row_math.py explains every vector. One that is not wanted, or has no part in this call, is
     None.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -153,12 +148,12 @@ def _softmax_gradient_kernel(
                 tl.store(mass_C_ptr + row, mass)
             else:
                 mass = tl.load(mass_C_ptr + row)
-        pull = tl.load(pull_C_ptr + row)
+        soft, lse_pull = None, None
         if soft_C_ptr is not None:
             soft = tl.load(soft_C_ptr + row)
-            pull += soft * mass
         if lse_pull_C_ptr is not None:
-            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+            lse_pull = tl.load(lse_pull_C_ptr + row)
+        pull = softmax_coef(tl.load(pull_C_ptr + row), soft, mass, lse_pull, row_max + log_sum)
         hit, slant = tl.load(hit_C_ptr + row), pull / row_sum
         smooth, cross, mean, moment, best = 0.0, 0.0, 0.0, 0.0, B
         blocks = tl.cdiv(B, BLOCK)

@@ -28,6 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     tile_at,
 )
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
 # Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
@@ -119,8 +120,7 @@ def distances_below(z_ch, bias_B_ptr, scale, columns, mask):
     """Return each row's largest logit in half a tile, and all logits' distances from it."""
     if bias_B_ptr is not None:
         z_ch += tl.load(bias_B_ptr + columns, mask=mask, other=0.0)
-    if scale is not None:
-        z_ch *= scale
+    z_ch, _ = transformed(z_ch, scale, 0.0, True)
     z_ch = tl.where(mask, z_ch, -float("inf"))
     max_c = tl.max(z_ch, 1)
     distance_ch = tl.where(max_c == -float("inf"), 0.0, max_c)[:, None] - z_ch

@@ -13,6 +13,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
     STEPS,
@@ -62,9 +63,10 @@ def _rows_kernel(
         tl.store(mass_C_ptr + row, mass)
         tl.store(cross_C_ptr + row, cross)
     if GRADIENT:
-        pull = tl.load(soft_C_ptr + row) * mass
+        lse_pull = None
         if lse_pull_C_ptr is not None:
-            pull += tl.load(lse_pull_C_ptr + row) * (row_max + log_sum)
+            lse_pull = tl.load(lse_pull_C_ptr + row)
+        pull = softmax_coef(0.0, tl.load(soft_C_ptr + row), mass, lse_pull, row_max + log_sum)
         tl.debug_barrier()  # all warps have read the row of 4 T numbers, which are more than PARTS
         tl.store(row_ptr + part, share_t * (pull / row_sum))
 
