@@ -38,12 +38,12 @@ def pipelines_on(device: torch.device) -> bool:
     return KNOWN[0] <= release <= KNOWN[1]
 
 
-def worth(*sizes: int) -> bool:
+def is_large_gemm(*sizes: int) -> bool:
     """Return True if a GEMM of these sizes takes so long that its launch time does not matter."""
     return math.prod(sizes) >= FEWEST
 
 
-def mapped(*tensors: Tensor) -> bool:
+def tma_compatible(*tensors: Tensor) -> bool:
     """Return True if tensor maps can read the matrices.
 
     A tensor map requires contiguous rows that each begin at a multiple of 16 bytes.

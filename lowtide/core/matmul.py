@@ -49,10 +49,10 @@ class Operand:
         weight_VD: Tensor,
         dtype: torch.dtype,
         copies_rows: bool,
-        counted: Tensor | None,
+        kept_rows: Tensor | None,
     ) -> None:
         self.input, self.leading = _flat_view(input), input.shape[:-1]
-        self.dtype, self.copies_rows, self.counted = dtype, copies_rows, counted
+        self.dtype, self.copies_rows, self.kept_rows = dtype, copies_rows, kept_rows
         self.D, self.weight_dtype = input.shape[-1], weight_VD.dtype
         # On CUDA a weight of another dtype is cast as a whole, once, as autocast does.
         cast = weight_VD.is_cuda and weight_VD.dtype != dtype
@@ -61,7 +61,7 @@ class Operand:
     def rows(self, rows: slice) -> Tensor:
         """Return these tokens as [C, D] in the operands' dtype: a view, or a copy of these rows."""
         x_CD = None
-        if self.input.dim() == 2 and self.counted is None:
+        if self.input.dim() == 2 and self.kept_rows is None:
             x_CD = self.input[rows]
             if not self.copies_rows or (x_CD.dtype == self.dtype and lies_by_rows(x_CD)):
                 return x_CD
@@ -81,11 +81,11 @@ class Operand:
         These are the rows that are not ignored, or rows of a slice of a wider tensor.
         """
         if self.input.dim() == 2:
-            assert self.counted is not None
-            return self.input[self.counted[rows]]
+            assert self.kept_rows is not None
+            return self.input[self.kept_rows[rows]]
         place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
-        if self.counted is not None:
-            place_C = self.counted[rows]
+        if self.kept_rows is not None:
+            place_C = self.kept_rows[rows]
         places = []  # one index per dimension; torch.unravel_index would wait for the device
         for size in reversed(self.leading):
             places.append(place_C % size)

@@ -179,23 +179,26 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_CV: Tensor, target_C: Tensor, ignored_C: Tensor) -> Tensor:
         from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 
-        max_C, sum_C, gap_C = logits_CV.new_empty((3, len(logits_CV)))
-        statistics = SoftmaxStats(max_C, sum_C, gap_C)
+        max_C, sum_C, nll_C = logits_CV.new_empty((3, len(logits_CV)))
+        statistics = SoftmaxStats(max_C, sum_C, nll_C)
         terms = RowCoefs(target_C, ignored_C, max_C, max_C)  # the last two are not read
         softmax_gradient_into(None, logits_CV, terms, statistics, PLAIN, take_stats=True)
         ctx.save_for_backward(logits_CV, target_C, ignored_C, max_C, sum_C)
-        return gap_C.masked_fill(ignored_C, 0)
+        return nll_C.masked_fill(ignored_C, 0)
 
     @staticmethod
     def backward(ctx: Any, upstream_C: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 
         logits_CV, target_C, ignored_C, max_C, sum_C = ctx.saved_tensors
-        pull_C = upstream_C.masked_fill(ignored_C, 0).contiguous()
+        softmax_coef_C = upstream_C.masked_fill(ignored_C, 0).contiguous()
         if torch.is_grad_enabled():
             gradient_CV = logits_CV.softmax(1) - F.one_hot(target_C, logits_CV.shape[1])
-            return gradient_CV * pull_C[:, None], None, None
-        terms, statistics = RowCoefs(target_C, ignored_C, pull_C, pull_C), SoftmaxStats(max_C, sum_C)
+            return gradient_CV * softmax_coef_C[:, None], None, None
+        terms, statistics = (
+            RowCoefs(target_C, ignored_C, softmax_coef_C, softmax_coef_C),
+            SoftmaxStats(max_C, sum_C),
+        )
         grad_CV = torch.empty_like(logits_CV)
         softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_stats=False)
         return grad_CV, None, None

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 TARGETS = (80, 90)
 
 F32, I32, I32_PTR, BF16, I64 = "*fp32", "i32", "*i32", "*bf16", "*i64"
-ROUNDING = ("factor_ptr", "class_weight_V_ptr", "spread_D_ptr")
+ROUNDING = ("factor_ptr", "class_weight_V_ptr", "smoothing_row_D_ptr")
 
 
 class Build(NamedTuple):
@@ -31,7 +31,7 @@ def _distance_pipeline(**changes: Any) -> Build:
         **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
         "distance_CB": "tensordesc<i16[64, 128]>",
         "soft_CB": "tensordesc<bf16[64, 128]>",
-        "found_CT4_ptr": F32,
+        "partials_CT4_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "T"), I32),
         **dict.fromkeys(("keep", "floor"), "fp32"),
         "SMOOTHED": False,

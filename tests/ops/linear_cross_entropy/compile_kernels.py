@@ -24,13 +24,26 @@ from tests.support.ahead_of_time import compiled, print_all
 
 
 def _softmax(gradient: str | None, **changes: Any) -> Build:
-    absent = ("spread", "soft", "lse_pull", "tilt", "smooth", "mass", "cross", "mean", "argmax", "moment")
+    absent = (
+        "smoothing_coef",
+        "soft_target_coef",
+        "lse_coef",
+        "entropy_coef",
+        "smooth_nll",
+        "soft_mass",
+        "soft_nll",
+        "mean",
+        "argmax",
+        "grad_dot_logit",
+    )
     arguments = {
         "logits_CB_ptr": F32,
         "grad_CB_ptr": gradient or F32,
         "target_C_ptr": "*i64",
         "ignored_C_ptr": "*i1",
-        **dict.fromkeys(("pull_C_ptr", "hit_C_ptr", "max_C_ptr", "sum_C_ptr", "gap_C_ptr"), F32),
+        **dict.fromkeys(
+            ("softmax_coef_C_ptr", "target_coef_C_ptr", "max_C_ptr", "sum_C_ptr", "nll_C_ptr"), F32
+        ),
         **dict.fromkeys(f"{name}_C_ptr" for name in absent),
         **dict.fromkeys(("bias_B_ptr", "class_weight_B_ptr", "soft_CB_ptr", "scale_ptr")),
         **dict.fromkeys(("B", "first_class", "logits_stride", "grad_stride"), I32),
@@ -53,14 +66,28 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
 
 
 _CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
-_CHAINED = {**_CHAIN, "lse_pull_C_ptr": F32, "moment_C_ptr": F32, "class_weight_B_ptr": F32}
-_SMOOTHED = {"spread_C_ptr": F32, "smooth_C_ptr": F32, **_CHAINED}
-_SOFT = {**dict.fromkeys(("soft_C_ptr", "mass_C_ptr", "cross_C_ptr", "soft_CB_ptr"), F32), **_CHAINED}
+_CHAINED = {**_CHAIN, "lse_coef_C_ptr": F32, "grad_dot_logit_C_ptr": F32, "class_weight_B_ptr": F32}
+_SMOOTHED = {"smoothing_coef_C_ptr": F32, "smooth_nll_C_ptr": F32, **_CHAINED}
+_SOFT = {
+    **dict.fromkeys(("soft_target_coef_C_ptr", "soft_mass_C_ptr", "soft_nll_C_ptr", "soft_CB_ptr"), F32),
+    **_CHAINED,
+}
 _LOG_PROBS = {**_CHAIN, "mean_C_ptr": F32, "argmax_C_ptr": "*i64", "SECOND_READ": True}
 
 
 def _exponentials(**changes: Any) -> Build:
-    absent = ("bias_B", "scale", "pull_C", "tilt_C", "factor_C", "repair", "mean", "moment", "max", "argmax")
+    absent = (
+        "bias_B",
+        "scale",
+        "softmax_coef_C",
+        "entropy_coef_C",
+        "factor_C",
+        "marks",
+        "mean",
+        "grad_dot_logit",
+        "max",
+        "argmax",
+    )
     arguments = {
         "x_CD": "tensordesc<bf16[128, 64]>",
         "weight_BD": "tensordesc<bf16[256, 64]>",
@@ -75,7 +102,7 @@ def _exponentials(**changes: Any) -> Build:
         "GUARDED": False,
         "ADD": False,
         "MASKED": False,
-        "REPAIR": False,
+        "RECOMPUTE": False,
         "SOFTCAP": 0.0,
         "PROGRAMS": 132,
         "GROUP": 8,
@@ -98,7 +125,7 @@ def _exponentials(**changes: Any) -> Build:
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0}
 _TWO_TERMS = {"x_CR": "tensordesc<bf16[128, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 _GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
-_TILTED = {"pull_C_ptr": F32, "tilt_C_ptr": F32, "GUARDED": True}
+_TILTED = {"softmax_coef_C_ptr": F32, "entropy_coef_C_ptr": F32, "GUARDED": True}
 
 
 def _distances(**changes: Any) -> Build:
@@ -108,7 +135,7 @@ def _distances(**changes: Any) -> Build:
         **dict.fromkeys(("x_CR", "weight_BR", "bias_B_ptr", "scale_ptr", "class_weight_B_ptr")),
         "distance_CB": "tensordesc<i16[128, 128]>",
         "soft_CB_ptr": "*bf16",
-        "found_CT4_ptr": F32,
+        "partials_CT4_ptr": F32,
         **dict.fromkeys(("C", "B", "D", "T", "soft_row_stride"), I32),
         "soft_stride": 1,
         **dict.fromkeys(("keep", "floor"), "fp32"),
@@ -135,12 +162,12 @@ def _distances(**changes: Any) -> Build:
 
 def _distance_gradient(**changes: Any) -> Build:
     arguments = {
-        "found_CT4_ptr": F32,
+        "partials_CT4_ptr": F32,
         "distance_CB_ptr": "*i16",
         "grad_CB_ptr": "*bf16",
         "soft_CB_ptr": "*bf16",
         "class_weight_B_ptr": None,
-        "soft_C_ptr": F32,
+        "soft_target_coef_C_ptr": F32,
         **dict.fromkeys(("B", "T", "stride", "soft_row_stride"), I32),
         "soft_stride": 1,
         **dict.fromkeys(("keep", "floor"), "fp32"),
@@ -196,9 +223,10 @@ BUILDS = {
     "softmax, statistics": _softmax(None),
     "softmax, statistics of probabilities": _softmax(None, **_SOFT, SECOND_READ=True),
     "softmax, gradient": _softmax("*bf16", TAKE_STATISTICS=False),
-    "softmax, gradient in float32": _softmax("*fp32", TAKE_STATISTICS=False, gap_C_ptr=None),
+    "softmax, gradient in float32": _softmax("*fp32", TAKE_STATISTICS=False, nll_C_ptr=None),
     "softmax, log-probabilities": _softmax(None, **_LOG_PROBS, spills=32),
-    "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, tilt_C_ptr=F32, **_CHAIN),
+    "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, entropy_coef_C_ptr=F32,
+    **_CHAIN),
     "scale": Build(
         "core.triton_helpers", "_scale_kernel",
         {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": I32, "IN_PLACE": False,
@@ -212,29 +240,29 @@ BUILDS = {
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
     "exponentials, maxima": _exponentials(exp_CB=None, STORE=False, sum_ptr=None, max_ptr=F32,
-        repair_ptr=I32_PTR, REPAIR=True),
-    "exponentials, repair": _exponentials(repair_ptr=I32_PTR, GUARDED=True, REPAIR=True, ADD=True),
+        marks_ptr=I32_PTR, RECOMPUTE=True),
+    "exponentials, repair": _exponentials(marks_ptr=I32_PTR, GUARDED=True, RECOMPUTE=True, ADD=True),
     "exponentials, known statistics": _exponentials(GUARDED=True, sum_ptr=None),
     "exponentials, gradient": _exponentials(**_GRADIENT),
     "exponentials, gradient, all": _exponentials(**_GRADIENT, **_BENT),
     "exponentials, bias": _exponentials(bias_B_ptr=F32),
     "exponentials, scale": _exponentials(scale_ptr=F32),
-    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, moment_ptr=F32, ADD=True),
+    "exponentials, scale's gradient": _exponentials(scale_ptr=F32, grad_dot_logit_ptr=F32, ADD=True),
     "exponentials, soft cap": _exponentials(SOFTCAP=30.0),
-    "exponentials, all": _exponentials(**_BENT, MASKED=True, moment_ptr=F32, spills=320),
+    "exponentials, all": _exponentials(**_BENT, MASKED=True, grad_dot_logit_ptr=F32, spills=320),
     "exponentials, all, another block": _exponentials(
-        **_BENT, MASKED=True, ADD=True, moment_ptr=F32, spills=352
+        **_BENT, MASKED=True, ADD=True, grad_dot_logit_ptr=F32, spills=352
     ),
     "exponentials, log-probabilities": _exponentials(exp_CB=None, STORE=False, **_FOUND),
     "exponentials, log-probabilities, all": _exponentials(exp_CB=None, STORE=False, **_FOUND, **_BENT,
         spills=72),
     "exponentials, gradient of entropy": _exponentials(**_TILTED, spills=20),
     "exponentials, gradient of entropy, all": _exponentials(
-        **_TILTED, **_BENT, MASKED=True, moment_ptr=F32, spills=544
+        **_TILTED, **_BENT, MASKED=True, grad_dot_logit_ptr=F32, spills=544
     ),
     "exponentials, two terms": _exponentials(**_TWO_TERMS),
     "exponentials, two terms, all": _exponentials(
-        **_TWO_TERMS, **_BENT, MASKED=True, moment_ptr=F32, spills=600
+        **_TWO_TERMS, **_BENT, MASKED=True, grad_dot_logit_ptr=F32, spills=600
     ),
     "exponentials, two terms, gradient of entropy": _exponentials(**_TWO_TERMS, **_TILTED, spills=20),
     "distances": _distances(),
@@ -246,8 +274,8 @@ BUILDS = {
     ),
     "distances, rows": Build(
         "ops.linear_cross_entropy.engines.soft_targets.softmax_triton", "_rows_kernel",
-        {"found_CT4_ptr": F32, "soft_C_ptr": F32, "lse_pull_C_ptr": F32,
-         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "mass_C_ptr", "cross_C_ptr"), F32), "T": I32,
+        {"partials_CT4_ptr": F32, "soft_target_coef_C_ptr": F32, "lse_coef_C_ptr": F32,
+         **dict.fromkeys(("max_C_ptr", "sum_C_ptr", "soft_mass_C_ptr", "soft_nll_C_ptr"), F32), "T": I32,
          "GRADIENT": True, "PARTS": 1024}, warps=4, targets=(90,),
     ),
     "distances, gradient": _distance_gradient(),
@@ -259,58 +287,61 @@ BUILDS = {
         x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
     ),
     "scale rows": _rows(
-        "_scale_rows_kernel", x_CD_ptr=BF16, scale_C_ptr=F32, out_CD_ptr=BF16, x_stride=I32, out_stride=I32,
-        D=I32, BLOCK=1024,
+        "_scale_rows_kernel", x_CD_ptr=BF16, row_scale_C_ptr=F32, out_CD_ptr=BF16, x_stride=I32,
+        out_stride=I32, D=I32, BLOCK=1024,
     ),
     "input gradient": _rows(
         "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
-        ignored_C_ptr="*i1", scale_C_ptr=F32, hit_C_ptr=F32, spread_C_ptr=F32, total_weight_D_ptr=F32,
-        factor_ptr=F32, out_CD_ptr=BF16, weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+        ignored_C_ptr="*i1", row_scale_C_ptr=F32, target_weight_coef_C_ptr=F32,
+        smoothing_coef_C_ptr=F32, total_weight_D_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16,
+        weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "target rows": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, few bits": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, formed apart": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
         sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
         N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "round a block": _rows(
-        "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, hit_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        first_V_ptr=I32_PTR, class_weight_V_ptr=F32, spread_D_ptr=F32, factor_ptr=F32, out_VD_ptr=BF16,
+        "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
+        class_N_ptr=I64, order_N_ptr=I64, first_V_ptr=I32_PTR, class_weight_V_ptr=F32,
+        smoothing_row_D_ptr=F32, factor_ptr=F32, out_VD_ptr=BF16,
         outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, BLOCK_N=16, BLOCK=512,
     ),
     "repaired product": Build(
-        "ops.linear_cross_entropy.engines.exponentials.recompute", "_repaired_product_kernel",
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_recomputed_product_kernel",
         {"exp_CB": "tensordesc<bf16[128, 64]>", "weight_BD": "tensordesc<bf16[64, 128]>",
-         "repair_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
+         "marks_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
     **NARROW,
     "marks": Build("ops.linear_cross_entropy.engines.exponentials.recompute", "_mark_kernel",
-    {"rows_C_ptr": "*i1", "repair_ptr": I32_PTR, "C": I32,
+    {"rows_C_ptr": "*i1", "marks_ptr": I32_PTR, "C": I32,
         "BLOCK_C": 128}, warps=4),
     "parts, added up": Build(
         "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
-        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": None, "T": I32, "C": I32, "LARGEST": False,
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": None, "T": I32, "C": I32, "LARGEST": False,
          "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
     ),
     "parts, the largest": Build(
         "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
-        {"partials_TC_ptr": F32, "out_C_ptr": F32, "repair_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
+        {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
          "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
     ),
     "coefficients": Build(
         "ops.linear_cross_entropy.engines.exponentials.row_coefficients", "_coefficients_kernel",
         {**dict.fromkeys((f"{name}_C_ptr" for name in (
-            "logit", "max", "sum", "pull", "hit", "lse_pull", "tilt", "slope", "gap", "scale_out", "hit_out"
+            "logit", "max", "sum", "softmax_coef", "target_coef", "lse_coef", "entropy_coef", "slope",
+            "nll", "row_scale", "target_weight_coef"
         )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
     ),
     "24 bits, first product": _add_product(ADD=False),
@@ -324,12 +355,12 @@ BUILDS = {
     "24 bits, rounded": Build(
         "ops.linear_cross_entropy.engines.weight_gradient.packed_triton", "_round_kernel",
         {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u16", "factor_ptr": F32, "class_weight_V_ptr": F32,
-         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
+         "smoothing_row_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
     "20 bits, rounded": Build(
         "ops.linear_cross_entropy.engines.weight_gradient.packed_triton", "_round_kernel",
         {"pair_VP_ptr": "*i32", "low_VP_ptr": "*u8", "factor_ptr": F32, "class_weight_V_ptr": F32,
-         "spread_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
+         "smoothing_row_D_ptr": F32, "D": I32, "BLOCK": 512}, warps=4,
     ),
     **PIPELINED,
 }  # fmt: skip

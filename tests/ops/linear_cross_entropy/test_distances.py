@@ -223,9 +223,11 @@ def test_what_16_bits_hold(device, size, near):
     place_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device)
     columns = Columns(0, LogitTransform(), soft_CB=soft_CV)
     nothing_C = torch.zeros(C, device=device)
-    terms = RowCoefs(nothing_C, nothing_C, nothing_C, nothing_C, soft_N=torch.ones_like(nothing_C))
+    terms = RowCoefs(
+        nothing_C, nothing_C, nothing_C, nothing_C, soft_target_coef_N=torch.ones_like(nothing_C)
+    )
     statistics = SoftmaxStats(*(torch.empty(C, device=device) for _ in range(2)))
-    statistics = replace(statistics, mass_N=nothing_C, cross_N=nothing_C.clone())
+    statistics = replace(statistics, soft_mass_N=nothing_C, soft_nll_N=nothing_C.clone())
     found = engine.distances([(x_CD, weight_VD)], columns, place_CV)
     softmax_triton.gradient(found, place_CV, terms, statistics, columns, take_stats=True)
     z_CV = x_CD.double() @ weight_VD.double().T
@@ -240,7 +242,7 @@ def test_what_16_bits_hold(device, size, near):
     assert (error_CV <= allowed_CV + far_CV * p_CV + float32_CV).all()
     assert size < 60 or far_CV.any()
     exact_loss_C = (y_CV * (z_CV.logsumexp(1, keepdim=True) - z_CV)).sum(1)
-    torch.testing.assert_close(statistics.cross_N.double(), exact_loss_C, rtol=3e-6, atol=2**-22)
+    torch.testing.assert_close(statistics.soft_nll_N.double(), exact_loss_C, rtol=3e-6, atol=2**-22)
 
 
 @kinds

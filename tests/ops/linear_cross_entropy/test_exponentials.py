@@ -25,7 +25,7 @@ from tests.support.loss import (
 
 pytest.importorskip("triton")
 
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import SplitSum
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import PackedSum
 from lowtide.ops.linear_cross_entropy.planning import requirements, weight_gradient
 from tests.ops.linear_cross_entropy.on_exponentials import (  # noqa: F401
     dtype_on,
@@ -91,7 +91,7 @@ def test_what_few_bits_hold(device, bits):
     x_CD = torch.randn(chunks, C, D, device=device).to(dtype)
     x_CD[2, :, 0], x_CD[3, :, 1] = torch.nan, torch.inf
     rounded_VD = torch.empty(V, D, device=device, dtype=torch.bfloat16)
-    total = SplitSum(rounded_VD, torch.ones((), device=device), bits=bits)
+    total = PackedSum(rounded_VD, torch.ones((), device=device), bits=bits)
     exact_VD = torch.zeros(V, D, device=device, dtype=torch.float64)
     rounding_VD = torch.zeros_like(exact_VD)
     for chunk in range(chunks):

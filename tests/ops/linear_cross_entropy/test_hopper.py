@@ -37,19 +37,19 @@ def test_cards_and_releases(monkeypatch, release, capability, expected):
 
 
 def test_what_is_worth_a_launch():
-    assert backend.worth(1024, 131072, 4096)
-    assert not backend.worth(1024, 128256, 4096)
-    assert not backend.worth(4096, 26240, 2048)
+    assert backend.is_large_gemm(1024, 131072, 4096)
+    assert not backend.is_large_gemm(1024, 128256, 4096)
+    assert not backend.is_large_gemm(4096, 26240, 2048)
 
 
 def test_tensor_maps():
     whole = torch.zeros(8, 24, dtype=torch.bfloat16)
-    assert backend.mapped(whole, whole[1:, :16], whole[:, 8:])
-    assert not backend.mapped(whole, whole[:, 1:])  # begins between two multiples of 16 bytes
-    assert not backend.mapped(whole.t())
-    assert not backend.mapped(whole[:, :20].contiguous())
-    assert not backend.mapped(whole[:1].expand(8, 24))
-    assert not backend.mapped(whole[:0])
+    assert backend.tma_compatible(whole, whole[1:, :16], whole[:, 8:])
+    assert not backend.tma_compatible(whole, whole[:, 1:])  # begins between two multiples of 16 bytes
+    assert not backend.tma_compatible(whole.t())
+    assert not backend.tma_compatible(whole[:, :20].contiguous())
+    assert not backend.tma_compatible(whole[:1].expand(8, 24))
+    assert not backend.tma_compatible(whole[:0])
 
 
 def test_without_gluon():

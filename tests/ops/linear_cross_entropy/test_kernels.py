@@ -51,8 +51,10 @@ class Case:
     def terms(self):
         hit = self.upstream * (1 - self.smoothing) * self.weight_V[self.target]
         spread = self.upstream * self.smoothing / self.V
-        pull = hit + spread * self.weight_V.sum()
-        return RowCoefs(self.target, self.upstream == 0, pull, hit, spread if self.smoothing else None)
+        softmax_coef = hit + spread * self.weight_V.sum()
+        return RowCoefs(
+            self.target, self.upstream == 0, softmax_coef, hit, spread if self.smoothing else None
+        )
 
     def statistics(self):
         vectors = [torch.empty(self.C, device=self.logits.device) for _ in range(4)]
@@ -65,10 +67,10 @@ class Case:
         total = (z - row_max[:, None]).exp().sum(1)
         gap = z.logsumexp(1)[:, None] - z
         terms = self.terms
-        gradient = z.softmax(1) * terms.pull_N.double()[:, None]
-        gradient[torch.arange(self.C), self.target] -= terms.hit_N.double()
+        gradient = z.softmax(1) * terms.softmax_coef_N.double()[:, None]
+        gradient[torch.arange(self.C), self.target] -= terms.target_coef_N.double()
         if self.smoothing:
-            gradient -= terms.spread_N.double()[:, None] * self.weight_V.double()
+            gradient -= terms.smoothing_coef_N.double()[:, None] * self.weight_V.double()
         target_gap = gap.gather(1, self.target[:, None])[:, 0]
         return row_max, total, target_gap, gap @ self.weight_V.double(), gradient
 
@@ -127,10 +129,12 @@ def test_statistics_and_gradient(device, softmax_gradient_, block, padding, extr
     close(statistics.sum_N, total)
     # A gap is the difference of two numbers of the size of the logits.
     scale = row_max.abs() + total.log().abs() + gap.abs()
-    assert norm(statistics.gap_N.double() - gap) <= 4 * torch.finfo(torch.float32).eps * norm(scale)
+    assert norm(statistics.nll_N.double() - gap) <= 4 * torch.finfo(torch.float32).eps * norm(scale)
     if case.smoothing:
         scale = scale * case.weight_V.sum()
-        assert norm(statistics.smooth_N.double() - smooth) <= 4 * torch.finfo(torch.float32).eps * norm(scale)
+        assert norm(statistics.smooth_nll_N.double() - smooth) <= 4 * torch.finfo(torch.float32).eps * norm(
+            scale
+        )
     if V > 1:
         close(got, gradient, dtype=dtype, function=softmax_gradient_)
     else:  # p - 1 = 0, after sums of numbers near 1
@@ -145,7 +149,7 @@ def test_statistics_alone(device, softmax_gradient_, block, smoothing):
     assert case.run(softmax_gradient_, statistics, None, take_stats=True) is None
     close(statistics.max_N, row_max)
     close(statistics.sum_N, total)
-    close(statistics.gap_N, gap)
+    close(statistics.nll_N, gap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -208,7 +212,7 @@ def test_logits_far_from_zero(device, softmax_gradient_, block, offset):
     close(statistics.max_N, row_max)
     close(statistics.sum_N, total)
     close(got, gradient)
-    close(statistics.gap_N, gap)
+    close(statistics.nll_N, gap)
 
 
 def test_no_rows(device, softmax_gradient_):

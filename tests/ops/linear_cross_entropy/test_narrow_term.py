@@ -21,7 +21,7 @@ from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton
-from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import LowRankTerm
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, Job, Wanted
@@ -189,7 +189,7 @@ def test_what_it_holds_is_foretold(device, silent, made, V):  # noqa: F811
     second = (part.detach()[:, D:] for part in (inputs.input, inputs.linear_weight))
     operand = Operand(*second, dtype_on(device), False, None)
     dx, sum = PendingGradient(torch.empty(N, R, device=device), None, None), FloatSum(sum_VR)
-    term = NarrowTerm(operand, dx, sum, planned, None, place=1, smoothing=False)
+    term = LowRankTerm(operand, dx, sum, planned, None, place=1, smoothing=False)
     C, dtype = planned.rows, dtype_on(device)
     exp_CV, x_CR = (torch.empty(C, size, device=device, dtype=dtype)[:, :V] for size in (V + -V % 8, R))
     with peak_memory(device) as peak:

@@ -18,16 +18,16 @@ def test_sums_and_maxima_of_parts(device, T, C, largest):
     """Of all rows, or of those in marked tiles alone, which are 128 high."""
     rows_C = torch.zeros(C, dtype=torch.bool, device=device)
     rows_C[C // 2] = True
-    repair = recompute.tiles_of(rows_C)
+    repair = recompute.mark_tiles(rows_C)
     marked = [start <= C // 2 < start + 128 for start in range(0, C, 128)]
     assert repair.tolist() == [1, *map(int, marked)]
-    assert recompute.tiles_of(torch.zeros_like(rows_C)).tolist() == [0] * (1 + len(marked))
+    assert recompute.mark_tiles(torch.zeros_like(rows_C)).tolist() == [0] * (1 + len(marked))
     partials_TC, before_C = torch.randn(T, C, device=device), torch.randn(C, device=device)
     exact_C = partials_TC.amax(0) if largest else partials_TC.double().sum(0)
     marked_C = repair[1:].repeat_interleave(128)[:C].bool()
     for marks, expected_C in ((None, exact_C), (repair, torch.where(marked_C, exact_C, before_C.double()))):
         found_C = before_C.clone()
-        recompute.reduce(partials_TC, found_C, largest=largest, repair=marks)
+        recompute.reduce(partials_TC, found_C, largest=largest, marks=marks)
         error = (found_C - expected_C).abs()
         assert (error <= 2**-21 * (partials_TC.abs().sum(0) + before_C.abs()) * (not largest)).all()
 

@@ -59,13 +59,13 @@ def untouched(whole):
 def test_few_bits(bits, last, C, D, V):
     chunks = 3
     exp_CV, x_CD = operands(C, D, V, chunks)
-    factor, spread_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
+    factor, smoothing_row_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
     weight_V = torch.rand(V, device="cuda")
     rounding = {
         None: (None, None, None),
         "factor": (factor, None, None),
-        "spread": (factor, None, spread_D),
-        "class weights": (factor, weight_V, spread_D),
+        "spread": (factor, None, smoothing_row_D),
+        "class weights": (factor, weight_V, smoothing_row_D),
     }[last]
     found = []
     pipeline = accumulators.add_in_pipeline

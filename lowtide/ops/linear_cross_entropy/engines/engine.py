@@ -57,7 +57,7 @@ class Engine:
             as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype), plan.options.softcap
         )
         self.operands = [
-            Operand(input, weight, plan.compute_dtype, copies, self.rows.counted)
+            Operand(input, weight, plan.compute_dtype, copies, self.rows.kept_rows)
             for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
         ]
 
@@ -89,15 +89,15 @@ class Engine:
         if scale is not None:
             coefs, factor = coefs * scale, factor / scale
         if self.plan.wanted.scale:
-            stats = dataclasses.replace(stats, moment_N=torch.empty_like(coefs.pull_N))
-        some_rows = self.rows.counted is not None
+            stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
+        some_rows = self.rows.kept_rows is not None
         gradients = allocate(
             self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=some_rows
         )
         self.walk(coefs, stats, gradients, take_stats=take_stats)
         if gradients.scale is not None:
-            moment_N = stats.moment_N.masked_fill_(self.rows.ignored_N, 0)
-            torch.sum(moment_N, 0, out=gradients.scale.tensor)
+            grad_dot_logit_N = stats.grad_dot_logit_N.masked_fill_(self.rows.ignored_N, 0)
+            torch.sum(grad_dot_logit_N, 0, out=gradients.scale.tensor)
         return gradients
 
     # The walk over chunks of tokens, and the walk over blocks of classes.
@@ -153,7 +153,7 @@ class Engine:
         """
         plan, dw = self.plan, gradients.weights[0]
         assert dw is not None
-        stats = dataclasses.replace(stats, moment_N=None)  # already computed
+        stats = dataclasses.replace(stats, grad_dot_logit_N=None)  # already computed
         sum_BD = self.buffer(plan.block_classes, self.operands[0].D)
         logits = self.buffer(plan.block_rows, plan.block_classes).view(-1)
         for classes in blocks(self.V, plan.block_classes):
@@ -216,7 +216,7 @@ class Engine:
         """Return what takes the rows of an input gradient, if it is wanted."""
         if dx is None:
             return None
-        return InputRows(dx, self.plan.rows, self.plan.sum_dtype, self.plan.backend, self.rows.counted)
+        return InputRows(dx, self.plan.rows, self.plan.sum_dtype, self.plan.backend, self.rows.kept_rows)
 
     def buffer(self, rows: int, columns: int) -> Tensor:
         """Return an uninitialised matrix in the accumulators' dtype."""

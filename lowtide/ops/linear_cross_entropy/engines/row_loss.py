@@ -35,15 +35,15 @@ class RowLoss:
         self._set_target(labels.target)
         self.row_weight_N = None
         if labels.row_weight is not None:
-            self.row_weight_N = self._counting(labels.row_weight.flatten())
+            self.row_weight_N = self._of_kept_as_sums(labels.row_weight.flatten())
 
     def _set_target(self, target: Tensor) -> None:
-        self.soft_NV, self.counted = None, None
+        self.soft_NV, self.kept_rows = None, None
         if self.plan.job.probabilities:
             self.soft_NV = target.reshape(self.N, self.V)
             self.M = self.N
             self.ignored_N = torch.zeros(self.N, dtype=torch.bool, device=self.device)
-            self.foreign_N = self.ignored_N
+            self.invalid_target_N = self.ignored_N
             self.target_N = torch.zeros(self.N, dtype=torch.long, device=self.device)
             return
         ignore_index = self.plan.options.ignore_index
@@ -51,33 +51,33 @@ class RowLoss:
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
         if self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any()):
-            self.counted = (~ignored_N).nonzero()[:, 0]
-            target_N, ignored_N = target_N[self.counted], ignored_N[self.counted]
+            self.kept_rows = (~ignored_N).nonzero()[:, 0]
+            target_N, ignored_N = target_N[self.kept_rows], ignored_N[self.kept_rows]
         self.M = target_N.shape[0]
         self.ignored_N = ignored_N
-        self.foreign_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
-        self.target_N = target_N.masked_fill(ignored_N | self.foreign_N, 0)
+        self.invalid_target_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
+        self.target_N = target_N.masked_fill(ignored_N | self.invalid_target_N, 0)
 
     # From vectors of all rows to those of kept rows, and back.
 
-    def of_counted(self, vector_N: Tensor) -> Tensor:  # [M]
-        return vector_N if self.counted is None else vector_N[self.counted]
+    def of_kept(self, vector_N: Tensor) -> Tensor:  # [M]
+        return vector_N if self.kept_rows is None else vector_N[self.kept_rows]
 
     def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
-        if self.counted is None:
+        if self.kept_rows is None:
             return vector_M.masked_fill(self.ignored_N, ignored)
-        return vector_M.new_full((self.N,), ignored).index_copy_(0, self.counted, vector_M)
+        return vector_M.new_full((self.N,), ignored).index_copy_(0, self.kept_rows, vector_M)
 
     # The loss of each row, and the coefficients of its gradient.
 
     def loss_N(self, stats: RowStats) -> Tensor:
         options = self.plan.options
-        if stats.cross_N is not None:
-            loss_N = stats.cross_N.clone()
+        if stats.soft_nll_N is not None:
+            loss_N = stats.soft_nll_N.clone()
         else:
-            loss_N = self._hit_weight_N() * stats.gap_N
-        if stats.smooth_N is not None:
-            loss_N.add_(stats.smooth_N, alpha=options.label_smoothing / self.V)
+            loss_N = self._target_coef_weight_N() * stats.nll_N
+        if stats.smooth_nll_N is not None:
+            loss_N.add_(stats.smooth_nll_N, alpha=options.label_smoothing / self.V)
         if options.z_loss:
             loss_N.addcmul_(*[stats.logsumexp_N] * 2, value=options.z_loss)
         return loss_N if self.row_weight_N is None else loss_N.mul_(self.row_weight_N)
@@ -101,21 +101,29 @@ class RowLoss:
         smoothing = options.label_smoothing
         one_N = torch.ones_like(self.ignored_N, dtype=self.plan.sum_dtype)
         if upstream_N is not None:
-            one_N = self.of_counted(upstream_N).to(one_N.dtype)
+            one_N = self.of_kept(upstream_N).to(one_N.dtype)
         if self.row_weight_N is not None:
             one_N = one_N * self.row_weight_N
         one_N = one_N.masked_fill(self.ignored_N, 0)
-        soft_N = spread_N = None
+        soft_target_coef_N = smoothing_coef_N = None
         if self.soft_NV is not None:
-            soft_N = one_N
-            pull_N = hit_N = torch.zeros_like(one_N)
+            soft_target_coef_N = one_N
+            softmax_coef_N = target_coef_N = torch.zeros_like(one_N)
         else:
-            pull_N = hit_N = self._hit_weight_N() * one_N
+            softmax_coef_N = target_coef_N = self._target_coef_weight_N() * one_N
             if smoothing:
-                spread_N = one_N * (smoothing / self.V)
-                pull_N = pull_N + spread_N * self.total_weight()
-        lse_pull_N = one_N * (2 * options.z_loss) if options.z_loss else None
-        return RowCoefs(self.target_N, self.ignored_N, pull_N, hit_N, spread_N, soft_N, lse_pull_N)
+                smoothing_coef_N = one_N * (smoothing / self.V)
+                softmax_coef_N = softmax_coef_N + smoothing_coef_N * self.total_weight()
+        lse_coef_N = one_N * (2 * options.z_loss) if options.z_loss else None
+        return RowCoefs(
+            self.target_N,
+            self.ignored_N,
+            softmax_coef_N,
+            target_coef_N,
+            smoothing_coef_N,
+            soft_target_coef_N,
+            lse_coef_N,
+        )
 
     def log_prob_coefs(
         self,
@@ -125,25 +133,29 @@ class RowLoss:
         grad_logsumexp_N: Tensor | None,
     ) -> RowCoefs:
         """Return the coefficients of the gradient of these three outputs; vectors of all rows."""
-        hit_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
-        tilt_N = None
+        target_coef_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        entropy_coef_N = None
         if grad_log_prob_N is not None:
-            hit_N = self._counting(grad_log_prob_N).neg().masked_fill_(self.foreign_N, torch.nan)
-        pull_N = hit_N
+            target_coef_N = (
+                self._of_kept_as_sums(grad_log_prob_N).neg().masked_fill_(self.invalid_target_N, torch.nan)
+            )
+        softmax_coef_N = target_coef_N
         if grad_logsumexp_N is not None:
-            pull_N = pull_N + self._counting(grad_logsumexp_N)
+            softmax_coef_N = softmax_coef_N + self._of_kept_as_sums(grad_logsumexp_N)
         if grad_entropy_N is not None:
-            tilt_N = self._counting(grad_entropy_N).neg()
-            pull_N = pull_N - tilt_N * stats.mean_N
-        return RowCoefs(self.target_N, self.ignored_N, pull_N, hit_N, tilt_N=tilt_N)
+            entropy_coef_N = self._of_kept_as_sums(grad_entropy_N).neg()
+            softmax_coef_N = softmax_coef_N - entropy_coef_N * stats.mean_N
+        return RowCoefs(
+            self.target_N, self.ignored_N, softmax_coef_N, target_coef_N, entropy_coef_N=entropy_coef_N
+        )
 
     def total_weight(self) -> Tensor | int:
         return self.V if self.class_weight_V is None else self.class_weight_V.sum()
 
-    def _counting(self, vector_N: Tensor) -> Tensor:
-        return self.of_counted(vector_N).to(self.plan.sum_dtype).masked_fill(self.ignored_N, 0)
+    def _of_kept_as_sums(self, vector_N: Tensor) -> Tensor:
+        return self.of_kept(vector_N).to(self.plan.sum_dtype).masked_fill(self.ignored_N, 0)
 
-    def _hit_weight_N(self) -> Tensor:
+    def _target_coef_weight_N(self) -> Tensor:
         smoothing = self.plan.options.label_smoothing
         return self.target_weight_N * (1 - smoothing) if smoothing else self.target_weight_N
 
@@ -157,7 +169,7 @@ class RowLoss:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
         else:
             weight_N = self.class_weight_V[self.target_N]
-        return weight_N.masked_fill_(self.foreign_N, torch.nan).masked_fill_(self.ignored_N, 0)
+        return weight_N.masked_fill_(self.invalid_target_N, torch.nan).masked_fill_(self.ignored_N, 0)
 
     def empty_stats(self, kind: type[Stats]) -> Stats:
         """Return memory for the statistics that the call needs."""
@@ -169,10 +181,10 @@ class RowLoss:
         vectors = {
             "max_N": vector(),
             "sum_N": vector(),
-            "gap_N": vector(not job.probabilities),
-            "smooth_N": vector(smoothing > 0 and not job.probabilities),
-            "mass_N": vector(job.probabilities),
-            "cross_N": vector(job.probabilities),
+            "nll_N": vector(not job.probabilities),
+            "smooth_nll_N": vector(smoothing > 0 and not job.probabilities),
+            "soft_mass_N": vector(job.probabilities),
+            "soft_nll_N": vector(job.probabilities),
             "mean_N": vector(job.log_probs),
             "argmax_N": vector(job.log_probs, torch.long),
         }

@@ -9,15 +9,23 @@ With class weights w, smoothing e, class probabilities y, z-loss l and the row's
 each row i with target t contributes
 
     loss      = (1 - e) w_t (lse - z_t) + e/V sum_v w_v (lse - z_v) + l lse^2
-    gradient  = slope_v (p_v (pull + tilt (z_v - max)) - hit [v = t] - spread w_v - soft w_v y_v)
-    where p_v = exp(z_v - max) / sum,   hit = upstream (1 - e) w_t,   spread = upstream e/V,
-          pull = hit + spread sum_v w_v + soft sum_v w_v y_v + lse_pull lse,   lse_pull = upstream 2 l
+    gradient  = slope_v (p_v (softmax_coef + entropy_coef (z_v - max))
+                         - target_coef [v = t] - smoothing_coef w_v - soft_target_coef w_v y_v)
+    where p_v            = exp(z_v - max) / sum
+          target_coef    = upstream (1 - e) w_t
+          smoothing_coef = upstream e/V
+          lse_coef       = upstream 2 l
+          softmax_coef   = target_coef + smoothing_coef sum_v w_v
+                           + soft_target_coef sum_v w_v y_v + lse_coef lse
 
 Class probabilities, smoothed to y = (1 - e) y + e/V, make sum_v y_v w_v (lse - z_v) of the first two
-terms, and the gradient takes soft = upstream in place of hit and spread. tilt is what an entropy's
-gradient adds. That is the gradient of u_v but for the factor s, which is common to all and applied
-to the gradients of input and weight. The gradient of s itself is the sum over v of this one times
-u_v (`moment_N`).
+terms of the loss, and soft_target_coef = upstream takes the place of target_coef and smoothing_coef.
+entropy_coef is what an entropy's gradient adds. In `RowCoefs`, softmax_coef has only what is known
+before the row's statistics are.
+
+That is the gradient of u_v but for the factor s, which is common to all and applied to the gradients
+of input and weight. The gradient of s itself is the sum over v of this one times u_v
+(`grad_dot_logit_N`).
 
 Shapes: N tokens, V classes; C rows and B columns of one tile.
 """
@@ -55,20 +63,20 @@ class RowCoefs(_ByRow):
 
     target_N: Tensor
     ignored_N: Tensor
-    pull_N: Tensor
-    hit_N: Tensor
-    spread_N: Tensor = None  # with label smoothing
-    soft_N: Tensor = None  # with class probabilities
-    lse_pull_N: Tensor = None  # with a z-loss
-    tilt_N: Tensor = None  # with an upstream gradient of the entropy
+    softmax_coef_N: Tensor
+    target_coef_N: Tensor
+    smoothing_coef_N: Tensor = None  # with label smoothing
+    soft_target_coef_N: Tensor = None  # with class probabilities
+    lse_coef_N: Tensor = None  # with a z-loss
+    entropy_coef_N: Tensor = None  # with an upstream gradient of the entropy
 
     def largest(self) -> Tensor:
         """Bound the magnitude of a logit's gradient, roughly, 0-d; 0 for no rows."""
-        if self.pull_N.shape[0] == 0:
-            return self.pull_N.sum()
+        if self.softmax_coef_N.shape[0] == 0:
+            return self.softmax_coef_N.sum()
         # These are multiplied by what is not known yet: a log-sum-exp, and the sum of a row's
         # probabilities.
-        room = {"lse_pull_N": 1024, "soft_N": 64}
+        room = {"lse_coef_N": 1024, "soft_target_coef_N": 64}
         bounds = []
         for field in fields(self):
             vector = getattr(self, field.name)
@@ -86,13 +94,13 @@ class RowStats(_ByRow):
 
     max_N: Tensor
     sum_N: Tensor
-    gap_N: Tensor = None  # lse - z_t
-    smooth_N: Tensor = None  # sum_v w_v (lse - z_v)
-    mass_N: Tensor = None  # sum_v w_v y_v
-    cross_N: Tensor = None  # sum_v w_v y_v (lse - z_v)
+    nll_N: Tensor = None  # lse - z_t
+    smooth_nll_N: Tensor = None  # sum_v w_v (lse - z_v)
+    soft_mass_N: Tensor = None  # sum_v w_v y_v
+    soft_nll_N: Tensor = None  # sum_v w_v y_v (lse - z_v)
     mean_N: Tensor = None  # sum_v p_v (z_v - max)
     argmax_N: Tensor = None
-    moment_N: Tensor = None  # sum_v gradient_v u_v
+    grad_dot_logit_N: Tensor = None  # sum_v gradient_v u_v
 
     @property
     def logsumexp_N(self) -> Tensor:
@@ -174,32 +182,32 @@ class Columns:
         return replace(self, soft_CB=soft_CB)
 
 
-def softmax_coef(coefs: RowCoefs, stats: RowStats, find_logsumexp: Callable[[], Tensor]) -> Tensor:
+def whole_softmax_coef(coefs: RowCoefs, stats: RowStats, find_logsumexp: Callable[[], Tensor]) -> Tensor:
     """Return what p_v is multiplied by in each row, once the row's statistics are known."""
-    pull_C = coefs.pull_N
-    if coefs.soft_N is not None:
-        pull_C = pull_C + coefs.soft_N * stats.mass_N
-    if coefs.lse_pull_N is not None:
-        pull_C = pull_C + coefs.lse_pull_N * find_logsumexp().masked_fill_(coefs.ignored_N, 0)
-    return pull_C
+    softmax_coef_C = coefs.softmax_coef_N
+    if coefs.soft_target_coef_N is not None:
+        softmax_coef_C = softmax_coef_C + coefs.soft_target_coef_N * stats.soft_mass_N
+    if coefs.lse_coef_N is not None:
+        softmax_coef_C = softmax_coef_C + coefs.lse_coef_N * find_logsumexp().masked_fill_(coefs.ignored_N, 0)
+    return softmax_coef_C
 
 
 def excluded_coefs(
-    coefs: RowCoefs, stats: ExcludedTargetStats, logit_C: Tensor, *, take_gap: bool
+    coefs: RowCoefs, stats: ExcludedTargetStats, logit_C: Tensor, *, take_nll: bool
 ) -> tuple[Tensor, Tensor]:
     """Return c and h of G = c E + h [v = t] (exponentials/engine.py).
 
-    With `take_gap`, compute lse - z_t as well.
+    With `take_nll`, compute lse - z_t as well.
     """
     distance_C = stats.max_N - logit_C
     exp_C = distance_C.neg().exp()
     total_C = exp_C + stats.sum_N
-    if take_gap:
-        torch.where(distance_C == 0, stats.sum_N.log1p(), distance_C + total_C.log(), out=stats.gap_N)
-    pull_C = softmax_coef(coefs, stats, lambda: excluded_logsumexp(stats, logit_C))
-    # c e - hit, written so that no two numbers near 1 are subtracted
-    rest_C = (pull_C - coefs.hit_N) * exp_C - coefs.hit_N * stats.sum_N
-    return pull_C / total_C, rest_C / total_C
+    if take_nll:
+        torch.where(distance_C == 0, stats.sum_N.log1p(), distance_C + total_C.log(), out=stats.nll_N)
+    softmax_coef_C = whole_softmax_coef(coefs, stats, lambda: excluded_logsumexp(stats, logit_C))
+    # c e - target_coef, written so that no two numbers near 1 are subtracted
+    rest_C = (softmax_coef_C - coefs.target_coef_N) * exp_C - coefs.target_coef_N * stats.sum_N
+    return softmax_coef_C / total_C, rest_C / total_C
 
 
 def excluded_logsumexp(stats: RowStats, logit_C: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def softmax_coef(pull, soft, mass, lse_pull, lse):
+def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
     """Return what p_v is multiplied by in each row, once the row's statistics are known."""
     if soft is not None:
-        pull += soft * mass
-    if lse_pull is not None:
-        pull += lse_pull * lse
-    return pull
+        softmax_coef += soft * soft_mass
+    if lse_coef is not None:
+        softmax_coef += lse_coef * lse
+    return softmax_coef

@@ -35,14 +35,14 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
     """
     max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
     kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
-    third = stats.mean_N if rows.plan.job.log_probs else stats.mass_N
+    third = stats.mean_N if rows.plan.job.log_probs else stats.soft_mass_N
     return kept if third is None else [*kept, rows.of_all(third)]
 
 
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
     """Return the statistics of kept rows."""
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
-    max_N, sum_N, *third = (rows.of_counted(each.flatten().contiguous()) for each in saved)
+    max_N, sum_N, *third = (rows.of_kept(each.flatten().contiguous()) for each in saved)
     if rows.plan.job.log_probs:
         return kind(max_N, sum_N, mean_N=third[0])
-    return kind(max_N, sum_N, mass_N=third[0] if third else None)
+    return kind(max_N, sum_N, soft_mass_N=third[0] if third else None)

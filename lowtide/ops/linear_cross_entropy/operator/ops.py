@@ -88,7 +88,7 @@ def linear_log_probs(*arguments: Any) -> list[Tensor]:
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats, rows = engine.row_statistics(), engine.rows
-        log_prob_N = stats.gap_N.neg().masked_fill_(rows.foreign_N, torch.nan)
+        log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
         return [
             *(rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)),
             rows.of_all(stats.argmax_N, ignored=-1),

@@ -200,7 +200,9 @@ def _with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:
         counts,
         split_sum=min(counts.weight_sum, V * D),
         split_sum_20=half,
-        pipelined=maps_sum and backend.pipelines_on(call.head.device) and backend.worth(V, D, ENOUGH_ROWS),
+        pipelined=maps_sum
+        and backend.pipelines_on(call.head.device)
+        and backend.is_large_gemm(V, D, ENOUGH_ROWS),
     )
 
 

@@ -44,7 +44,10 @@ class CpuExponentialsEngine(Engine):
         dx = self.input_rows(gradients.inputs[0])
         wanted = any(each is not None for each in (dx, sum, db))
         exp_CV = self._empty(plan.rows, self.V) if wanted else None
-        row_scale_M, hit_M = torch.empty_like(coefs.hit_N), torch.empty_like(coefs.hit_N)
+        row_scale_M, target_weight_coef_M = (
+            torch.empty_like(coefs.target_coef_N),
+            torch.empty_like(coefs.target_coef_N),
+        )
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)
@@ -54,8 +57,8 @@ class CpuExponentialsEngine(Engine):
                 self._take_stats(x_CD, e_CV, row, stat, logit_C)
             elif e_CV is not None:
                 self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
-            c_C, h_C = excluded_coefs(row, stat, logit_C, take_gap=take_stats)
-            row_scale_M[rows], hit_M[rows] = c_C, h_C
+            c_C, h_C = excluded_coefs(row, stat, logit_C, take_nll=take_stats)
+            row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
             if e_CV is None:
                 continue
             if dx is not None:
@@ -70,12 +73,12 @@ class CpuExponentialsEngine(Engine):
                 self._add_bias(db.tensor, e_CV, row.target_N, c_C, h_C)
         if sum is not None and self.M:
             sum.finish()
-        return row_scale_M, hit_M
+        return row_scale_M, target_weight_coef_M
 
     def walk_classes(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: RowFactors
     ) -> None:
-        (row_scale_M, hit_M), (dw,) = of_tokens, gradients.weights
+        (row_scale_M, target_weight_coef_M), (dw,) = of_tokens, gradients.weights
         assert dw is not None
         plan, operand = self.plan, self.operands[0]
         sum_BD = self.buffer(plan.block_classes, operand.D)
@@ -88,7 +91,7 @@ class CpuExponentialsEngine(Engine):
                 target_C, x_CD = coefs.target_N[rows], operand.rows(rows)
                 e_CB = exp[: x_CD.shape[0] * B].view(-1, B)
                 self._exponentials(x_CD, e_CB, target_C, stats.max_N[rows], classes)
-                c_C, h_C = row_scale_M[rows], hit_M[rows]
+                c_C, h_C = row_scale_M[rows], target_weight_coef_M[rows]
                 self._add_rows(sum, e_CB, x_CD, target_C, c_C, h_C, first=rows.start == 0)
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend, spent=True)
 

@@ -5,16 +5,17 @@ and stores E = exp(z - r) in bfloat16. r_i is a reference near the row's largest
 target's column E is 0. The row's sum S of E is taken in float32 before the rounding. The gradient
 needs nothing else, since in each row
 
-    G = c E + h [v = t] - spread w,   c = pull / (e + S),   h = c e - hit,   e = exp(z_t - r)
+    G = c E + h [v = t] - smoothing_coef w
+    where c = softmax_coef / (e + S),   h = c e - target_coef,   e = exp(z_t - r)
 
-(row_math.py defines pull, hit, spread and w), and therefore
+(row_math.py defines w and the coefficients; c is `row_scale`, h `target_weight_coef`), and therefore
 
-    dX = c (E W) + h W_t - spread (w W)
-    dW = E^T (c X) + (the rows h X, added at their targets) - w (spread X)
+    dX = c (E W) + h W_t - smoothing_coef (w W)
+    dW = E^T (c X) + (the rows h X, added at their targets) - w (smoothing_coef X)
 
 So c scales the rows of products, not logits. The target's column, where p - 1 would lose its digits
-in bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -hit S / (1 + S): there is
-no difference of large numbers, even for a token with p = 1 - 1e-9. With a soft cap or an entropy's
+in bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -target_coef S / (1 + S):
+there is no difference of large numbers, even for a token with p = 1 - 1e-9. With a soft cap or an entropy's
 gradient, each p_v has a further factor. E is multiplied by it as it is stored, after S has been
 summed.
 
@@ -43,8 +44,8 @@ from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import NarrowTerm
-from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduce, tiles_of
+from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import LowRankTerm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
@@ -72,11 +73,14 @@ class ExponentialsEngine(Engine):
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
     ) -> OfTokens:
-        plan, smoothing = self.plan, coefs.spread_N is not None
+        plan, smoothing = self.plan, coefs.smoothing_coef_N is not None
         by_class = plan.weight_gradient == "by_class"
         linear = self._linear_terms(gradients, smoothing=smoothing)
         db = None if by_class else gradients.bias
-        row_scale_N, hit_N = torch.empty_like(coefs.hit_N), torch.empty_like(coefs.hit_N)
+        row_scale_N, target_weight_coef_N = (
+            torch.empty_like(coefs.target_coef_N),
+            torch.empty_like(coefs.target_coef_N),
+        )
         sums = any(each.sum is not None for each in linear)
         wanted = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
         width = plan.chunk_classes if wanted else self.V
@@ -100,43 +104,43 @@ class ExponentialsEngine(Engine):
                 self._tiles(chunks, row, stat, buffer=buffer, classes=classes)
                 for classes in blocks(self.V, width)
             ]
-            moment_C = None
+            grad_dot_logit_C = None
             if wanted or take_stats:
-                moment_C = self._run(tiles, chunks, row, stat, logit_C, buffer, linear, take_stats)
+                grad_dot_logit_C = self._run(tiles, chunks, row, stat, logit_C, buffer, linear, take_stats)
             raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
             if take_stats and smoothing:
                 scale = self.transform.scale
-                smooth_C = raw_smooth_C if scale is None else raw_smooth_C * scale
+                smooth_nll_C = raw_smooth_C if scale is None else raw_smooth_C * scale
                 lse_C = excluded_logsumexp(stat, logit_C)
-                torch.sub(lse_C * self.rows.total_weight(), smooth_C, out=stat.smooth_N)
-            scale_C, hit_C = row_scale_N[rows], hit_N[rows]
-            coefficients(row, stat, logit_C, slope_C, scale_C, hit_C, take_gap=take_stats)
+                torch.sub(lse_C * self.rows.total_weight(), smooth_nll_C, out=stat.smooth_nll_N)
+            row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
+            coefficients(row, stat, logit_C, slope_C, row_scale_C, target_weight_coef_C, take_nll=take_stats)
             if not wanted and not by_class:
                 # Copies may be among them; free them before the next ones are made.
                 del chunks, tiles
                 continue
-            if moment_C is not None:
-                moment_C = moment_C * scale_C + hit_C * raw_C
+            if grad_dot_logit_C is not None:
+                grad_dot_logit_C = grad_dot_logit_C * row_scale_C + target_weight_coef_C * raw_C
                 if smoothing:
-                    moment_C -= row.spread_N * raw_smooth_C
-                stat.moment_N.copy_(moment_C)
+                    grad_dot_logit_C -= row.smoothing_coef_N * raw_smooth_C
+                stat.grad_dot_logit_N.copy_(grad_dot_logit_C)
             targets = None if sorted_targets is None else (sorted_targets[0][rows], sorted_targets[1][rows])
             for each, x_CD in zip(linear, chunks):
-                each.add_chunk(tiles[0].exp_CB, x_CD, row, scale_C, rows, hit_N, targets)
-                each.finish_rows(tiles[0].exp_CB, row, scale_C, hit_C, rows)
+                each.add_chunk(tiles[0].exp_CB, x_CD, row, row_scale_C, rows, target_weight_coef_N, targets)
+                each.finish_rows(tiles[0].exp_CB, row, row_scale_C, target_weight_coef_C, rows)
             if db is not None and targets is not None:
-                db.tensor.add_(sum_of_products(scale_C[None], tiles[0].exp_CB)[0])
-                self._add_bias_targets(db.tensor, hit_N, targets)
+                db.tensor.add_(sum_of_products(row_scale_C[None], tiles[0].exp_CB)[0])
+                self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
             del chunks, x_CD, tiles  # free them and the partial sums
         if db is not None:
-            self._subtract_bias_spread(db.tensor, coefs)
-        return linear, row_scale_N, hit_N
+            self._subtract_bias_smoothing(db.tensor, coefs)
+        return linear, row_scale_N, target_weight_coef_N
 
     def _linear_terms(self, gradients: Gradients, *, smoothing: bool) -> list[LinearTerm]:
         """Return the terms of the head; with class blocks they form no dW."""
         plan, linear = self.plan, []
         for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, gradients.weights)):
-            kind = NarrowTerm if k > 0 and plan.narrow_rows else LinearTerm
+            kind = LowRankTerm if k > 0 and plan.narrow_rows else LinearTerm
             sum = None if plan.weight_gradient == "by_class" else choose_accumulator(plan, k, dw)
             linear.append(kind(operand, dx, sum, plan, self.class_weight_V, place=k, smoothing=smoothing))
         return linear
@@ -148,7 +152,7 @@ class ExponentialsEngine(Engine):
 
         The kernel stores c E rounded once, so X is multiplied by it without scaling.
         """
-        (linear, row_scale_N, hit_N), first_dw = of_tokens, gradients.weights[0]
+        (linear, row_scale_N, target_weight_coef_N), first_dw = of_tokens, gradients.weights[0]
         assert first_dw is not None
         plan, operand, db = self.plan, self.operands[0], gradients.bias
         targets = self._sorted_targets(self.M)
@@ -176,19 +180,19 @@ class ExponentialsEngine(Engine):
                 block_BD,
                 first_dw.applied,
                 operand.input,
-                hit_N,
+                target_weight_coef_N,
                 *targets,
                 first_V,
                 self.class_weight_V,
-                linear[0].spread_x_D,
+                linear[0].smoothing_row_D,
                 first_class=classes.start,
             )
         for each, dw in zip(linear[1:], gradients.weights[1:]):
             if dw is not None:
-                each.finish_products(FloatSum(dw.tensor), hit_N, targets)
+                each.finish_products(FloatSum(dw.tensor), target_weight_coef_N, targets)
         if db is not None:
-            self._add_bias_targets(db.tensor, hit_N, targets)
-            self._subtract_bias_spread(db.tensor, coefs)
+            self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
+            self._subtract_bias_smoothing(db.tensor, coefs)
 
     def _add_products(
         self,
@@ -198,11 +202,11 @@ class ExponentialsEngine(Engine):
         rows: slice,
         row: RowCoefs,
         stat: ExcludedTargetStats,
-        scale_C: Tensor,
+        row_scale_C: Tensor,
     ) -> Tensor:
         """Add the GEMMs of a chunk to the sums of a block of classes; return c E."""
         chunks = [each.rows(rows) for each in self.operands]
-        tiles = self._tiles(chunks, row, stat, buffer=buffer, classes=classes, factor_C=scale_C)
+        tiles = self._tiles(chunks, row, stat, buffer=buffer, classes=classes, factor_C=row_scale_C)
         tiles.run()
         for sum_BD, x_CD in zip(sums, chunks):
             if sum_BD is not None:
@@ -229,8 +233,8 @@ class ExponentialsEngine(Engine):
             target_C=row.target_N,
             out_CB=None if buffer is None else buffer[:C, :B],
             transform=self.transform.of(classes),
-            pull_C=row.pull_N,
-            tilt_C=row.tilt_N,
+            softmax_coef_C=row.softmax_coef_N,
+            entropy_coef_C=row.entropy_coef_N,
             factor_C=factor_C,
             first_class=classes.start,
         )
@@ -249,7 +253,7 @@ class ExponentialsEngine(Engine):
         """Compute E, and with `take_stats` the row statistics that are wanted.
 
         With blocks of classes this computes the products that become dX too. r is replaced by the
-        largest logit in rows where the target's is too far below it. Return the moment of all
+        largest logit in rows where the target's is too far below it. Return the grad_dot_logit of all
         classes but the target's, or None if it is not wanted.
         """
         if take_stats and self.plan.job.log_probs:
@@ -257,44 +261,46 @@ class ExponentialsEngine(Engine):
             self._run_log_probs(whole, row, stat, logit_C)
             return None
 
-        moment_C = None if stat.moment_N is None else torch.empty_like(logit_C)
+        grad_dot_logit_C = None if stat.grad_dot_logit_N is None else torch.empty_like(logit_C)
         sum_C = stat.sum_N if take_stats else None
-        self._run_blocks(tiles, linear, sum_C, moment_C, guarded=not take_stats)
+        self._run_blocks(tiles, linear, sum_C, grad_dot_logit_C, guarded=not take_stats)
         if sum_C is None:
-            return moment_C
+            return grad_dot_logit_C
         far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
-        repair = tiles_of(far_C)  # if no row is marked, the kernels below return at once
+        marks = mark_tiles(far_C)  # if no row is marked, the kernels below return at once
         max_C = torch.empty_like(sum_C)
         # These runs store no E. So take all classes at once; the maxima may use E's memory.
         whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
         maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
-        whole.run(maxima=maxima, repair=repair)
-        reduce(maxima, max_C, largest=True, repair=repair)
+        whole.run(maxima=maxima, marks=marks)
+        reduce(maxima, max_C, largest=True, marks=marks)
         del maxima  # free them before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
-        self._run_blocks(tiles, linear, sum_C, moment_C, repair=repair)
-        return moment_C
+        self._run_blocks(tiles, linear, sum_C, grad_dot_logit_C, marks=marks)
+        return grad_dot_logit_C
 
     def _run_blocks(
         self,
         tiles: list[Exponentials],
         linear: list[LinearTerm],
         sum_C: Tensor | None,
-        moment_C: Tensor | None,
+        grad_dot_logit_C: Tensor | None,
         *,
-        repair: Tensor | None = None,
+        marks: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
         """Run each block of classes in turn, and reduce the partial sums."""
         # Each block adds to the partial sums of the one before. The first block is the largest.
-        sums, moments = (None if found_C is None else tiles[0].partials() for found_C in (sum_C, moment_C))
+        sums, grad_dot_logits = (
+            None if out_C is None else tiles[0].partials() for out_C in (sum_C, grad_dot_logit_C)
+        )
         for each in tiles:
-            each.run(sums=sums, moments=moments, repair=repair, guarded=guarded)
+            each.run(sums=sums, grad_dot_logits=grad_dot_logits, marks=marks, guarded=guarded)
             for term in linear:
-                term.add_block(each.exp_CB, each.classes, repair)
-        for partials, found_C in ((sums, sum_C), (moments, moment_C)):
-            if partials is not None and found_C is not None:
-                reduce(partials, found_C, repair=repair)
+                term.add_block(each.exp_CB, each.classes, marks)
+        for partials, out_C in ((sums, sum_C), (grad_dot_logits, grad_dot_logit_C)):
+            if partials is not None and out_C is not None:
+                reduce(partials, out_C, marks=marks)
 
     def _run_log_probs(
         self, tiles: Exponentials, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor
@@ -308,12 +314,12 @@ class ExponentialsEngine(Engine):
         places = tiles.partials(torch.int32)
         tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
         max_C = maxima.amax(0)
-        repair = tiles_of(~max_C.isfinite() & ~row.ignored_N)
-        tiles.run(maxima=maxima, places=places, repair=repair)
+        marks = mark_tiles(~max_C.isfinite() & ~row.ignored_N)
+        tiles.run(maxima=maxima, places=places, marks=marks)
         stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
         del places
         # The target's logit comes from another kernel's sum. If it is the largest, r must be
-        # exactly that number, so that gap = log(1 + S) holds.
+        # exactly that number, so that nll = log(1 + S) holds.
         stat.max_N.copy_(torch.where(stat.argmax_N == row.target_N, logit_C, max_C))
         # Finite where a half has only the target or nothing.
         shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)
@@ -341,16 +347,18 @@ class ExponentialsEngine(Engine):
         place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)
         return place_N.remainder_(self.V + 1), order_N
 
-    def _add_bias_targets(self, sum_V: Tensor, hit_N: Tensor, targets: Targets) -> None:
+    def _add_bias_targets(self, sum_V: Tensor, target_weight_coef_N: Tensor, targets: Targets) -> None:
         """Add h of each row to the bias gradient of its target."""
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        row_kernels.add_target_rows(sum_V[:, None], None, one_N1, hit_N, *targets)
+        row_kernels.add_target_rows(sum_V[:, None], None, one_N1, target_weight_coef_N, *targets)
 
-    def _subtract_bias_spread(self, sum_V: Tensor, coefs: RowCoefs) -> None:
+    def _subtract_bias_smoothing(self, sum_V: Tensor, coefs: RowCoefs) -> None:
         """Subtract the smoothing term from the bias gradient."""
-        if coefs.spread_N is not None:
-            spread = coefs.spread_N.sum()
-            sum_V.sub_(spread if self.class_weight_V is None else self.class_weight_V * spread)
+        if coefs.smoothing_coef_N is not None:
+            smoothing_coef = coefs.smoothing_coef_N.sum()
+            sum_V.sub_(
+                smoothing_coef if self.class_weight_V is None else self.class_weight_V * smoothing_coef
+            )
 
     # Buffers.
 

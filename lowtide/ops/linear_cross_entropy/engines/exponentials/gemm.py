@@ -36,8 +36,8 @@ class Exponentials:
         target_C: Tensor,
         out_CB: Tensor | None,
         transform: LogitTransform = NO_TRANSFORM,
-        pull_C: Tensor | None = None,
-        tilt_C: Tensor | None = None,
+        softmax_coef_C: Tensor | None = None,
+        entropy_coef_C: Tensor | None = None,
         factor_C: Tensor | None = None,
         first_class: int = 0,
     ) -> None:
@@ -52,8 +52,8 @@ class Exponentials:
             "target_C_ptr": target_C,
             "bias_B_ptr": transform.bias_V,
             "scale_ptr": transform.scale,
-            "pull_C_ptr": pull_C,
-            "tilt_C_ptr": tilt_C,
+            "softmax_coef_C_ptr": softmax_coef_C,
+            "entropy_coef_C_ptr": entropy_coef_C,
             "factor_C_ptr": factor_C,
             **{"C": self.C, "B": self.B, "D": self.D, "first_class": first_class},
         }
@@ -70,15 +70,15 @@ class Exponentials:
         *,
         sums: Tensor | None = None,
         means: Tensor | None = None,
-        moments: Tensor | None = None,
+        grad_dot_logits: Tensor | None = None,
         maxima: Tensor | None = None,
         places: Tensor | None = None,
-        repair: Tensor | None = None,
+        marks: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
         """Fill the given partial results, and store E if it has memory.
 
-        `repair`: compute only the row tiles that are marked. Sums and moments are added to those of
+        `marks`: compute only the row tiles that are marked. Sums and grad_dot_logits are added to those of
         the blocks of classes before this one. Without `guarded`, an ignored row whose logits are
         not finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit
         gets a wrong place for its maximum.
@@ -88,12 +88,12 @@ class Exponentials:
             **self.of_call,
             "sum_ptr": sums,
             "mean_ptr": means,
-            "moment_ptr": moments,
+            "grad_dot_logit_ptr": grad_dot_logits,
             "max_ptr": maxima,
             "argmax_ptr": places,
             "STORE": self.exp_CB is not None,
             "GUARDED": guarded,
-            "ADD": self.classes.start > 0 and (sums is not None or moments is not None),
+            "ADD": self.classes.start > 0 and (sums is not None or grad_dot_logits is not None),
             "PROGRAMS": programs,
             "GROUP": tiles.GROUP,
         }
@@ -104,9 +104,9 @@ class Exponentials:
             # A branch would spare most half tiles the comparison with the target, which takes
             # longer than an exponential. But it takes registers, which a kernel with these options
             # lacks.
-            MASKED=self.softcap > 0 and moments is not None,  # decision 0012
-            repair_ptr=repair,
-            REPAIR=repair is not None,
+            MASKED=self.softcap > 0 and grad_dot_logits is not None,  # decision 0012
+            marks_ptr=marks,
+            RECOMPUTE=marks is not None,
             BLOCK_C=tiles.BLOCK_C,
             BLOCK_B=tiles.BLOCK_B,
             BLOCK_D=tiles.BLOCK_D,

@@ -44,11 +44,12 @@ def _others(exp_ch, columns, target_c, B):
 
 
 @triton.jit
-def leave(
+def epilogue(
     u_ch, rows, columns, first, part, reference_c, target_c, scale, C, B,
-    bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
+    bias_B_ptr, softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr, sum_ptr, mean_ptr,
+    grad_dot_logit_ptr, max_ptr, argmax_ptr,
     STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
-    REPAIR: tl.constexpr, SOFTCAP: tl.constexpr,
+    RECOMPUTE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Run the epilogue of half a tile: store the row sums, return exp(z - reference).
 
@@ -73,7 +74,7 @@ def leave(
             # Find the first column that holds the maximum. A comparison runs on half of the
             # multiprocessor's lanes, arithmetic on all of them, so arithmetic does it: 0 x HUGE -
             # column is larger than anything below the maximum.
-            if REPAIR:
+            if RECOMPUTE:
                 place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
                 argmax_c = tl.min(place_ch, 1)
             else:
@@ -91,30 +92,30 @@ def leave(
         elif MASKED:
             exp_ch = _others(exp_ch, columns, target_c, B)
         else:
-            hit_c = (target_c >= first) & (target_c < first + H)
-            if beyond | (tl.max(hit_c.to(tl.int32), 0) > 0):
+            has_target_c = (target_c >= first) & (target_c < first + H)
+            if beyond | (tl.max(has_target_c.to(tl.int32), 0) > 0):
                 exp_ch = _others(exp_ch, columns, target_c, B)
         if sum_ptr is not None:
             sum_c = tl.sum(exp_ch, 1)
             if ADD:
                 sum_c += tl.load(sum_ptr + place, mask=rows < C, other=0.0)
             tl.store(sum_ptr + place, sum_c, mask=rows < C)
-        if tilt_C_ptr is not None or mean_ptr is not None:
+        if entropy_coef_C_ptr is not None or mean_ptr is not None:
             shift_ch = tl.maximum(shift_ch, LOWEST) * LOG_2
         if mean_ptr is not None:
             tl.store(mean_ptr + place, tl.sum(exp_ch * shift_ch, 1), mask=rows < C)
-        if tilt_C_ptr is not None:
-            pull_c = tl.load(pull_C_ptr + rows, mask=rows < C, other=0.0)
-            tilt_c = tl.load(tilt_C_ptr + rows, mask=rows < C, other=0.0)
-            exp_ch *= pull_c[:, None] + tilt_c[:, None] * shift_ch
+        if entropy_coef_C_ptr is not None:
+            softmax_coef_c = tl.load(softmax_coef_C_ptr + rows, mask=rows < C, other=0.0)
+            entropy_coef_c = tl.load(entropy_coef_C_ptr + rows, mask=rows < C, other=0.0)
+            exp_ch *= softmax_coef_c[:, None] + entropy_coef_c[:, None] * shift_ch
         if SOFTCAP > 0:
             exp_ch *= slope_ch
-        if moment_ptr is not None:
+        if grad_dot_logit_ptr is not None:
             product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
-            moment_c = tl.sum(product_ch, 1)
+            grad_dot_logit_c = tl.sum(product_ch, 1)
             if ADD:
-                moment_c += tl.load(moment_ptr + place, mask=rows < C, other=0.0)
-            tl.store(moment_ptr + place, moment_c, mask=rows < C)
+                grad_dot_logit_c += tl.load(grad_dot_logit_ptr + place, mask=rows < C, other=0.0)
+            tl.store(grad_dot_logit_ptr + place, grad_dot_logit_c, mask=rows < C)
         if factor_C_ptr is not None:
             exp_ch *= tl.load(factor_C_ptr + rows, mask=rows < C, other=0.0)[:, None]
     return exp_ch
@@ -131,13 +132,13 @@ def exponentials_kernel(
     target_C_ptr,
     bias_B_ptr,
     scale_ptr,
-    pull_C_ptr,
-    tilt_C_ptr,
+    softmax_coef_C_ptr,
+    entropy_coef_C_ptr,
     factor_C_ptr,
-    repair_ptr,
+    marks_ptr,
     sum_ptr,
     mean_ptr,
-    moment_ptr,
+    grad_dot_logit_ptr,
     max_ptr,
     argmax_ptr,
     C,
@@ -148,7 +149,7 @@ def exponentials_kernel(
     GUARDED: tl.constexpr,
     ADD: tl.constexpr,
     MASKED: tl.constexpr,
-    REPAIR: tl.constexpr,
+    RECOMPUTE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -163,7 +164,7 @@ def exponentials_kernel(
     E, the sum of E (z - reference), the sum of the stored value times u, and the largest z with its
     class. With means, which require maxima, the reference is the largest z of the half.
 
-    REPAIR: only the row tiles that are marked. The first number of repair_ptr tells if any is; the
+    RECOMPUTE: only the row tiles that are marked. The first number of marks_ptr tells if any is; the
     others belong to the row tiles. GUARDED: an ignored row, whose reference is infinite, adds 0
     even if its logits are not finite. MASKED: the target is excluded in every half tile, not only
     in those that hold one.
@@ -175,14 +176,14 @@ def exponentials_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     tiles = tiles_c * tiles_b
-    if REPAIR:
-        tiles *= tl.load(repair_ptr)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not REPAIR):
+    if RECOMPUTE:
+        tiles *= tl.load(marks_ptr)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=not RECOMPUTE):
         tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
         features = D
-        if REPAIR:
-            features = tl.where(tl.load(repair_ptr + 1 + tile_c) != 0, D, 0)
-        if not REPAIR or features > 0:
+        if RECOMPUTE:
+            features = tl.where(tl.load(marks_ptr + 1 + tile_c) != 0, D, 0)
+        if not RECOMPUTE or features > 0:
             u_cb = product_of_tile(
                 x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, features, BLOCK_C, BLOCK_B, BLOCK_D
             )
@@ -192,11 +193,12 @@ def exponentials_kernel(
             halves_ch = halves(u_cb)
             for half in tl.static_range(2):
                 first = tile_b * BLOCK_B + half * (BLOCK_B // 2)
-                exp_ch = leave(
+                exp_ch = epilogue(
                     halves_ch[half], rows, first + tl.arange(0, BLOCK_B // 2), first, 2 * tile_b + half,
-                    reference_c, target_c, scale, C, B, bias_B_ptr, pull_C_ptr, tilt_C_ptr, factor_C_ptr,
-                    sum_ptr, mean_ptr, moment_ptr, max_ptr, argmax_ptr,
-                    STORE, GUARDED, ADD, MASKED, REPAIR, SOFTCAP,
+                    reference_c, target_c, scale, C, B, bias_B_ptr, softmax_coef_C_ptr,
+                    entropy_coef_C_ptr, factor_C_ptr,
+                    sum_ptr, mean_ptr, grad_dot_logit_ptr, max_ptr, argmax_ptr,
+                    STORE, GUARDED, ADD, MASKED, RECOMPUTE, SOFTCAP,
                 )  # fmt: skip
                 if STORE:
                     exp_CB.store([tile_c * BLOCK_C, first], exp_ch.to(exp_CB.dtype))

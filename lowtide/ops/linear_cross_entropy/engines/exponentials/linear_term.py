@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
 from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import repaired_product
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import recomputed_product
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
@@ -57,12 +57,12 @@ class LinearTerm:
         # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
         # adds to dX and dW.
         self.total_weight_D: Tensor | None = None
-        self.spread_x_D: Tensor | None = None
+        self.smoothing_row_D: Tensor | None = None
         if smoothing:
             ones_V = torch.ones(operand.weight_VD.shape[0], dtype=plan.sum_dtype, device=self.one.device)
             summed_V = ones_V if class_weight_V is None else class_weight_V
             self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]
-            self.spread_x_D = torch.zeros_like(self.total_weight_D)
+            self.smoothing_row_D = torch.zeros_like(self.total_weight_D)
 
     def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:
         """Return this term's part of the target logits, [C]."""
@@ -73,29 +73,29 @@ class LinearTerm:
         assert self.total_weight_D is not None
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
-    def add_block(self, e_CB: Tensor, classes: slice, repair: Tensor | None) -> None:
+    def add_block(self, e_CB: Tensor, classes: slice, marks: Tensor | None) -> None:
         """Add a block of classes to the chunk's rows of dX, if classes come in blocks.
 
-        `repair`: compute marked row tiles again.
+        `marks`: compute marked row tiles again.
         """
         if self.dx is None or self.plan.weight_gradient != "by_class":
             return
         if self.product_CD is None:
             self.product_CD = self._empty(e_CB.shape[0], self.plan.sum_dtype)
         weight_BD, add = self.operand.weight(classes), classes.start > 0
-        if repair is None:
+        if marks is None:
             product_of_rows(self.product_CD, e_CB, weight_BD, add=add)
         else:
-            repaired_product(self.product_CD, e_CB, weight_BD, repair, add=add)
+            recomputed_product(self.product_CD, e_CB, weight_BD, marks, add=add)
 
     def add_chunk(
         self,
         e_CV: Tensor,
         x_CD: Tensor,
         row: RowCoefs,
-        scale_C: Tensor,
+        row_scale_C: Tensor,
         rows: slice,
-        hit_N: Tensor,
+        target_weight_coef_N: Tensor,
         targets: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Add the chunk to dW; the last chunk finishes it.
@@ -104,17 +104,17 @@ class LinearTerm:
         trained model the two nearly cancel. A sum of either alone would round by more than what
         remains.
         """
-        if self.spread_x_D is not None:
-            self.spread_x_D += sum_of_products(row.spread_N[None], x_CD)[0]
+        if self.smoothing_row_D is not None:
+            self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
         if self.sum is None or targets is None:
             return
-        last = rows.stop == hit_N.shape[0]
+        last = rows.stop == target_weight_coef_N.shape[0]
         scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
-        row_kernels.scale_rows(x_CD, scale_C if factor is None else scale_C * factor, scaled_CD)
+        row_kernels.scale_rows(x_CD, row_scale_C if factor is None else row_scale_C * factor, scaled_CD)
         self._add_product(self.sum, e_CV, scaled_CD, first=rows.start == 0, last=last)
-        self.sum.add_target_rows(self.operand.input, hit_N, *targets)
+        self.sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
         if last:
-            self._subtract_spread(self.sum)
+            self._subtract_smoothing(self.sum)
             self.sum.finish()
 
     def _add_product(
@@ -128,16 +128,20 @@ class LinearTerm:
         assert self.dx is not None
         return self.dx.tensor[rows].view(self.plan.compute_dtype)[:, : self.operand.D]
 
-    def finish_products(self, sum: WeightAccumulator, hit_N: Tensor, targets: tuple[Tensor, Tensor]) -> None:
+    def finish_products(
+        self, sum: WeightAccumulator, target_weight_coef_N: Tensor, targets: tuple[Tensor, Tensor]
+    ) -> None:
         """Finish dW after all products are added: add target rows, subtract smoothing."""
-        sum.add_target_rows(self.operand.input, hit_N, *targets)
-        self._subtract_spread(sum)
+        sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
+        self._subtract_smoothing(sum)
 
-    def _subtract_spread(self, sum: WeightAccumulator) -> None:
-        if self.spread_x_D is not None:
-            sum.subtract_outer(self.class_weight_V, self.spread_x_D)
+    def _subtract_smoothing(self, sum: WeightAccumulator) -> None:
+        if self.smoothing_row_D is not None:
+            sum.subtract_outer(self.class_weight_V, self.smoothing_row_D)
 
-    def finish_rows(self, e_CV: Tensor, row: RowCoefs, scale_C: Tensor, hit_C: Tensor, rows: slice) -> None:
+    def finish_rows(
+        self, e_CV: Tensor, row: RowCoefs, row_scale_C: Tensor, target_weight_coef_C: Tensor, rows: slice
+    ) -> None:
         """Compute the chunk's rows of dX, some at a time, over the memory that dW has used."""
         if self.dx is None:
             return
@@ -155,9 +159,9 @@ class LinearTerm:
                 self.operand.weight_VD,
                 of_piece.target_N,
                 of_piece.ignored_N,
-                scale_C[piece],
-                hit_C[piece],
-                of_piece.spread_N,
+                row_scale_C[piece],
+                target_weight_coef_C[piece],
+                of_piece.smoothing_coef_N,
                 self.total_weight_D,
                 self.one if self.dx.applied is None else self.dx.applied,
                 dx_CD[piece],

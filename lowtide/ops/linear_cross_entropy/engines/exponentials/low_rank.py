@@ -15,7 +15,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_trito
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 
 
-class NarrowTerm(LinearTerm):
+class LowRankTerm(LinearTerm):
     """Form both gradients of a narrow term; dW is a float32 sum."""
 
     def _add_product(self, sum: Any, e_CV: Tensor, scaled_CR: Tensor, *, first: bool, last: bool) -> None:

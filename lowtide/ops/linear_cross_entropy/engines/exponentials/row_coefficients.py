@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
 
 BLOCK = 128
 
@@ -26,8 +26,9 @@ def _log1p(x):
 
 @triton.jit
 def _coefficients_kernel(
-    logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, pull_C_ptr, hit_C_ptr, lse_pull_C_ptr, tilt_C_ptr,
-    slope_C_ptr, gap_C_ptr, scale_out_C_ptr, hit_out_C_ptr, C, BLOCK: tl.constexpr,
+    logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, softmax_coef_C_ptr, target_coef_C_ptr,
+    lse_coef_C_ptr, entropy_coef_C_ptr, slope_C_ptr, nll_C_ptr, row_scale_C_ptr,
+    target_weight_coef_C_ptr, C, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK,)."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -38,29 +39,31 @@ def _coefficients_kernel(
     ignored = tl.load(ignored_C_ptr + rows, mask=inside, other=0) != 0
     exp = tl.exp(-distance)
     log_total = distance + tl.log(exp + sum)
-    if gap_C_ptr is not None:
-        tl.store(gap_C_ptr + rows, tl.where(distance == 0.0, _log1p(sum), log_total), mask=inside)
+    if nll_C_ptr is not None:
+        tl.store(nll_C_ptr + rows, tl.where(distance == 0.0, _log1p(sum), log_total), mask=inside)
     exp = tl.where(ignored, 1.0, exp)
     total = exp + sum
-    pull = tl.load(pull_C_ptr + rows, mask=inside, other=0.0)
-    hit = tl.load(hit_C_ptr + rows, mask=inside, other=0.0)
-    lse_pull = None
-    if lse_pull_C_ptr is not None:
-        lse_pull = tl.load(lse_pull_C_ptr + rows, mask=inside, other=0.0)
-    pull = softmax_coef(pull, None, 0.0, lse_pull, tl.where(ignored, 0.0, logit + log_total))
-    # c e - hit, written so that no two numbers near 1 are subtracted
-    rest = (pull - hit) * exp - hit * sum
-    if tilt_C_ptr is None:
-        scale = pull / total
-    else:  # E already includes pull and tilt
-        scale = 1.0 / total
+    softmax_coef = tl.load(softmax_coef_C_ptr + rows, mask=inside, other=0.0)
+    target_coef = tl.load(target_coef_C_ptr + rows, mask=inside, other=0.0)
+    lse_coef = None
+    if lse_coef_C_ptr is not None:
+        lse_coef = tl.load(lse_coef_C_ptr + rows, mask=inside, other=0.0)
+    softmax_coef = whole_softmax_coef(
+        softmax_coef, None, 0.0, lse_coef, tl.where(ignored, 0.0, logit + log_total)
+    )
+    # c e - target_coef, written so that no two numbers near 1 are subtracted
+    rest = (softmax_coef - target_coef) * exp - target_coef * sum
+    if entropy_coef_C_ptr is None:
+        row_scale = softmax_coef / total
+    else:  # E already includes softmax_coef and entropy_coef
+        row_scale = 1.0 / total
         above = tl.where(ignored | (exp == 0.0), 0.0, -distance)
-        rest += tl.load(tilt_C_ptr + rows, mask=inside, other=0.0) * above * exp
+        rest += tl.load(entropy_coef_C_ptr + rows, mask=inside, other=0.0) * above * exp
     rest /= total
     if slope_C_ptr is not None:
         rest *= tl.load(slope_C_ptr + rows, mask=inside, other=0.0)
-    tl.store(scale_out_C_ptr + rows, tl.where(ignored, 0.0, scale), mask=inside)
-    tl.store(hit_out_C_ptr + rows, rest, mask=inside)
+    tl.store(row_scale_C_ptr + rows, tl.where(ignored, 0.0, row_scale), mask=inside)
+    tl.store(target_weight_coef_C_ptr + rows, rest, mask=inside)
 
 
 def coefficients(
@@ -68,14 +71,15 @@ def coefficients(
     stat: ExcludedTargetStats,
     logit_C: Tensor,
     slope_C: Tensor | None,
-    scale_C: Tensor,
-    hit_C: Tensor,
+    row_scale_C: Tensor,
+    target_weight_coef_C: Tensor,
     *,
-    take_gap: bool,
+    take_nll: bool,
 ) -> None:
-    """Write c to scale_C and h to hit_C; with `take_gap`, the statistics' gap too."""
+    """Write c to row_scale_C and h to target_coef_C; with `take_nll`, the statistics' nll too."""
     C = logit_C.shape[0]
     _coefficients_kernel[(triton.cdiv(C, BLOCK),)](
-        logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.pull_N, row.hit_N, row.lse_pull_N, row.tilt_N,
-        slope_C, stat.gap_N if take_gap else None, scale_C, hit_C, C, BLOCK=BLOCK,
+        logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.softmax_coef_N, row.target_coef_N,
+        row.lse_coef_N, row.entropy_coef_N,
+        slope_C, stat.nll_N if take_nll else None, row_scale_C, target_weight_coef_C, C, BLOCK=BLOCK,
     )  # fmt: skip

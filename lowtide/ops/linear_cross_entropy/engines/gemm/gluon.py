@@ -71,23 +71,23 @@ def view(buffer, dtype, shape, layout, _semantic=None):
 
 
 @tl.core.builtin
-def given(*arguments, _semantic=None):
+def pack_args(*arguments, _semantic=None):
     """Pack kernel arguments into a tuple for a warp group; None becomes a constant, as it must."""
     return tl.tuple([tl.constexpr(None) if each is None else each for each in arguments])
 
 
 @gluon.jit
-def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
+def ring(a, b, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
     """Allocate the ring's memory for tiles of two descriptors, and its barriers "full" and "empty".
 
-    TURNED: the inner dimension runs along the rows of both operands, so tiles are transposed.
+    TRANSPOSED: the inner dimension runs along the rows of both operands, so tiles are transposed.
     """
     # With boxes of other sizes, other numbers of bytes would arrive than the barriers wait for.
-    K: gl.constexpr = 0 if TURNED else 1
+    K: gl.constexpr = 0 if TRANSPOSED else 1
     gl.static_assert(a.block_shape[K] == DEPTH and a.block_shape[1 - K] == HALF)
     gl.static_assert(b.block_shape[K] == DEPTH and b.block_shape[1 - K] == WIDTH)
-    A_SHAPE: gl.constexpr = [2 * STAGES, DEPTH, HALF] if TURNED else [2 * STAGES, HALF, DEPTH]
-    B_SHAPE: gl.constexpr = [STAGES, DEPTH, WIDTH] if TURNED else [STAGES, WIDTH, DEPTH]
+    A_SHAPE: gl.constexpr = [2 * STAGES, DEPTH, HALF] if TRANSPOSED else [2 * STAGES, HALF, DEPTH]
+    B_SHAPE: gl.constexpr = [STAGES, DEPTH, WIDTH] if TRANSPOSED else [STAGES, WIDTH, DEPTH]
     a_s = gl.allocate_shared_memory(gl.bfloat16, A_SHAPE, a.layout)
     b_s = gl.allocate_shared_memory(gl.bfloat16, B_SHAPE, b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -99,7 +99,7 @@ def ring(a, b, STAGES: gl.constexpr, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def take(empty, step, STAGES: gl.constexpr):
+def acquire_empty(empty, step, STAGES: gl.constexpr):
     """Wait, in the producer, until no consumer reads the next stage, and return its number."""
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
@@ -108,17 +108,17 @@ def take(empty, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tiles(
-    a, b, row_a, row_b, k, a_s, b_s, full, empty, step, STAGES: gl.constexpr, TURNED: gl.constexpr
+    a, b, row_a, row_b, k, a_s, b_s, full, empty, step, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
     """Load the operands of one stage."""
-    stage = take(empty, step, STAGES)
+    stage = acquire_empty(empty, step, STAGES)
     mbarrier.expect(full.index(stage), (2 * HALF + WIDTH) * DEPTH * 2)
     for half in gl.static_range(2):
-        if TURNED:
+        if TRANSPOSED:
             load(a, [k, row_a + half * HALF], full.index(stage), a_s.index(2 * stage + half))
         else:
             load(a, [row_a + half * HALF, k], full.index(stage), a_s.index(2 * stage + half))
-    if TURNED:
+    if TRANSPOSED:
         load(b, [k, row_b], full.index(stage), b_s.index(stage))
     else:
         load(b, [row_b, k], full.index(stage), b_s.index(stage))
@@ -138,7 +138,7 @@ def load_product(
 
 
 @gluon.jit
-def leave_tile(tile, tile_s, out, place):
+def store_tile(tile, tile_s, out, place):
     """Store a tile through shared memory, once the stores before it have read that memory."""
     tma.store_wait(0)
     tl.debug_barrier()
@@ -157,7 +157,7 @@ def await_stage(full, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def give_back(empty, step, condition, STAGES: gl.constexpr):
+def release(empty, step, condition, STAGES: gl.constexpr):
     """Release the stage before `step`, when all warps of the consumer have finished with it."""
     tl.debug_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=condition)
@@ -166,7 +166,7 @@ def give_back(empty, step, condition, STAGES: gl.constexpr):
 @gluon.jit
 def multiply(
     a_s, b_s, full, empty, step, steps,
-    WHICH: gl.constexpr, STAGES: gl.constexpr, TURNED: gl.constexpr,
+    WHICH: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """Return the sum of so many stages' products for one consumer's rows, [HALF, WIDTH] in float32.
 
@@ -180,13 +180,13 @@ def multiply(
         stage = await_stage(full, step, STAGES)
         a = a_s.index(2 * stage + WHICH)
         b = b_s.index(stage)
-        if TURNED:
+        if TRANSPOSED:
             sum_ab = warpgroup_mma(a.permute((1, 0)), b, sum_ab, use_acc=at > 0, is_async=True)
         else:
             sum_ab = warpgroup_mma(a, b.permute((1, 0)), sum_ab, use_acc=at > 0, is_async=True)
         sum_ab = warpgroup_mma_wait(1, deps=[sum_ab])
-        give_back(empty, step, at > 0, STAGES)
+        release(empty, step, at > 0, STAGES)
         step += 1
     sum_ab = warpgroup_mma_wait(0, deps=[sum_ab])
-    give_back(empty, step, steps > 0, STAGES)
+    release(empty, step, steps > 0, STAGES)
     return sum_ab, step

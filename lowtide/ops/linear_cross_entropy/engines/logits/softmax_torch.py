@@ -8,7 +8,7 @@ Shapes: C rows and B columns of one tile (B = V wherever statistics are taken); 
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats, softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats, whole_softmax_coef
 
 # Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each
 # thread.
@@ -33,14 +33,14 @@ def softmax_gradient_(
         u_cb = logits_CB[rows]
         if column.transform.bias_V is not None:
             u_cb.add_(column.transform.bias_V)
-        raw_cb = None if stat.moment_N is None else u_cb.clone()
+        raw_cb = None if stat.grad_dot_logit_N is None else u_cb.clone()
         z_cb, slope_cb = column.transform.apply(u_cb, in_place=True, sloped=gradient_dtype is not None)
         if take_stats:
             torch.amax(z_cb, 1, out=stat.max_N)
             if stat.argmax_N is not None:
                 torch.argmax(z_cb, 1, out=stat.argmax_N)
-            if stat.gap_N is not None:  # z_t - max, until the sum is known
-                torch.sub(z_cb.gather(1, row.target_N[:, None])[:, 0], stat.max_N, out=stat.gap_N)
+            if stat.nll_N is not None:  # z_t - max, until the sum is known
+                torch.sub(z_cb.gather(1, row.target_N[:, None])[:, 0], stat.max_N, out=stat.nll_N)
         shift_cb = z_cb.sub_(stat.max_N[:, None])
         soft_cb = None
         if column.soft_CB is not None:
@@ -48,7 +48,7 @@ def softmax_gradient_(
             soft_cb = soft_cb if column.class_weight_B is None else soft_cb * column.class_weight_B
         if take_stats:
             _take_sums_of_shifts(shift_cb, stat, soft_cb, column.class_weight_B)
-        tilted = row.tilt_N is not None or (take_stats and stat.mean_N is not None)
+        tilted = row.entropy_coef_N is not None or (take_stats and stat.mean_N is not None)
         exp_cb = shift_cb.exp() if tilted else shift_cb.exp_()
         if take_stats:
             _take_stats(exp_cb, shift_cb, stat, column.class_weight_B)
@@ -57,8 +57,8 @@ def softmax_gradient_(
         grad_cb = _exponentials_to_gradient_(exp_cb, shift_cb, row, stat, column, soft_cb)
         if slope_cb is not None:
             grad_cb.mul_(slope_cb)
-        if stat.moment_N is not None:
-            torch.sum(grad_cb * raw_cb, 1, out=stat.moment_N)
+        if stat.grad_dot_logit_N is not None:
+            torch.sum(grad_cb * raw_cb, 1, out=stat.grad_dot_logit_N)
         if tilted:
             logits_CB[rows] = grad_cb
     return None if gradient_dtype is None else logits_CB.to(gradient_dtype)
@@ -68,23 +68,23 @@ def _take_sums_of_shifts(
     shift_cb: Tensor, stat: RowStats, soft_cb: Tensor | None, class_weight_B: Tensor | None
 ) -> None:
     """Of z - max, weighted; what is missing is the log of the sum, which is not known yet."""
-    if stat.smooth_N is not None:
-        stat.smooth_N.copy_(shift_cb.sum(1) if class_weight_B is None else shift_cb @ class_weight_B)
+    if stat.smooth_nll_N is not None:
+        stat.smooth_nll_N.copy_(shift_cb.sum(1) if class_weight_B is None else shift_cb @ class_weight_B)
     if soft_cb is not None:
-        torch.sum(soft_cb, 1, out=stat.mass_N)
-        torch.sum(soft_cb * shift_cb, 1, out=stat.cross_N)
+        torch.sum(soft_cb, 1, out=stat.soft_mass_N)
+        torch.sum(soft_cb * shift_cb, 1, out=stat.soft_nll_N)
 
 
 def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: RowStats, class_weight_B: Tensor | None) -> None:
     torch.sum(exp_cb, 1, out=stat.sum_N)
     log_sum_c = stat.sum_N.log()
-    if stat.gap_N is not None:
-        torch.sub(log_sum_c, stat.gap_N, out=stat.gap_N)
-    if stat.smooth_N is not None:
+    if stat.nll_N is not None:
+        torch.sub(log_sum_c, stat.nll_N, out=stat.nll_N)
+    if stat.smooth_nll_N is not None:
         total_weight = exp_cb.shape[1] if class_weight_B is None else class_weight_B.sum()
-        torch.sub(log_sum_c * total_weight, stat.smooth_N, out=stat.smooth_N)
-    if stat.cross_N is not None:
-        torch.sub(log_sum_c * stat.mass_N, stat.cross_N, out=stat.cross_N)
+        torch.sub(log_sum_c * total_weight, stat.smooth_nll_N, out=stat.smooth_nll_N)
+    if stat.soft_nll_N is not None:
+        torch.sub(log_sum_c * stat.soft_mass_N, stat.soft_nll_N, out=stat.soft_nll_N)
     if stat.mean_N is not None:
         # An excluded class (z = -inf) has probability 0 and adds 0, not 0 times infinity.
         shift_cb.masked_fill_(shift_cb == -torch.inf, 0)
@@ -94,24 +94,24 @@ def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: RowStats, class_weight_B
 def _exponentials_to_gradient_(
     exp_cb: Tensor, shift_cb: Tensor, row: RowCoefs, stat: RowStats, columns: Columns, soft_cb: Tensor | None
 ) -> Tensor:
-    pull_c = softmax_coef(row, stat, lambda: stat.logsumexp_N)
+    softmax_coef_c = whole_softmax_coef(row, stat, lambda: stat.logsumexp_N)
     grad_cb = exp_cb
-    if row.tilt_N is None:
-        grad_cb.mul_((pull_c / stat.sum_N)[:, None])
+    if row.entropy_coef_N is None:
+        grad_cb.mul_((softmax_coef_c / stat.sum_N)[:, None])
     else:
         shift_cb.masked_fill_(shift_cb == -torch.inf, 0)
-        shift_cb.mul_((row.tilt_N / stat.sum_N)[:, None]).add_((pull_c / stat.sum_N)[:, None])
+        shift_cb.mul_((row.entropy_coef_N / stat.sum_N)[:, None]).add_((softmax_coef_c / stat.sum_N)[:, None])
         grad_cb.mul_(shift_cb)
-    if row.spread_N is not None:
-        spread_c1, class_weight_B = row.spread_N[:, None], columns.class_weight_B
-        grad_cb.sub_(spread_c1) if class_weight_B is None else grad_cb.addcmul_(
-            spread_c1, class_weight_B, value=-1
+    if row.smoothing_coef_N is not None:
+        smoothing_coef_c1, class_weight_B = row.smoothing_coef_N[:, None], columns.class_weight_B
+        grad_cb.sub_(smoothing_coef_c1) if class_weight_B is None else grad_cb.addcmul_(
+            smoothing_coef_c1, class_weight_B, value=-1
         )
-    if row.soft_N is not None:
-        return grad_cb.addcmul_(row.soft_N[:, None], soft_cb, value=-1)
+    if row.soft_target_coef_N is not None:
+        return grad_cb.addcmul_(row.soft_target_coef_N[:, None], soft_cb, value=-1)
     # The one-hot is subtracted before any rounding: p - 1 would lose its digits where p is near 1.
     column_c = row.target_N - columns.first_class
     inside_c = (column_c >= 0) & (column_c < grad_cb.shape[1])
     column_c1 = torch.where(inside_c, column_c, 0)[:, None]
-    hit_c = torch.where(inside_c, row.hit_N, 0)
-    return grad_cb.scatter_(1, column_c1, grad_cb.gather(1, column_c1) - hit_c[:, None])
+    target_coef_c = torch.where(inside_c, row.target_coef_N, 0)
+    return grad_cb.scatter_(1, column_c1, grad_cb.gather(1, column_c1) - target_coef_c[:, None])

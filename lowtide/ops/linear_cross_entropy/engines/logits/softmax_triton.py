@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef, transformed
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed, whole_softmax_coef
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -73,21 +73,21 @@ def _softmax_gradient_kernel(
     grad_CB_ptr,
     target_C_ptr,
     ignored_C_ptr,
-    pull_C_ptr,
-    hit_C_ptr,
-    spread_C_ptr,
-    soft_C_ptr,
-    lse_pull_C_ptr,
-    tilt_C_ptr,
+    softmax_coef_C_ptr,
+    target_coef_C_ptr,
+    smoothing_coef_C_ptr,
+    soft_target_coef_C_ptr,
+    lse_coef_C_ptr,
+    entropy_coef_C_ptr,
     max_C_ptr,
     sum_C_ptr,
-    gap_C_ptr,
-    smooth_C_ptr,
-    mass_C_ptr,
-    cross_C_ptr,
+    nll_C_ptr,
+    smooth_nll_C_ptr,
+    soft_mass_C_ptr,
+    soft_nll_C_ptr,
     mean_C_ptr,
     argmax_C_ptr,
-    moment_C_ptr,
+    grad_dot_logit_C_ptr,
     bias_B_ptr,
     class_weight_B_ptr,
     soft_CB_ptr,
@@ -132,30 +132,33 @@ def _softmax_gradient_kernel(
         row_max, row_sum = tl.load(max_C_ptr + row), tl.load(sum_C_ptr + row)
     row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
     log_sum = tl.log(row_sum)
-    if TAKE_STATISTICS and gap_C_ptr is not None:
+    if TAKE_STATISTICS and nll_C_ptr is not None:
         target_logit, _, _ = load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
-        tl.store(gap_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
+        tl.store(nll_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
 
     if SECOND_READ:
-        mass = 0.0
+        soft_mass = 0.0
         if soft_CB_ptr is not None:
             if TAKE_STATISTICS:
                 for start in range(0, B, BLOCK):
                     columns = start + tl.arange(0, BLOCK)
-                    mass += tl.sum(
+                    soft_mass += tl.sum(
                         _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B), 0
                     )
-                tl.store(mass_C_ptr + row, mass)
+                tl.store(soft_mass_C_ptr + row, soft_mass)
             else:
-                mass = tl.load(mass_C_ptr + row)
-        soft, lse_pull = None, None
-        if soft_C_ptr is not None:
-            soft = tl.load(soft_C_ptr + row)
-        if lse_pull_C_ptr is not None:
-            lse_pull = tl.load(lse_pull_C_ptr + row)
-        pull = softmax_coef(tl.load(pull_C_ptr + row), soft, mass, lse_pull, row_max + log_sum)
-        hit, slant = tl.load(hit_C_ptr + row), pull / row_sum
-        smooth, cross, mean, moment, best = 0.0, 0.0, 0.0, 0.0, B
+                soft_mass = tl.load(soft_mass_C_ptr + row)
+        soft_target_coef = None
+        lse_coef = None
+        if soft_target_coef_C_ptr is not None:
+            soft_target_coef = tl.load(soft_target_coef_C_ptr + row)
+        if lse_coef_C_ptr is not None:
+            lse_coef = tl.load(lse_coef_C_ptr + row)
+        softmax_coef = whole_softmax_coef(
+            tl.load(softmax_coef_C_ptr + row), soft_target_coef, soft_mass, lse_coef, row_max + log_sum
+        )
+        target_coef, slant = tl.load(target_coef_C_ptr + row), softmax_coef / row_sum
+        smooth_nll, soft_nll, mean, grad_dot_logit, best = 0.0, 0.0, 0.0, 0.0, B
         blocks = tl.cdiv(B, BLOCK)
         tl.debug_barrier()
         for step in range(blocks):
@@ -167,43 +170,43 @@ def _softmax_gradient_kernel(
             if TAKE_STATISTICS and argmax_C_ptr is not None:
                 # NaN counts as the largest, as in torch.
                 best = tl.minimum(best, tl.min(tl.where((shift_b == 0.0) | (z_b != z_b), columns, B), 0))
-            if tilt_C_ptr is not None or mean_C_ptr is not None:
+            if entropy_coef_C_ptr is not None or mean_C_ptr is not None:
                 finite_b = tl.where(shift_b == -float("inf"), 0.0, shift_b)
                 if TAKE_STATISTICS:
                     mean += tl.sum(exp_b * finite_b, 0)
-                if tilt_C_ptr is not None:
-                    grad_b += exp_b * finite_b * (tl.load(tilt_C_ptr + row) / row_sum)
+                if entropy_coef_C_ptr is not None:
+                    grad_b += exp_b * finite_b * (tl.load(entropy_coef_C_ptr + row) / row_sum)
             if soft_CB_ptr is not None:
                 soft_b = _load_soft(soft_ptr, class_weight_B_ptr, soft_stride, keep, floor, columns, B)
                 if TAKE_STATISTICS:
-                    cross += tl.sum(tl.where(columns < classes, soft_b * (log_sum - shift_b), 0.0), 0)
-                grad_b -= soft * soft_b
-            if spread_C_ptr is not None:
+                    soft_nll += tl.sum(tl.where(columns < classes, soft_b * (log_sum - shift_b), 0.0), 0)
+                grad_b -= soft_target_coef * soft_b
+            if smoothing_coef_C_ptr is not None:
                 class_weight_b = tl.full([BLOCK], 1.0, tl.float32)
                 if class_weight_B_ptr is not None:
                     class_weight_b = tl.load(class_weight_B_ptr + columns, mask=columns < B, other=0.0)
-                grad_b -= tl.load(spread_C_ptr + row) * class_weight_b
+                grad_b -= tl.load(smoothing_coef_C_ptr + row) * class_weight_b
                 if TAKE_STATISTICS:
-                    gap_b = tl.where(columns < classes, log_sum - shift_b, 0.0)
-                    smooth += tl.sum(class_weight_b * gap_b, 0)
+                    nll_b = tl.where(columns < classes, log_sum - shift_b, 0.0)
+                    smooth_nll += tl.sum(class_weight_b * nll_b, 0)
             if GRADIENT:
-                grad_b = tl.where(columns == target, grad_b - hit, grad_b) * slope_b
-                if moment_C_ptr is not None:
-                    moment += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
+                grad_b = tl.where(columns == target, grad_b - target_coef, grad_b) * slope_b
+                if grad_dot_logit_C_ptr is not None:
+                    grad_dot_logit += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
                 # All threads must have read their logits before any overwrites them.
                 tl.debug_barrier()
                 tl.store(grad_ptr + columns, grad_b.to(grad_CB_ptr.dtype.element_ty), mask=columns < B)
         if TAKE_STATISTICS:
-            if spread_C_ptr is not None:
-                tl.store(smooth_C_ptr + row, smooth)
+            if smoothing_coef_C_ptr is not None:
+                tl.store(smooth_nll_C_ptr + row, smooth_nll)
             if soft_CB_ptr is not None:
-                tl.store(cross_C_ptr + row, cross)
+                tl.store(soft_nll_C_ptr + row, soft_nll)
             if mean_C_ptr is not None:
                 tl.store(mean_C_ptr + row, mean / row_sum)
             if argmax_C_ptr is not None:
                 tl.store(argmax_C_ptr + row, tl.where(ignored, -1, best).to(tl.int64))
-        if moment_C_ptr is not None:
-            tl.store(moment_C_ptr + row, moment)
+        if grad_dot_logit_C_ptr is not None:
+            tl.store(grad_dot_logit_C_ptr + row, grad_dot_logit)
 
 
 def softmax_gradient_(
@@ -235,7 +238,7 @@ def softmax_gradient_into(
     gradient = grad_CB is not None
     grad_CB = logits_CB if grad_CB is None else grad_CB
     row, stat, transform = coefs, stats, columns.transform
-    in_second_read = (row.spread_N, row.soft_N, stat.mean_N, stat.argmax_N)
+    in_second_read = (row.smoothing_coef_N, row.soft_target_coef_N, stat.mean_N, stat.argmax_N)
     plain = (
         transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
     )
@@ -247,21 +250,21 @@ def softmax_gradient_into(
             grad_CB,
             row.target_N,
             row.ignored_N,
-            row.pull_N,
-            row.hit_N,
-            row.spread_N,
-            row.soft_N,
-            row.lse_pull_N,
-            row.tilt_N,
+            row.softmax_coef_N,
+            row.target_coef_N,
+            row.smoothing_coef_N,
+            row.soft_target_coef_N,
+            row.lse_coef_N,
+            row.entropy_coef_N,
             stat.max_N,
             stat.sum_N,
-            stat.gap_N,
-            stat.smooth_N,
-            stat.mass_N,
-            stat.cross_N,
+            stat.nll_N,
+            stat.smooth_nll_N,
+            stat.soft_mass_N,
+            stat.soft_nll_N,
             stat.mean_N,
             stat.argmax_N,
-            stat.moment_N,
+            stat.grad_dot_logit_N,
             transform.bias_V,
             columns.class_weight_B,
             columns.soft_CB,

@@ -51,8 +51,8 @@ class SoftTargetsEngine(Engine):
         columns = self.columns(rows)
         operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
         g_CV = buffer_CV if gradient else None
-        found_CT4 = distances(operands, columns, g_CV)
-        softmax_triton.gradient(found_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
+        partials_CT4 = distances(operands, columns, g_CV)
+        softmax_triton.gradient(partials_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
         return g_CV
 
     def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: RowStats, columns: Columns) -> Any:
@@ -76,4 +76,4 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
 def fits_pipeline(soft_CV: Any, out_CV: Tensor | None) -> bool:
     """Return True if tensor maps can read the class probabilities and write 16-bit distances."""
     half = soft_CV.dtype == torch.bfloat16 and (out_CV is None or out_CV.dtype.itemsize == 2)
-    return half and backend.pipelines_on(soft_CV.device) and backend.mapped(soft_CV)
+    return half and backend.pipelines_on(soft_CV.device) and backend.tma_compatible(soft_CV)

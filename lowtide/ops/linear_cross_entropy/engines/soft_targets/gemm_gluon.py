@@ -22,15 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, given
+from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,
     inside,
-    leave_sums,
     place_of_distances,
+    store_sums,
 )
 
 # Rows of a consumer warpgroup, and classes of half a tile.
@@ -54,7 +54,7 @@ def _load(
             x_CD, weight_BD, x_CR, weight_BR, row, first, D, a_s, b_s, full, empty, step, STAGES
         )  # fmt: skip
         for half in gl.static_range(2):
-            stage = pipeline.take(empty, step, STAGES)
+            stage = pipeline.acquire_empty(empty, step, STAGES)
             mbarrier.expect(full.index(stage), HALF * WIDTH * 2)
             soft_s = pipeline.view(b_s.index(stage), gl.bfloat16, [2, HALF, PART], soft_CB.layout)
             for group in gl.static_range(2):
@@ -65,14 +65,14 @@ def _load(
 
 @gluon.jit
 def _distances_of_half(
-    z_ch, bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, C, B, keep, floor,
+    z_ch, bias_B_ptr, scale, soft_ch, class_weight_B_ptr, partials_ptrs, rows, columns, C, B, keep, floor,
     SMOOTHED: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Store the partial sums of half a tile, and return its distances in 16 bits."""
     mask = inside(columns, B, CUT)
     max_c, distance_ch = distances_below(z_ch, bias_B_ptr, scale, columns, mask)
-    leave_sums(
-        max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+    store_sums(
+        max_c, distance_ch, soft_ch, class_weight_B_ptr, partials_ptrs, rows, columns, mask, C, keep, floor,
         SMOOTHED, True,
     )  # fmt: skip
     return in_16_bits(distance_ch, True)
@@ -80,7 +80,7 @@ def _distances_of_half(
 
 @gluon.jit
 def _multiply(
-    out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+    out, of_classes, soft_CB, partials_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
     WHICH: gl.constexpr, SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -102,27 +102,27 @@ def _multiply(
         for half in gl.static_range(2):
             first = tile_b * WIDTH + half * PART
             columns = (first + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT)))[None, :]
-            found_ptrs = found_CT4_ptr + 4 * (rows.to(gl.int64) * T + 2 * tile_b + half)
+            partials_ptrs = partials_CT4_ptr + 4 * (rows.to(gl.int64) * T + 2 * tile_b + half)
             stage = pipeline.await_stage(full, step, STAGES)
             soft_s = pipeline.view(b_s.index(stage), gl.bfloat16, [2, HALF, PART], soft_CB.layout)
             soft_ch = soft_s.index(WHICH).load(LAYOUT)
             step += 1
-            pipeline.give_back(empty, step, True, STAGES)
+            pipeline.release(empty, step, True, STAGES)
             # A branch, because masks would cost a selection for each element.
             if first + PART > B:
                 bits_ch = _distances_of_half(
-                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows,
+                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, partials_ptrs, rows,
                     columns, C, B, keep, floor, SMOOTHED, True,
                 )  # fmt: skip
             else:
                 bits_ch = _distances_of_half(
-                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, found_ptrs, rows,
+                    halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, partials_ptrs, rows,
                     columns, C, B, keep, floor, SMOOTHED, False,
                 )  # fmt: skip
             if distance_CB is not None:
                 # Stored here, because the stores that still read this memory are likely to have
                 # finished.
-                pipeline.leave_tile(
+                pipeline.store_tile(
                     bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first]
                 )  # fmt: skip
     if distance_CB is not None:
@@ -132,7 +132,7 @@ def _multiply(
 @gluon.jit
 def _distance_pipeline_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB, class_weight_B_ptr,
-    found_CT4_ptr, C, B, D, T, keep, floor,
+    partials_CT4_ptr, C, B, D, T, keep, floor,
     SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -147,16 +147,18 @@ def _distance_pipeline_kernel(
     distance_s = None
     if distance_CB is not None:
         distance_s = gl.allocate_shared_memory(gl.int16, [2, HALF, PART], distance_CB.layout)
-    operands, out = given(x_CD, weight_BD, x_CR, weight_BR), given(distance_CB, distance_s)
-    of_classes = given(bias_B_ptr, scale_ptr, class_weight_B_ptr)
+    operands, out = pack_args(x_CD, weight_BD, x_CR, weight_BR), pack_args(distance_CB, distance_s)
+    of_classes = pack_args(bias_B_ptr, scale_ptr, class_weight_B_ptr)
     gl.warp_specialize(
         [
             (_multiply, (
-                out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+                out, of_classes, soft_CB, partials_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps,
+                keep, floor,
                 0, SMOOTHED, PROGRAMS, GROUP, STAGES,
             )),
             (_multiply, (
-                out, of_classes, soft_CB, found_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps, keep, floor,
+                out, of_classes, soft_CB, partials_CT4_ptr, a_s, b_s, full, empty, C, B, T, steps,
+                keep, floor,
                 1, SMOOTHED, PROGRAMS, GROUP, STAGES,
             )),
             (_load, (operands, soft_CB, a_s, b_s, full, empty, C, B, D, PROGRAMS, GROUP, STAGES)),
@@ -176,14 +178,14 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
     T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), multiprocessors(soft.device)
-    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
+    partials_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     _distance_pipeline_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.transform.bias_V, columns.transform.scale,
-        pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, found_CT4, C, V, D, T,
+        pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, partials_CT4, C, V, D, T,
         *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0), PROGRAMS=programs, GROUP=tiles.GROUP,
         STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,
     )  # fmt: skip
-    return found_CT4
+    return partials_CT4
 
 
 def _described(term: tuple[Tensor, Tensor]) -> tuple[Any, Any]:

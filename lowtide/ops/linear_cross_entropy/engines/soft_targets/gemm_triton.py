@@ -97,7 +97,7 @@ def in_16_bits(distance_ch, PTX: tl.constexpr):
 
 
 @triton.jit
-def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
+def _store_partials(ptrs, max_c, sum_c, soft_mass_c, soft_nll_c, mask, PTX: tl.constexpr):
     """Store all four numbers at once.
 
     Triton's own store goes through shared memory. Here the four lanes that hold a row write the
@@ -107,12 +107,14 @@ def _store_found(ptrs, max_c, sum_c, mass_c, cross_c, mask, PTX: tl.constexpr):
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.global.v4.f32 [$1], {$2, $3, $4, $5};"
             " mov.u32 $0, 0; }",
-            "=r,l,f,f,f,f,r", [ptrs.to(tl.int64), max_c, sum_c, mass_c, cross_c, mask.to(tl.int32)],
+            "=r,l,f,f,f,f,r", [ptrs.to(tl.int64), max_c, sum_c, soft_mass_c, soft_nll_c, mask.to(tl.int32)],
             tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        found_c4 = tl.reshape(tl.join(tl.join(max_c, mass_c), tl.join(sum_c, cross_c)), (max_c.shape[0], 4))
-        tl.store(ptrs[:, None] + tl.arange(0, 4)[None, :], found_c4, mask=mask[:, None])
+        partials_c4 = tl.reshape(
+            tl.join(tl.join(max_c, soft_mass_c), tl.join(sum_c, soft_nll_c)), (max_c.shape[0], 4)
+        )
+        tl.store(ptrs[:, None] + tl.arange(0, 4)[None, :], partials_c4, mask=mask[:, None])
 
 
 @triton.jit
@@ -128,20 +130,21 @@ def distances_below(z_ch, bias_B_ptr, scale, columns, mask):
 
 
 @triton.jit
-def leave_sums(
-    max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+def store_sums(
+    max_c, distance_ch, soft_ch, class_weight_B_ptr, partials_ptrs, rows, columns, mask, C, keep, floor,
     SMOOTHED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute and store the four numbers of each row of half a tile."""
     soft_ch = smoothed(soft_ch, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
-    mass_c, cross_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
+    soft_mass_c, soft_nll_c = tl.sum(soft_ch, 1), tl.sum(soft_ch * distance_ch, 1)
     sum_c = tl.sum(tl.exp2(distance_ch * -LOG2_E), 1)  # last, when the registers of y are free
-    _store_found(found_ptrs, max_c, sum_c, mass_c, cross_c, rows < C, PTX)
+    _store_partials(partials_ptrs, max_c, sum_c, soft_mass_c, soft_nll_c, rows < C, PTX)
 
 
 @triton.jit
-def _leave(
-    z_ch, distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr, found_ptrs, rows, first_row, first,
+def _epilogue(
+    z_ch, distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr, partials_ptrs, rows,
+    first_row, first,
     C, B, soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, STORE: tl.constexpr, CUT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -158,8 +161,8 @@ def _leave(
             distance_CB.store([first_row, first], in_16_bits(distance_ch, PTX))
         else:
             distance_CB.store([first_row, first], distance_ch)
-    leave_sums(
-        max_c, distance_ch, soft_ch, class_weight_B_ptr, found_ptrs, rows, columns, mask, C, keep, floor,
+    store_sums(
+        max_c, distance_ch, soft_ch, class_weight_B_ptr, partials_ptrs, rows, columns, mask, C, keep, floor,
         SMOOTHED, PTX,
     )  # fmt: skip
 
@@ -167,7 +170,7 @@ def _leave(
 @triton.jit
 def _distances_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB_ptr, class_weight_B_ptr,
-    found_CT4_ptr, C, B, D, T, soft_row_stride, soft_stride, keep, floor,
+    partials_CT4_ptr, C, B, D, T, soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, STORE: tl.constexpr, PTX: tl.constexpr,
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -203,23 +206,23 @@ def _distances_kernel(
                 x_cr, weight_br = x_CR.load([first_row, 0]), weight_BR.load([first, 0])
                 u_cb = tl.dot(x_cr, weight_br.T, u_cb)
             rows = first_row + tl.arange(0, BLOCK_C)
-            found_ptrs = found_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
+            partials_ptrs = partials_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
             halves_ch = halves(u_cb)  # here, so that the kernel waits for the product once
             # The whole epilogue is there twice, in a branch, because masks would cost a selection
             # for each element. Nothing is merged after the branch; else the layout of y would come
             # first.
             if first + BLOCK_B > B:
                 for half in tl.static_range(2):
-                    _leave(
+                    _epilogue(
                         halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
-                        found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
+                        partials_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
                         soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, True, PTX,
                     )  # fmt: skip
             else:
                 for half in tl.static_range(2):
-                    _leave(
+                    _epilogue(
                         halves_ch[half], distance_CB, bias_B_ptr, scale, soft_CB_ptr, class_weight_B_ptr,
-                        found_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
+                        partials_ptrs + 4 * half, rows, first_row, first + half * (BLOCK_B // 2), C, B,
                         soft_row_stride, soft_stride, keep, floor, SMOOTHED, STORE, False, PTX,
                     )  # fmt: skip
             u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
@@ -235,18 +238,18 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: 
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
     T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), multiprocessors(soft.device)
-    found_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
+    partials_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     out = None if out_CV is None else describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     row_stride, stride = soft.stride()
     _distances_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.transform.bias_V, columns.transform.scale, soft,
-        columns.class_weight_B, found_CT4, C, V, D, T, row_stride, stride, *columns.smoothing,
+        columns.class_weight_B, partials_CT4, C, V, D, T, row_stride, stride, *columns.smoothing,
         SMOOTHED=columns.smoothing != (1, 0), STORE=out is not None, PTX=soft.is_cuda,
         PROGRAMS=programs, GROUP=tiles.GROUP,
         BLOCK_C=tiles.BLOCK_C, BLOCK_B=tiles.BLOCK_B, BLOCK_D=tiles.BLOCK_D,
         num_stages=tiles.STAGES, num_warps=tiles.WARPS,
     )  # fmt: skip
-    return found_CT4
+    return partials_CT4
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:

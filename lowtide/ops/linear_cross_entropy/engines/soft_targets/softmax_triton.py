@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
     STEPS,
@@ -33,7 +33,8 @@ WHOLE_BITS = tl.constexpr(0x4B000000)
 
 @triton.jit
 def _rows_kernel(
-    found_CT4_ptr, soft_C_ptr, lse_pull_C_ptr, max_C_ptr, sum_C_ptr, mass_C_ptr, cross_C_ptr, T,
+    partials_CT4_ptr, soft_target_coef_C_ptr, lse_coef_C_ptr, max_C_ptr, sum_C_ptr, soft_mass_C_ptr,
+    soft_nll_C_ptr, T,
     GRADIENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of each row. Grid: (C,).
@@ -43,37 +44,40 @@ def _rows_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    row_ptr = found_CT4_ptr + row * T * 4
-    found_t4 = tl.load(
+    row_ptr = partials_CT4_ptr + row * T * 4
+    partials_t4 = tl.load(
         row_ptr + part[:, None] * 4 + tl.arange(0, 4)[None, :], mask=part[:, None] < T, other=0.0
     )
-    first_t2, second_t2 = tl.split(tl.reshape(found_t4, (PARTS, 2, 2)))
-    max_t, mass_t = tl.split(first_t2)
-    sum_t, cross_t = tl.split(second_t2)
+    first_t2, second_t2 = tl.split(tl.reshape(partials_t4, (PARTS, 2, 2)))
+    max_t, soft_mass_t = tl.split(first_t2)
+    sum_t, soft_nll_t = tl.split(second_t2)
     max_t = tl.where(part < T, max_t, -float("inf"))
     row_max = tl.max(max_t, 0)
     share_t = tl.exp(max_t - row_max)
-    row_sum, mass = tl.sum(sum_t * share_t, 0), tl.sum(mass_t, 0)
+    row_sum, soft_mass = tl.sum(sum_t * share_t, 0), tl.sum(soft_mass_t, 0)
     log_sum = tl.log(row_sum)
     if max_C_ptr is not None:
         shift_t = tl.where(max_t == -float("inf"), 0.0, max_t) - row_max
-        cross = tl.sum(cross_t + mass_t * tl.where(part < T, log_sum - shift_t, 0.0), 0)
+        soft_nll = tl.sum(soft_nll_t + soft_mass_t * tl.where(part < T, log_sum - shift_t, 0.0), 0)
         tl.store(max_C_ptr + row, row_max)
         tl.store(sum_C_ptr + row, row_sum)
-        tl.store(mass_C_ptr + row, mass)
-        tl.store(cross_C_ptr + row, cross)
+        tl.store(soft_mass_C_ptr + row, soft_mass)
+        tl.store(soft_nll_C_ptr + row, soft_nll)
     if GRADIENT:
-        lse_pull = None
-        if lse_pull_C_ptr is not None:
-            lse_pull = tl.load(lse_pull_C_ptr + row)
-        pull = softmax_coef(0.0, tl.load(soft_C_ptr + row), mass, lse_pull, row_max + log_sum)
+        lse_coef = None
+        if lse_coef_C_ptr is not None:
+            lse_coef = tl.load(lse_coef_C_ptr + row)
+        softmax_coef = whole_softmax_coef(
+            0.0, tl.load(soft_target_coef_C_ptr + row), soft_mass, lse_coef, row_max + log_sum
+        )
         tl.debug_barrier()  # all warps have read the row of 4 T numbers, which are more than PARTS
-        tl.store(row_ptr + part, share_t * (pull / row_sum))
+        tl.store(row_ptr + part, share_t * (softmax_coef / row_sum))
 
 
 @triton.jit
 def _put_gradient(
-    distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep, floor,
+    distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft_target_coef, start, B,
+    soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of BLOCK classes of the row that begins at these pointers."""
@@ -89,13 +93,14 @@ def _put_gradient(
     else:
         exp_th = tl.exp2(distance_th * -LOG2_E)
     soft_th = smoothed(soft_th, class_weight_B_ptr, keep, floor, columns, mask, SMOOTHED)
-    grad_th = exp_th * factor_t[:, None] - soft * soft_th
+    grad_th = exp_th * factor_t[:, None] - soft_target_coef * soft_th
     tl.store(grad_ptr + columns, grad_th.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _gradient_kernel(
-    found_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr, soft_C_ptr, B, T, stride,
+    partials_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr,
+    soft_target_coef_C_ptr, B, T, stride,
     soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,24 +111,26 @@ def _gradient_kernel(
     blocks = tl.cdiv(B, BLOCK)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     part = start // WIDTH + tl.arange(0, BLOCK // WIDTH)
-    factor_t = tl.load(found_CT4_ptr + row * T * 4 + part, mask=part < T, other=0.0)
-    soft = tl.load(soft_C_ptr + row)
+    factor_t = tl.load(partials_CT4_ptr + row * T * 4 + part, mask=part < T, other=0.0)
+    soft_target_coef = tl.load(soft_target_coef_C_ptr + row)
     distance_ptr, grad_ptr = distance_CB_ptr + row * stride, grad_CB_ptr + row * stride
     soft_ptr = soft_CB_ptr + row * soft_row_stride
     if start + BLOCK > B:
         _put_gradient(
-            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep,
+            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft_target_coef, start, B,
+            soft_stride, keep,
             floor, SMOOTHED, True, WIDTH, BLOCK,
         )  # fmt: skip
     else:
         _put_gradient(
-            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft, start, B, soft_stride, keep,
+            distance_ptr, grad_ptr, soft_ptr, class_weight_B_ptr, factor_t, soft_target_coef, start, B,
+            soft_stride, keep,
             floor, SMOOTHED, False, WIDTH, BLOCK,
         )  # fmt: skip
 
 
 def gradient(
-    found_CT4: Tensor,
+    partials_CT4: Tensor,
     grad_CV: Tensor | None,  # None: statistics only
     coefs: RowCoefs,
     stats: SoftmaxStats,
@@ -132,12 +139,12 @@ def gradient(
     take_stats: bool,
 ) -> None:
     """Write the row statistics and the gradient; this overwrites the partial results."""
-    C, T, _ = found_CT4.shape
+    C, T, _ = partials_CT4.shape
     stat: Any = [None] * 4
     if take_stats:
-        stat = [stats.max_N, stats.sum_N, stats.mass_N, stats.cross_N]
+        stat = [stats.max_N, stats.sum_N, stats.soft_mass_N, stats.soft_nll_N]
     _rows_kernel[(C,)](
-        found_CT4, coefs.soft_N, coefs.lse_pull_N, *stat, T,
+        partials_CT4, coefs.soft_target_coef_N, coefs.lse_coef_N, *stat, T,
         GRADIENT=grad_CV is not None, PARTS=triton.next_power_of_2(T),
     )  # fmt: skip
     if grad_CV is None:
@@ -145,7 +152,8 @@ def gradient(
     soft: Any = columns.soft_CB
     V = soft.shape[1]
     _gradient_kernel[(C * triton.cdiv(V, BLOCK),)](
-        found_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B, coefs.soft_N, V, T,
+        partials_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B,
+        coefs.soft_target_coef_N, V, T,
         grad_CV.stride(0), *soft.stride(), *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0),
         WIDTH=tiles.BLOCK_B // 2, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

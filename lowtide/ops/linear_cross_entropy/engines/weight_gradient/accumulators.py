@@ -32,7 +32,7 @@ class FloatSum(in_torch.FloatSum):
         row_kernels.add_target_rows(self.sum_VD, None, x, self._times_factor(coef_N), class_N, order_N)
 
 
-class SplitSum:
+class PackedSum:
     """Accumulate in the bfloat16 gradient's memory and one or half a byte per weight beyond it.
 
     packed_triton.py has the format.
@@ -130,9 +130,12 @@ def pipelined(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor) -> 
     The GEMM must be large enough, and tensor maps must fit everything that it reads and writes.
     """
     half = exp_CV.dtype == x_CD.dtype == torch.bfloat16
-    large = backend.worth(exp_CV.numel(), x_CD.shape[1])
+    large = backend.is_large_gemm(exp_CV.numel(), x_CD.shape[1])
     return (
-        half and large and backend.pipelines_on(x_CD.device) and backend.mapped(exp_CV, x_CD, pair_VP, low_VP)
+        half
+        and large
+        and backend.pipelines_on(x_CD.device)
+        and backend.tma_compatible(exp_CV, x_CD, pair_VP, low_VP)
     )
 
 

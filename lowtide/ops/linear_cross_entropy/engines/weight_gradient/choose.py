@@ -56,7 +56,7 @@ def choose_accumulator(
     from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators  # imports Triton
 
     if kind == "split":
-        return accumulators.SplitSum(dw.tensor, dw.applied, bits=plan.sum_bits)
+        return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits)
     if kind == "at_once":
         return accumulators.RoundedProduct(dw.tensor, dw.applied)
     return accumulators.FloatSum(dw.tensor, dw.applied)

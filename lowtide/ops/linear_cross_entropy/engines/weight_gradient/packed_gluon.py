@@ -22,22 +22,22 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     DEPTH,
     HALF,
     WIDTH,
+    acquire_empty,
     await_stage,
     describe,
-    give_back,
     load,
     load_tiles,
     multiply,
+    release,
     ring,
     store,
-    take,
     view,
 )
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     GROUP,
     from_pairs,
-    less_spread,
+    less_smoothing,
     rounded_pairs,
     to_pairs,
 )
@@ -76,7 +76,7 @@ def _load_all(
                 STAGES, True,
             )  # fmt: skip
         for half in gl.static_range(2):
-            stage = take(empty, step, STAGES)
+            stage = acquire_empty(empty, step, STAGES)
             if ADD:
                 mbarrier.expect(full.index(stage), 2 * HALF * COLUMNS * BYTES)
                 for which in gl.static_range(2):
@@ -92,7 +92,7 @@ def _load_all(
 
 @gluon.jit
 def _add_halves(
-    sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -113,29 +113,29 @@ def _add_halves(
             pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
             low_s.store(low_vh)
         else:
-            if spread_D_ptr is not None:
+            if smoothing_row_D_ptr is not None:
                 classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
                 pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
-                even_vh, odd_vh = less_spread(
-                    even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                even_vh, odd_vh = less_smoothing(
+                    even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, classes, pairs, D, V
                 )
             pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
         pair_s.store(pair_vh)
         fence_async_shared()
         tma.store_wait(0)  # of the previous half
-        give_back(empty, step, half > 0, STAGES)  # by now all of this half is in its place too
+        release(empty, step, half > 0, STAGES)  # by now all of this half is in its place too
         store(pair_VP, [first_class, column], pair_s)
         if factor_ptr is None:
             store(low_VP, [first_class, column], low_s)
         step += 1
     tma.store_wait(0)
-    give_back(empty, step, True, STAGES)
+    release(empty, step, True, STAGES)
     return step
 
 
 @gluon.jit
 def _add_all(
-    WHICH: gl.constexpr, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+    WHICH: gl.constexpr, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
     a_s, b_s, full, empty, C, D, V,
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
@@ -148,14 +148,14 @@ def _add_all(
         sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), WHICH, STAGES, True)
         first_class = tile_v * 2 * HALF + WHICH * HALF
         step = _add_halves(
-            sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+            sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
             a_s, b_s, full, empty, step, D, V, WHICH, ADD, STAGES,
         )  # fmt: skip
 
 
 @gluon.jit
 def _add_product_pipelined_kernel(
-    exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr, C, D, V,
+    exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, C, D, V,
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -167,11 +167,11 @@ def _add_product_pipelined_kernel(
     gl.warp_specialize(
         [
             (_add_all, (
-                0, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                0, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
                 a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
-                1, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, spread_D_ptr,
+                1, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
                 a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (

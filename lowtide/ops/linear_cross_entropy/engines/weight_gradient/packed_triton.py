@@ -78,16 +78,16 @@ def rounded_pairs(even, odd, factor):
 
 
 @triton.jit
-def _spread(spread_D_ptr, pair, mask):
+def _load_smoothing_row(smoothing_row_D_ptr, pair, mask):
     """Return what is subtracted from even features, and from odd ones."""
-    even = tl.load(spread_D_ptr + 2 * pair, mask=mask, other=0.0)
-    return even, tl.load(spread_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
+    even = tl.load(smoothing_row_D_ptr + 2 * pair, mask=mask, other=0.0)
+    return even, tl.load(smoothing_row_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
 
 
 @triton.jit
-def less_spread(even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V):
-    """Return the sums minus the smoothing term: the spread times these classes' weights."""
-    even_h, odd_h = _spread(spread_D_ptr, pairs, pairs < D // 2)
+def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, classes, pairs, D, V):
+    """Return the sums minus the smoothing term: the smoothing_coef times these classes' weights."""
+    even_h, odd_h = _load_smoothing_row(smoothing_row_D_ptr, pairs, pairs < D // 2)
     if class_weight_V_ptr is None:
         return even_vh - even_h[None, :], odd_vh - odd_h[None, :]
     else:
@@ -103,7 +103,7 @@ def _add_product_kernel(
     low_VP_ptr,
     factor_ptr,
     class_weight_V_ptr,
-    spread_D_ptr,
+    smoothing_row_D_ptr,
     C,
     D,
     V,
@@ -141,30 +141,30 @@ def _add_product_kernel(
             if factor_ptr is None:
                 store_pairs(pair_ptr, low_ptr, even_vh, odd_vh, mask_vh)
             else:
-                if spread_D_ptr is not None:
-                    even_vh, odd_vh = less_spread(
-                        even_vh, odd_vh, class_weight_V_ptr, spread_D_ptr, classes, pairs, D, V
+                if smoothing_row_D_ptr is not None:
+                    even_vh, odd_vh = less_smoothing(
+                        even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, classes, pairs, D, V
                     )
                 tl.store(pair_ptr, rounded_pairs(even_vh, odd_vh, tl.load(factor_ptr)), mask=mask_vh)
 
 
 @triton.jit
 def _round_kernel(
-    pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, spread_D_ptr, D, BLOCK: tl.constexpr
+    pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, D, BLOCK: tl.constexpr
 ):
-    """gradient = bfloat16(factor (sum - class_weight spread)). Grid: one program per class."""
+    """gradient = bfloat16(factor (sum - class_weight smoothing_coef)). Grid: one program per class."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr)
     for start in range(0, D // 2, BLOCK):
         pairs = start + tl.arange(0, BLOCK)
         place, mask = row * (D // 2) + pairs, pairs < D // 2
         even, odd = load_pairs(pair_VP_ptr + place, low_VP_ptr + place, mask)
-        if spread_D_ptr is not None:
-            even_spread, odd_spread = _spread(spread_D_ptr, pairs, mask)
+        if smoothing_row_D_ptr is not None:
+            even_row, odd_row = _load_smoothing_row(smoothing_row_D_ptr, pairs, mask)
             if class_weight_V_ptr is not None:
                 class_weight = tl.load(class_weight_V_ptr + row)
-                even_spread, odd_spread = even_spread * class_weight, odd_spread * class_weight
-            even, odd = even - even_spread, odd - odd_spread
+                even_row, odd_row = even_row * class_weight, odd_row * class_weight
+            even, odd = even - even_row, odd - odd_row
         tl.store(pair_VP_ptr + place, rounded_pairs(even, odd, factor), mask=mask)
 
 
@@ -206,9 +206,13 @@ def add_product(
 
 
 def round_(
-    pair_VP: Tensor, low_VP: Tensor, factor: Tensor, class_weight_V: Tensor | None, spread_D: Tensor | None
+    pair_VP: Tensor,
+    low_VP: Tensor,
+    factor: Tensor,
+    class_weight_V: Tensor | None,
+    smoothing_row_D: Tensor | None,
 ) -> None:
     """Round the sum to the gradient in place, minus the smoothing term, times the factor."""
     V, P = pair_VP.shape
     block = min(512, triton.next_power_of_2(P))
-    _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, spread_D, 2 * P, BLOCK=block)
+    _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, smoothing_row_D, 2 * P, BLOCK=block)

@@ -34,10 +34,10 @@ def _target_logits_kernel(
 
 
 @triton.jit
-def _scale_rows_kernel(x_CD_ptr, scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
-    """out[c] = scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
+def _scale_rows_kernel(x_CD_ptr, row_scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
+    """out[c] = row_scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_C_ptr + row)
+    scale = tl.load(row_scale_C_ptr + row)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -53,9 +53,9 @@ def _input_gradient_kernel(
     weight_VD_ptr,
     target_C_ptr,
     ignored_C_ptr,
-    scale_C_ptr,
-    hit_C_ptr,
-    spread_C_ptr,
+    row_scale_C_ptr,
+    target_weight_coef_C_ptr,
+    smoothing_coef_C_ptr,
     total_weight_D_ptr,
     factor_ptr,
     out_CD_ptr,
@@ -66,19 +66,24 @@ def _input_gradient_kernel(
 ):
     """Compute rows of dX from the GEMM's result. Grid: one program per row.
 
-    out[c] = factor (scale[c] product[c] + hit[c] weight[target[c]] - spread[c] total_weight)
+    out[c] = factor (row_scale[c] product[c] + target_weight_coef[c] weight[target[c]]
+                     - smoothing_coef[c] total_weight)
     """
     row = tl.program_id(0).to(tl.int64)
-    scale, hit, ignored = tl.load(scale_C_ptr + row), tl.load(hit_C_ptr + row), tl.load(ignored_C_ptr + row)
+    scale, target_weight_coef, ignored = (
+        tl.load(row_scale_C_ptr + row),
+        tl.load(target_weight_coef_C_ptr + row),
+        tl.load(ignored_C_ptr + row),
+    )
     target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
         weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
-        grad_d = sum_d + hit * weight_d.to(tl.float32)
-        if spread_C_ptr is not None:
+        grad_d = sum_d + target_weight_coef * weight_d.to(tl.float32)
+        if smoothing_coef_C_ptr is not None:
             total_d = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
-            grad_d -= tl.load(spread_C_ptr + row) * total_d
+            grad_d -= tl.load(smoothing_coef_C_ptr + row) * total_d
         grad_d = tl.where(ignored, 0.0, grad_d * factor)
         tl.store(
             out_CD_ptr + row * out_stride + columns, grad_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
@@ -92,7 +97,7 @@ def _with_target_rows(
     first,
     columns,
     x_ptr,
-    hit_N_ptr,
+    target_weight_coef_N_ptr,
     class_N_ptr,
     order_N_ptr,
     outer_stride,
@@ -102,7 +107,7 @@ def _with_target_rows(
     D,
     BLOCK_N: tl.constexpr,
 ):
-    """Return sum + hit[n] x[n] over the rows n with that target.
+    """Return sum + target_weight_coef[n] x[n] over the rows n with that target.
 
     The classes are sorted, with their rows in `order`; this class begins at `first`. Rows are added
     in that order, so the result has the same bits every time.
@@ -113,7 +118,7 @@ def _with_target_rows(
         mask=columns < D,
         other=0.0,
     )
-    sum_d += tl.load(hit_N_ptr + row) * x_d.to(tl.float32)
+    sum_d += tl.load(target_weight_coef_N_ptr + row) * x_d.to(tl.float32)
     # Most classes have only that row. A frequent class may have thousands, taken BLOCK_N at a time.
     start = first + 1
     after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
@@ -122,7 +127,7 @@ def _with_target_rows(
         place_n = start + tl.arange(0, BLOCK_N)
         same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
         row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
-        hit_n = tl.load(hit_N_ptr + row_n, mask=same_n, other=0.0)
+        coef_n = tl.load(target_weight_coef_N_ptr + row_n, mask=same_n, other=0.0)
         x_nd = tl.load(
             x_ptr
             + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
@@ -130,7 +135,7 @@ def _with_target_rows(
             mask=same_n[:, None] & (columns[None, :] < D),
             other=0.0,
         )
-        sum_d += tl.sum(hit_n[:, None] * x_nd.to(tl.float32), 0)
+        sum_d += tl.sum(coef_n[:, None] * x_nd.to(tl.float32), 0)
         start += BLOCK_N
         same = tl.min(same_n.to(tl.int32), 0)
     return sum_d
@@ -139,7 +144,7 @@ def _with_target_rows(
 @triton.jit
 def _add_target_rows_kernel(
     x_ptr,
-    hit_N_ptr,
+    target_weight_coef_N_ptr,
     class_N_ptr,
     order_N_ptr,
     sum_VD_ptr,
@@ -155,7 +160,7 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum[v] += sum over rows n with target v of hit[n] x[n]. Grid: (T, D / BLOCK).
+    """sum[v] += sum over rows n with target v of target_weight_coef[n] x[n]. Grid: (T, D / BLOCK).
 
     With low_VP_ptr the sum is packed as in packed_triton.py. The program at the first row of a class
     adds all its rows. With sum_TD, the previous sum is read from there, at the place of that row,
@@ -180,7 +185,7 @@ def _add_target_rows_kernel(
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, class_N_ptr, order_N_ptr,
             outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
         if low_VP_ptr is None:
@@ -194,12 +199,12 @@ def _add_target_rows_kernel(
 def _round_block_kernel(
     sum_BD_ptr,
     x_ptr,
-    hit_N_ptr,
+    target_weight_coef_N_ptr,
     class_N_ptr,
     order_N_ptr,
     first_V_ptr,
     class_weight_V_ptr,
-    spread_D_ptr,
+    smoothing_row_D_ptr,
     factor_ptr,
     out_VD_ptr,
     outer_stride,
@@ -213,8 +218,8 @@ def _round_block_kernel(
 ):
     """Compute a block of the gradient from the block's sum. Grid: (B, D / BLOCK).
 
-    out[v] = factor (sum[v - first_class] + sum over rows n with target v of hit[n] x[n]
-                     - class_weight[v] spread)
+    out[v] = factor (sum[v - first_class] + sum over rows n with target v of target_weight_coef[n] x[n]
+                     - class_weight[v] smoothing_coef)
 
     first_V is where each class begins among the sorted targets; N for a class that is no target.
     """
@@ -225,11 +230,11 @@ def _round_block_kernel(
     first = tl.load(first_V_ptr + target)
     if first < N:
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, hit_N_ptr, class_N_ptr, order_N_ptr,
+            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, class_N_ptr, order_N_ptr,
             outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
-    if spread_D_ptr is not None:
-        spread_d = tl.load(spread_D_ptr + columns, mask=columns < D, other=0.0)
+    if smoothing_row_D_ptr is not None:
+        spread_d = tl.load(smoothing_row_D_ptr + columns, mask=columns < D, other=0.0)
         if class_weight_V_ptr is not None:
             spread_d *= tl.load(class_weight_V_ptr + target)
         sum_d -= spread_d
@@ -248,10 +253,10 @@ def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor: 
     return logit_C
 
 
-def scale_rows(x_CD: Tensor, scale_C: Tensor, out_CD: Tensor) -> None:
-    """Write scale_C x_CD to out_CD."""
+def scale_rows(x_CD: Tensor, row_scale_C: Tensor, out_CD: Tensor) -> None:
+    """Write row_scale_C x_CD to out_CD."""
     C, D = x_CD.shape
-    _scale_rows_kernel[(C,)](x_CD, scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
+    _scale_rows_kernel[(C,)](x_CD, row_scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
 
 
 def input_gradient(
@@ -259,9 +264,9 @@ def input_gradient(
     weight_VD: Tensor,
     target_C: Tensor,
     ignored_C: Tensor,
-    scale_C: Tensor,
-    hit_C: Tensor,
-    spread_C: Tensor | None,
+    row_scale_C: Tensor,
+    target_weight_coef_C: Tensor,
+    smoothing_coef_C: Tensor | None,
     total_weight_D: Tensor | None,
     factor: Tensor,
     out_CD: Tensor,
@@ -273,9 +278,9 @@ def input_gradient(
         weight_VD,
         target_C,
         ignored_C,
-        scale_C,
-        hit_C,
-        spread_C,
+        row_scale_C,
+        target_weight_coef_C,
+        smoothing_coef_C,
         total_weight_D,
         factor,
         out_CD,
@@ -290,14 +295,14 @@ def add_target_rows(
     sum_VD: Tensor,
     low_VP: Tensor | None,
     x: Tensor,
-    hit_N: Tensor,
+    target_weight_coef_N: Tensor,
     class_N: Tensor,
     order_N: Tensor,
     *,
     sums_TD: Tensor | None = None,
     first_target: int = 0,
 ) -> None:
-    """Add hit[n] x[n] to the sum of each row's target class.
+    """Add target_weight_coef[n] x[n] to the sum of each row's target class.
 
     The targets are sorted by class; ignored rows come last, under a class of their own. x is [N,
     D], or [outer, inner, D] if it has no view [N, D].
@@ -307,7 +312,7 @@ def add_target_rows(
     block = min(512, _width(D))
     _add_target_rows_kernel[(T, triton.cdiv(D, block))](
         x,
-        hit_N,
+        target_weight_coef_N,
         class_N,
         order_N,
         sum_VD,
@@ -328,12 +333,12 @@ def round_block(
     sum_BD: Tensor,
     factor: Tensor,
     x: Tensor,
-    hit_N: Tensor,
+    target_weight_coef_N: Tensor,
     class_N: Tensor,
     order_N: Tensor,
     first_V: Tensor,
     class_weight_V: Tensor | None,
-    spread_D: Tensor | None,
+    smoothing_row_D: Tensor | None,
     *,
     first_class: int,
 ) -> None:
@@ -343,12 +348,12 @@ def round_block(
     _round_block_kernel[(B, triton.cdiv(D, block))](
         sum_BD,
         x,
-        hit_N,
+        target_weight_coef_N,
         class_N,
         order_N,
         first_V,
         class_weight_V,
-        spread_D,
+        smoothing_row_D,
         factor,
         out_VD,
         *_strides(x),
