@@ -8,7 +8,7 @@ running them; autograd.py registers their derivatives.
     linear_log_probs_backward       gradients, from up to three upstream gradients and these statistics
 
 All obey the engine among their options, but for a backward from statistics: these say which engine they are
-from (`with_engine`), and that one runs. It chooses nothing.
+from (engines/saved_stats.py), and that one runs. It chooses nothing.
 
 A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still
 to be applied. Gradients come in the order of Head's tensors, only those that are wanted.

@@ -166,7 +166,7 @@ def _counts(
     # includes.
     copies_weight = (weight.dtype != operands.dtype and device == "cpu") or not multiplies(weight)
     weight_sum = _sum_bytes(call, weight, call.wanted.weights[0])
-    # On the CPU half of a packed sum lies in the gradient's memory (in_place.py).
+    # On the CPU half of a packed sum lies in the gradient's memory (in_torch.py).
     packs = device == "cpu" and weight.dtype.itemsize * 2 == sum_size
     return ByteCounts(
         N=call.N,

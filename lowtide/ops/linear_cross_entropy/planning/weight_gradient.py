@@ -3,7 +3,7 @@
 The accumulator of a rounded weight gradient has one of these forms: float32 [V, D], if that fits
 and the Gluon pipeline, which is faster with 24 bits, does not run; else partly in the gradient's
 memory, with 24 bits and one byte per weight beyond it, or with 20 bits and half a byte
-(packed_triton.py); on the CPU with half of its own size beyond it (in_place.py).
+(packed_triton.py); on the CPU with half of its own size beyond it (in_torch.py).
 
 There is no accumulator where one chunk has room for all tokens, tokens are few beside the classes,
 and no term is spread over all classes: the exponentials engine then rounds in the epilogue of a

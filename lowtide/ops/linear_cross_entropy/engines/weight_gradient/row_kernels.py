@@ -234,10 +234,10 @@ def _round_block_kernel(
             outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
     if smoothing_row_D_ptr is not None:
-        spread_d = tl.load(smoothing_row_D_ptr + columns, mask=columns < D, other=0.0)
+        smoothing_d = tl.load(smoothing_row_D_ptr + columns, mask=columns < D, other=0.0)
         if class_weight_V_ptr is not None:
-            spread_d *= tl.load(class_weight_V_ptr + target)
-        sum_d -= spread_d
+            smoothing_d *= tl.load(class_weight_V_ptr + target)
+        sum_d -= smoothing_d
     sum_d *= tl.load(factor_ptr)
     place = target.to(tl.int64) * D + columns
     tl.store(out_VD_ptr + place, sum_d.to(out_VD_ptr.dtype.element_ty), mask=columns < D)
