@@ -67,8 +67,5 @@ def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
 
 def _flattens(input: Tensor) -> bool:
     """Return True if [..., D] can be viewed as [N, D]."""
-    size, stride = input.shape[:-1], input.stride()[:-1]
-    return all(
-        size[i] == 1 or size[i + 1] == 1 or stride[i] == size[i + 1] * stride[i + 1]
-        for i in range(len(size) - 1)
-    )
+    rows = [(size, stride) for size, stride in zip(input.shape[:-1], input.stride()) if size != 1]
+    return all(rows[i][1] == rows[i + 1][0] * rows[i + 1][1] for i in range(len(rows) - 1))
