@@ -192,6 +192,12 @@ def with_tensors(
     return node._replace(operands=tuple(changed(each) for each in node.operands))
 
 
+def with_first_input(node: Node, change: Change) -> Node:
+    """Return the same tree with another input of its first product."""
+    changes = iter([change])
+    return with_tensors(node, rows=lambda x: next(changes, lambda x: x)(x))
+
+
 def record(tensor: Tensor) -> Recorded:
     """Record a tensor whose data no other code can replace."""
     return Recorded(tensor, _version(tensor))

@@ -197,16 +197,7 @@ class DeferredLogits(Proxy):
 
     def _counted(self, node: Node, operation: str) -> Node:
         """Count on the hidden states: a compiled graph copies the tensor, and they are small."""
-        first = True
-
-        def count(x: Tensor) -> Tensor:
-            nonlocal first
-            if first:
-                x = self.source.counts.on(x, operation)
-            first = False
-            return x
-
-        return expression.with_tensors(node, rows=count)
+        return expression.with_first_input(node, lambda x: self.source.counts.on(x, operation))
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""
@@ -278,14 +269,15 @@ class DeferredLogits(Proxy):
         return self.real("numpy").__array__(dtype)
 
     def __dlpack__(self, **options: Any) -> Any:
-        if self.requires_grad:
-            raise RuntimeError(NO_READER)
-        return self.real("DLPack").__dlpack__(**options)
+        return self._read_by_dlpack().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
+        return self._read_by_dlpack().__dlpack_device__()
+
+    def _read_by_dlpack(self) -> Tensor:
         if self.requires_grad:
             raise RuntimeError(NO_READER)
-        return self.real("DLPack").__dlpack_device__()
+        return self.real("DLPack")
 
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
         return self.detach()

@@ -111,8 +111,7 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
     """Return the same logits with their gradient through that function."""
-    first = iter([hidden])
-    return logits.like(expression.with_tensors(logits.node, rows=lambda x: next(first, x)), logits.meta)
+    return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
 
 
 def _hidden(logits: DeferredLogits) -> Tensor:

@@ -72,18 +72,14 @@ def chunked_loss(
 @overload
 def chunked_loss(
     *,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    has_aux: Literal[False] = False,
-    mode: Mode = "gradient_in_forward",
+    chunk_size: int | None = ...,
+    workspace: int | None = ...,
+    has_aux: Literal[False] = ...,
+    mode: Mode = ...,
 ) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]: ...
 @overload
 def chunked_loss(
-    *,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    has_aux: Literal[True],
-    mode: Mode = "gradient_in_forward",
+    *, chunk_size: int | None = ..., workspace: int | None = ..., has_aux: Literal[True], mode: Mode = ...
 ) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures, snapshot
@@ -88,13 +88,8 @@ class Job:
             out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)
         if not self.has_aux:
             return out, value, {}
-        if not isinstance(value, tuple) or len(value) != 2:
-            raise ArgumentTypeError(
-                f"with has_aux, loss_fn must return (sum, dict), got {type(value).__name__}"
-            )
-        value, aux = value
-        validation.check_aux(aux)
-        return out, value, aux
+        validation.check_aux(value)
+        return out, *value
 
     def _add_aux(self, name: str, term: Any) -> None:
         """Add a chunk's value of aux to its sum."""

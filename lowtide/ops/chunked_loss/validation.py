@@ -128,12 +128,14 @@ def check_result(value: Any, rows: int, per_row: bool) -> None:
         )
 
 
-def check_aux(aux: Any) -> None:
-    """Raise unless aux is a dictionary of tensors and numbers."""
+def check_aux(result: Any) -> None:
+    """Raise unless loss_fn returned a sum and a dictionary of tensors and numbers."""
+    expected = "with has_aux, loss_fn must return (sum, dict), got"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ArgumentTypeError(f"{expected} {type(result).__name__}")
+    aux = result[1]
     if not isinstance(aux, dict):
-        raise ArgumentTypeError(
-            f"with has_aux, loss_fn must return (sum, dict), got {type(aux).__name__} as aux"
-        )
+        raise ArgumentTypeError(f"{expected} {type(aux).__name__} as aux")
     for name, value in aux.items():
         if not isinstance(value, (Tensor, int, float)):
             raise ArgumentTypeError(f"aux[{name!r}] must be a tensor or a number, got {type(value).__name__}")

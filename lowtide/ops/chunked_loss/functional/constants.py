@@ -91,19 +91,19 @@ def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
         yield "", value.__self__, names if code is None else names | _names(code)
         yield "", function, names
     elif inspect.isfunction(value):
-        if not _is_foreign(value):
+        if _package(value.__module__) not in SKIPPED:
             yield from _of_function(value)
     elif isinstance(value, CONTAINERS):
         if len(value) <= MOST:
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 yield f"[{key!r}]", each, names
     elif isinstance(value, types.ModuleType):
-        if _root(value.__name__) not in SKIPPED:
+        if _package(value.__name__) not in SKIPPED:
             for key in names & vars(value).keys():
                 yield f".{key}", vars(value)[key], names
     elif isinstance(value, type):
-        if _root(value.__module__) not in SKIPPED:
-            for owner, key in _members(value, names).constants:
+        if _package(value.__module__) not in SKIPPED:
+            for owner, key in _Members(value, names).constants:
                 yield f".{key}", vars(owner).get(key), names
     else:
         yield from _of_object(value, names)
@@ -122,14 +122,19 @@ def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
         yield f".{key}", each, names
     for key in names & function.__globals__.keys():
         each = function.__globals__[key]
-        if not inspect.isfunction(each) or not _is_installed(each, function):
+        # A function of another installed package is not searched.
+        if (
+            not inspect.isfunction(each)
+            or _package(each.__module__) == _package(function.__module__)
+            or "site-packages" not in each.__code__.co_filename
+        ):
             yield f".{key}", each, names
 
 
 def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     """Yield the attributes of an object that the code names, and the methods that they lead to."""
     cls: Any = type(value)
-    members = _members(cls, names)
+    members = _Members(cls, names)
     own = getattr(value, "__dict__", {})
     for key in members.names & own.keys():
         yield f".{key}", own[key], members.names
@@ -143,7 +148,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
         yield "", method, members.names
     if isinstance(value, nn.Module):
         # All children: of torch's own containers, and where the code asks for all of them.
-        every = _root(type(value).__module__) == "torch" or not ALL_CHILDREN.isdisjoint(members.names)
+        every = _package(cls.__module__) == "torch" or not ALL_CHILDREN.isdisjoint(members.names)
         yield ".training", value.training, members.names
         for held in (value._parameters, value._buffers, value._modules):
             for key, each in held.items():
@@ -151,6 +156,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
                     yield f".{key}", each, members.names
 
 
+@functools.lru_cache(maxsize=1024)
 class _Members:
     """Hold what the names stand for in a class, and the names that its methods lead to."""
 
@@ -168,7 +174,7 @@ class _Members:
             if function is not None:
                 # Of torch's classes only what they compute: their other methods share names with
                 # tensors.
-                if name in ENTRIES or not _is_foreign(function):
+                if name in ENTRIES or _package(function.__module__) not in SKIPPED:
                     self.methods.append(function)
                     waiting |= _names(function.__code__) - seen
             elif inspect.ismemberdescriptor(member):
@@ -176,12 +182,6 @@ class _Members:
             elif not hasattr(member, "__get__") and not name.startswith("__"):
                 self.constants.append((owner, name))
         self.names = frozenset(seen)
-
-
-@functools.lru_cache(maxsize=1024)
-def _members(cls: type, names: Names) -> _Members:
-    """Return the members of a class under these names."""
-    return _Members(cls, names)
 
 
 def _function(member: Any) -> Any:
@@ -211,17 +211,6 @@ def _array(value: Any) -> Any:
     return str(value.dtype), value.shape, value.tobytes()
 
 
-def _is_foreign(function: Any) -> bool:
-    """Return True for code of torch, the standard library and other packages that are skipped."""
-    return _root(function.__module__ or "") in SKIPPED
-
-
-def _is_installed(function: Any, by: Any) -> bool:
-    """Return True if a function is of another installed package than the function naming it."""
-    another = _root(function.__module__ or "") != _root(by.__module__ or "")
-    return another and "site-packages" in function.__code__.co_filename
-
-
-def _root(name: str) -> str:
-    """Return the first part of a dotted name."""
-    return name.partition(".")[0]
+def _package(module: str | None) -> str:
+    """Return the first part of a module's name."""
+    return (module or "").partition(".")[0]
