@@ -237,3 +237,25 @@ def test_a_head_of_another_model():
     assert type(other.lm_head) is nn.Linear
     with lowtide.defer_logits(model, head=model.lm_head) as deferral:
         assert repr(deferral) == "Deferral(head=Linear, fused=0, materialized={})"
+
+
+class Positive(nn.Linear):
+    """Before its product a comparison, a length, and a change in place."""
+
+    def forward(self, x):
+        x = x * (x > 0)
+        x[..., len(x) :] *= 2
+        return super().forward(x)
+
+
+def test_a_head_with_any_operator_of_python():
+    model, tokens, targets = make()
+    head = Positive(model.lm_head.in_features, V, bias=False).to(model.lm_head.weight.dtype)
+    head.weight, model.lm_head = model.lm_head.weight, head
+
+    def use(model):
+        return F.cross_entropy(model(tokens)[0].view(-1, V), targets.view(-1), ignore_index=-1)
+
+    expected, found, deferral = plain_and_deferred(model, use)
+    assert (deferral.fused, deferral.materialized) == (1, {})
+    close(found, expected, torch.float64)

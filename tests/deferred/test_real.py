@@ -263,6 +263,28 @@ def test_a_function_would_lose_the_gradient(derived):
             OwnLoss.apply(logits[:, 1:] * 2 if derived else logits)
 
 
+def test_a_function_without_a_context_has_no_name():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(logits):
+            return logits.sum(-1)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model), torch.no_grad():
+        assert (
+            Own.apply(model(tokens)[0]).shape == tokens.shape
+        )  # nothing is lost where nothing is differentiated
+    with (
+        lowtide.defer_logits(model),
+        pytest.raises(RuntimeError, match=r"^an autograd.Function, was given deferred logits"),
+    ):
+        Own.apply(model(tokens)[0])
+
+
 def test_a_function_takes_what_is_materialized():
     model, tokens, _ = make()
 
