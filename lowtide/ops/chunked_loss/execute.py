@@ -15,7 +15,7 @@ from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
 from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.higher_order import loss_in_transform
-from lowtide.ops.chunked_loss.isolation import in_transform
+from lowtide.ops.chunked_loss.isolation import any_transform
 from lowtide.ops.chunked_loss.job import Job, Tensors, spans
 from lowtide.ops.chunked_loss.loop import loss_alone
 from lowtide.ops.chunked_loss.replay import Replay
@@ -38,7 +38,7 @@ def run(
         rows = {name: each.clone() if each.is_inference() else each for name, each in rows.items()}
     placed = tuple(ROW if validation.is_cut(each) else each for each in arguments)
     with alone((loss_fn, head, *arguments)):
-        functional = Functional(loss_fn, head, placed, every=in_transform())
+        functional = Functional(loss_fn, head, placed, every=any_transform())
         validation.check_modules(functional.modules)
         check_units(functional.modules, head)
         validation.check_learned(functional.names, functional.learned, hidden[0])
@@ -63,7 +63,7 @@ def run(
 
 def _loss(job: Job, tensors: Tensors, workspace: int | None, functions: tuple[Any, Any]) -> Tensor:
     """Return the loss, by the way that differentiates it as this call needs."""
-    if in_transform():
+    if any_transform():
         validation.check_no_workspace(workspace)
         return loss_in_transform(job, tensors)
     validation.check_needs_grad(job.needs_grad)

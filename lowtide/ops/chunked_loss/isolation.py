@@ -28,10 +28,10 @@ def isolated() -> Iterator[None]:
 def is_isolated() -> bool:
     """Return True unless head or loss_fn installed hooks, a transform or forward mode."""
     hooks = _top_hooks()
-    return not in_transform() and (hooks is None or hooks[0] is _pack)
+    return not any_transform() and (hooks is None or hooks[0] is _pack)
 
 
-def in_transform() -> bool:
+def any_transform() -> bool:
     """Return True if a transform of torch.func or forward mode is at work."""
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
