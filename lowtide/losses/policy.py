@@ -122,7 +122,9 @@ def grpo(
     ratio_BT = log_ratio_BT.clamp(max=LARGEST_LOG_RATIO).exp()
     clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     advantage_B1 = advantages.detach()[:, None]
-    loss_BT = -torch.minimum(ratio_BT * advantage_B1, clipped_BT * advantage_B1)
+    plain_BT, clipped_BT = ratio_BT * advantage_B1, clipped_BT * advantage_B1
+    # Where both are the same the ratio has the gradient; clamp has none at its ends in torch 2.15.
+    loss_BT = -torch.where(clipped_BT < plain_BT, clipped_BT, plain_BT)
     if reference is not None:
         _, reference_BT = widened("BT", policy=policy, reference=reference)
         d_BT = (reference_BT.detach() - policy_BT).masked_fill(~mask_BT, 0).clamp(max=LARGEST_LOG_RATIO)
