@@ -208,9 +208,9 @@ def defer_logits(
         loss.backward()
     """
     check_model(model, head)
-    found = locate_head(model) if head is None else head
-    check_head(found)
+    head = locate_head(model) if head is None else head
+    check_head(head)
     check_workspace(workspace)
     if workspace is not None and workspace <= 0:
         raise ArgumentError(f"workspace must be a number of bytes above 0, or None, got {workspace}")
-    return Deferral(model, found, workspace)
+    return Deferral(model, head, workspace)
