@@ -47,13 +47,12 @@ def prepare(call: AttentionCall) -> AttentionCall:
 
 
 def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend."""
+    """Run a backend. The call that torch's kernels take comes first and allocates nothing."""
+    if backend == "sdpa" and not torch.compiler.is_compiling():
+        return delegate.attention(call.operands, call.mask is not None, call.options), None
     operands, options = call.operands, call.options._replace(backend=backend)
     if backend == "sdpa":
-        causal = call.mask is not None
-        if torch.compiler.is_compiling():
-            return autograd.attention(operands, options._replace(causal=causal), False)
-        return delegate.attention(operands, causal, options), None
+        return autograd.attention(operands, options._replace(causal=call.mask is not None), False)
     M, N = operands.query.shape[2], operands.key.shape[2]
     found = intervals(call.mask, call.window, M, N, operands.device)
     if found is not None:

@@ -19,9 +19,14 @@ from lowtide.ops.attention.triton_backend.tiles import (
     keep_mask,
     load_pieces,
     load_rows,
+    load_shift,
     load_tile,
     product,
+    row_terms_at,
+    score_gradient,
     score_tile,
+    scores_at,
+    store_scores,
     store_tile,
     tile_start,
     visible_range,
@@ -36,7 +41,7 @@ def delta_kernel(
     out_strides, grad_output_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write rows [B, H, 2 or 3, M]: what the tiles of backward read of each row.
+    """Write row_terms [B, H, 2 or 3, M]: what the tiles of backward read of each row.
 
     This is delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its log2_sum.
     They are computed here once and not for each tile. A logarithm of -inf becomes 0, since all
@@ -46,10 +51,8 @@ def delta_kernel(
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
     i = start_m + row_m
-    out_ptr, grad_output_ptr = (
-        head(out_ptr, out_strides, b, h),
-        head(grad_output_ptr, grad_output_strides, b, h),
-    )
+    out_ptr = head(out_ptr, out_strides, b, h)
+    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, h)
     delta_m = tl.zeros([BLOCK_M], tl.float32)
     if grad_logsumexp_ptr is not None:
         dlse_ptr = head(grad_logsumexp_ptr, lse_strides, b, h)
@@ -73,50 +76,6 @@ def delta_kernel(
 
 
 @triton.jit
-def row_terms_at(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
-    """Return where the rows of one batch and head begin."""
-    return row_terms_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
-
-
-@triton.jit
-def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
-    """Load the shift and log2_sum of rows i; in base 2 the shift stands for both."""
-    shift = load_rows(row_terms_ptr + M, i, M, CUT)
-    log2_sum = shift
-    if not BASE_2:
-        log2_sum = load_rows(row_terms_ptr + 2 * M, i, M, CUT)
-    return shift, log2_sum
-
-
-@triton.jit
-def score_gradient(weight, grad_weight, delta, keep_mask, rescale, DROPOUT: tl.constexpr):
-    """Return dz from the product do v^T."""
-    if DROPOUT:
-        grad_weight = tl.where(keep_mask, grad_weight * rescale, 0.0)
-    return weight * (grad_weight - delta)
-
-
-@triton.jit
-def scores_at(ptr, strides, head, start_n):
-    """Return where the tiles of some keys begin in a strip's grad_scores (stored_scores.py)."""
-    return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
-
-
-@triton.jit
-def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
-    """Store a tile [keys, queries], padding included.
-
-    Queries beyond the last are stored as far as rows are padded, so that stores are of 16 bytes.
-    """
-    ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
-    tile = tile.to(ptr.dtype.element_ty)
-    if CUT:
-        tl.store(ptrs, tile, mask=(i < strides[1])[None, :])
-    else:
-        tl.store(ptrs, tile)
-
-
-@triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     grad_output_ptr, row_terms_ptr, grad_query_ptr,
@@ -130,10 +89,8 @@ def query_gradient_kernel(
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
     b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
-    query_ptr, grad_output_ptr = (
-        head(query_ptr, query_strides, b, h),
-        head(grad_output_ptr, grad_output_strides, b, h),
-    )
+    query_ptr = head(query_ptr, query_strides, b, h)
+    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, h)
     key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)
     if bias_ptr is not None:
         bias_ptr = head(bias_ptr, bias_strides, b, h)
@@ -211,6 +168,7 @@ def key_value_gradient_kernel(
     grad_output (bf16_split.py), of the strip's heads alone; with three, products are summed apart as
     in tiles.add_product.
     """
+    STORES: tl.constexpr = grad_scores_ptr is not None or grad_z_ptr is not None
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
@@ -219,10 +177,8 @@ def key_value_gradient_kernel(
     if PIECES > 1:
         first_operand_g, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
     operand_g = first_operand_g + unit // B
-    key_ptr, value_ptr = (
-        head(key_ptr, key_strides, b, operand_g),
-        head(value_ptr, value_strides, b, operand_g),
-    )
+    key_ptr = head(key_ptr, key_strides, b, operand_g)
+    value_ptr = head(value_ptr, value_strides, b, operand_g)
 
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     j, k, e = start_n + row_n, tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
@@ -283,12 +239,7 @@ def key_value_gradient_kernel(
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
                         own = load_pieces(grad_output_place, own_e, width_e, MASKED, True, PIECES)
                     grad_value = add_product(used, own, grad_value, PRECISION, PIECES)
-                if (
-                    grad_key_ptr is not None
-                    or bias_sum_ptr is not None
-                    or grad_scores_ptr is not None
-                    or grad_z_ptr is not None
-                ):
+                if STORES or grad_key_ptr is not None or bias_sum_ptr is not None:
                     delta = load_rows(head_terms_ptr, i, M, MASKED)[None, :]
                     grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
                     if bias_sum_ptr is not None:

@@ -15,13 +15,6 @@ import triton.language as tl
 
 from lowtide.core.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
-from lowtide.ops.attention.triton_backend.recompute import (
-    load_shift,
-    row_terms_at,
-    score_gradient,
-    scores_at,
-    store_scores,
-)
 from lowtide.ops.attention.triton_backend.tiles import (
     add_product,
     dot,
@@ -30,8 +23,13 @@ from lowtide.ops.attention.triton_backend.tiles import (
     keep_mask,
     load_pieces,
     load_rows,
+    load_shift,
     load_tile,
+    row_terms_at,
+    score_gradient,
     score_tile,
+    scores_at,
+    store_scores,
     store_tile,
     tile_start,
     visible_range,
@@ -97,13 +95,8 @@ def scores_kernel(
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, j = start_m + row_m, start_n + row_n
     query_place = head(query_ptr, query_strides, b, h), start_m, row_m, query_strides, M
-    grad_output_place = (
-        head(grad_output_ptr, grad_output_strides, b, h),
-        start_m,
-        row_m,
-        grad_output_strides,
-        M,
-    )
+    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, h)
+    grad_output_place = grad_output_ptr, start_m, row_m, grad_output_strides, M
     key_place = head(key_ptr, key_strides, b, g), start_n, row_n, key_strides, N
     value_place = head(value_ptr, value_strides, b, g), start_n, row_n, value_strides, N
     head_bias_ptr = bias_ptr

@@ -101,9 +101,9 @@ def scores_to_store(
     capped = options.softcap > 0
     if many:
         return Stored(value, query or key or (bias and not capped), bias and capped)
-    apart = key and not together
-    dear = operands.query.dtype.itemsize == 4 and (apart or (query and (key or value)))
-    return Stored(False, dear or (bias and (not capped or query or apart)), bias and capped)
+    key_apart = key and not together
+    expensive = operands.query.dtype.itemsize == 4 and (key_apart or (query and (key or value)))
+    return Stored(False, expensive or (bias and (not capped or query or key_apart)), bias and capped)
 
 
 def strips(

@@ -61,9 +61,9 @@ MIN_FEATURES = 64  # decision 0020
 
 
 # For each kernel: the most features (the larger of K and E) that a size is for, and the size. In
-# float32, all products but those of "query" are of pieces (bf16_split.py). The gradients of key and
-# value share a kernel as long as both fit into its registers. Beyond, each has its own kernel, or
-# the key's is a product of stored gradients of scores.
+# float32, all products but those of "query" are of pieces (bf16_split.py); a name with "of 2 pieces"
+# goes before the name alone. The gradients of key and value share a kernel as long as both fit into
+# its registers. Beyond, each has its own kernel, or the key's is a product of stored scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {

@@ -1,4 +1,4 @@
-"""Provide what the Triton kernels share: a tile of scores, from its product to its exponentials.
+"""Provide what the Triton kernels share: a tile of scores, from its product to its gradient.
 
 Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction. Beside a
 floating-point bias they stay in natural units, since -1e9, or the lowest number there is, has to
@@ -289,3 +289,47 @@ def keep_mask(row_key_ptr, column_key_ptr, i, j, M, N, limit):
     bits ^= bits >> 15
     bits *= 0x846CA68B
     return bits.to(tl.int32, bitcast=True) > limit
+
+
+@triton.jit
+def row_terms_at(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
+    """Return where the row_terms of one batch and head begin (recompute.delta_kernel)."""
+    return row_terms_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
+
+
+@triton.jit
+def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
+    """Load the shift and log2_sum of rows i; in base 2 the shift stands for both."""
+    shift = load_rows(row_terms_ptr + M, i, M, CUT)
+    log2_sum = shift
+    if not BASE_2:
+        log2_sum = load_rows(row_terms_ptr + 2 * M, i, M, CUT)
+    return shift, log2_sum
+
+
+@triton.jit
+def score_gradient(weight, grad_weight, delta, keep_mask, rescale, DROPOUT: tl.constexpr):
+    """Return dz from the product do v^T."""
+    if DROPOUT:
+        grad_weight = tl.where(keep_mask, grad_weight * rescale, 0.0)
+    return weight * (grad_weight - delta)
+
+
+@triton.jit
+def scores_at(ptr, strides, head, start_n):
+    """Return where the tiles of some keys begin in a strip's grad_scores (stored_scores.py)."""
+    return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
+
+
+@triton.jit
+def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
+    """Store a tile [keys, queries], padding included.
+
+    Queries beyond the last are stored as far as rows are padded, so that stores are of 16 bytes.
+    """
+    ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
+    tile = tile.to(ptr.dtype.element_ty)
+    if CUT:
+        tl.store(ptrs, tile, mask=(i < strides[1])[None, :])
+    else:
+        tl.store(ptrs, tile)

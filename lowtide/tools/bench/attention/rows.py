@@ -63,7 +63,7 @@ class AttentionRow:
     case: AttentionCase
     provider: AttentionProvider
     figures: AttentionFigures | None  # None if the provider did not run; `reason` says why.
-    engine: str = ""  # The one of ours that ran.
+    engine: str = ""  # The backend of ours that ran.
     reason: str = ""
     failed: bool = False  # It raised an error other than Unavailable, which is by design.
 
@@ -73,13 +73,13 @@ class _Shared(NamedTuple):
 
     inputs: Inputs
     truth: tuple[Tensor, ...] | None
-    auto: str  # The engine that backend="auto" takes.
+    auto: str  # The backend that "auto" takes.
 
     @classmethod
     def of(cls, case: AttentionCase) -> "_Shared":
         inputs = case.inputs()
         truth = exact(case, inputs) if not case.dropout and case.M <= LONGEST_TRUTH else None
-        return cls(inputs, truth, _engine(case, inputs, "auto"))
+        return cls(inputs, truth, _backend(case, inputs, "auto"))
 
 
 @dataclass
@@ -131,7 +131,7 @@ def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) 
                 torch.cuda.empty_cache()
         for runner, figures in zip(runners, _timed(case, runners)):
             backend = runner.provider.backend
-            ran = "" if backend is None else _engine(case, runner.inputs, backend)
+            ran = "" if backend is None else _backend(case, runner.inputs, backend)
             yield AttentionRow(case, runner.provider, figures, ran)
 
 
@@ -195,8 +195,8 @@ def _ratio(own: list[float], every: list[list[float]], peers: list[bool]) -> flo
     return min(medians) / quantiles(own, 0.5)[0] if medians else None
 
 
-def _engine(case: AttentionCase, inputs: Inputs, backend: str) -> str:
-    """Return the engine of ours that a backend stands for."""
+def _backend(case: AttentionCase, inputs: Inputs, backend: str) -> str:
+    """Return the backend that a call takes which asks for this one."""
     _, *own = from_xformers(inputs.query, inputs.key, inputs.value, inputs.bias)
     mask = attn_bias.LowerTriangularMask() if case.causal else None
     options = Options(case.K**-0.5, dropout=case.dropout, backend=backend)
