@@ -1,11 +1,11 @@
 """Hand the plain case on to torch's own scaled_dot_product_attention.
 
-That is the case that one of torch's kernels computes exactly, in O(M) memory. Its dense fallback is
-switched off, so it cannot be reached.
+The plain case is what one of torch's kernels computes exactly, in O(M) memory. Torch's dense
+fallback is switched off, so it cannot be reached.
 
 These kernels cannot be differentiated twice and support no transforms. So an autograd function
-keeps the graph of the one call, and its backward runs that graph. A backward that is to be
-differentiated goes through higher_order.py instead.
+stores the graph of the one call, and its backward runs that graph. A backward that is itself
+differentiated goes through higher_order.py.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
 of values.

@@ -1,6 +1,6 @@
 """Bring the callers' tensors into the computation's layout, [B, H, M, K], and results back.
 
-All of it is views, unless strides allow none; then it is a copy of O(M K) numbers.
+Results and operands are views. Where strides allow none, they are copies of O(M K) numbers.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features, E of values.
 """

@@ -337,7 +337,7 @@ def _vector(bound: int | Tensor, like: Tensor) -> Tensor:
 def visible(found: Intervals, N: int) -> Tensor:
     """Return the mask as [M, N], True where query i sees key j.
 
-    It is for tests, chunks and the reference.
+    Only tests, chunks of queries and the reference use it.
     """
     key_N = torch.arange(N, dtype=torch.int32, device=found.first_M.device)
     return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])

@@ -14,9 +14,9 @@ BYTES = 16
 NUMBERS = 1 << 31
 
 # Torch 2.11 caches cuDNN's plans by the strides of query, key and value, and ignores those of the
-# output and its gradient. A plan made for other strides misreads them without an error. This
-# dropout, a 0 of the other sign, gives our calls plans that they share with no other code of the
-# program. In our calls the ignored strides follow the query's.
+# output and its gradient. A plan made for other strides misreads them without an error. The rate of
+# dropout is in the cache's key, so with -0.0 our calls share no plan with other code of the program.
+# Among our calls the ignored strides follow the query's.
 NO_DROPOUT = -0.0
 
 

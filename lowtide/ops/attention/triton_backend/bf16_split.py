@@ -90,7 +90,7 @@ def split_kernel(
 ):  # fmt: skip
     """Split all operands in one launch.
 
-    Launched apart, each took 27 us on an H200, for 64 features as for 128, mostly for the launch.
+    One launch an operand took 27 us each on an H200, for 64 as for 128 features: mostly the launch.
     """
     for operand in tl.static_range(len(ptrs)):
         if tl.program_id(1) == operand:

@@ -39,8 +39,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Write a tile of the result and, if asked for, the statistics of its rows.
 
-    PIECES counts those of query, key and value (bf16_split.py), whose rows are padded if there are
-    several.
+    PIECES is the number of pieces of query, key and value (bf16_split.py). Rows of pieces are
+    padded.
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask it sees most keys

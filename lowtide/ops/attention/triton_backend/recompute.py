@@ -164,9 +164,9 @@ def key_value_gradient_kernel(
 
     bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is
     the same for all queries. grad_scores, grad_z: where the tiles of a strip are stored
-    (strips.py), after the soft cap's slope and before it. PIECES: those of query, key, value and
-    grad_output (bf16_split.py), of the strip's heads alone; with three, products are summed apart as
-    in tiles.add_product.
+    (strips.py), after the soft cap's slope and before it. PIECES: the number of pieces of query,
+    key, value and grad_output (bf16_split.py). Operands in several pieces have the strip's heads
+    alone. Products of three pieces are summed apart, as in tiles.add_product.
     """
     STORES: tl.constexpr = grad_scores_ptr is not None or grad_z_ptr is not None
     unit = tl.program_id(0) // tiles

@@ -151,8 +151,8 @@ def product(
 ):  # fmt: skip
     """Return tile + a b^T over all features.
 
-    Of both operands, the tile that is loaded already has all features or the first block of them.
-    With three pieces, each block of features is summed apart, as in add_product.
+    The tiles a and b, loaded already, have all features or the first block of them. With three
+    pieces, each block of features is summed apart, as in add_product.
     """
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:

@@ -125,8 +125,7 @@ def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) 
             except Exception as error:  # A peer's error is its row, not the end of the run.
                 yield AttentionRow(case, provider, None, reason=_one_line(error), failed=True)
             if case.device == "cuda":
-                # Only here, without the exception, does nothing refer to the provider's tensors any
-                # more.
+                # Only here, without the exception, does nothing refer to the provider's tensors.
                 gc.collect()
                 torch.cuda.empty_cache()
         for runner, figures in zip(runners, _timed(case, runners)):
