@@ -1,6 +1,10 @@
-"""What the suite does to torch leaves what it is used with as it is."""
+"""What the suite does to torch leaves what it is used with as it is; and which cases `make test` takes."""
+
+from types import SimpleNamespace
 
 import torch
+
+from tests.support.extended import mark_extended
 
 
 def test_a_device_is_given_to_memory_that_is_full_of_nan():
@@ -9,3 +13,25 @@ def test_a_device_is_given_to_memory_that_is_full_of_nan():
         assert torch.nn.Embedding(3, 3).weight.device.type == "meta"
         assert torch.empty(2).device.type == "meta"
     assert torch.empty(2).isnan().all()
+
+
+def case(name, *values):
+    marks = []
+    spec = SimpleNamespace(_idlist=values)
+    return SimpleNamespace(
+        nodeid=f"{name}[{'-'.join(values)}]",
+        callspec=spec,
+        marks=marks,
+        add_marker=marks.append,
+        get_closest_marker=lambda mark: mark in marks or None,
+    )
+
+
+def test_cases_of_make_test_have_every_value_of_every_list():
+    grid = [case("grid", a, b, c) for a in "abcdef" for b in "ghij" for c in "kl"]
+    alone = [case("list", value) for value in "abc"]
+    mark_extended([*grid, *alone])
+    kept = [each.callspec._idlist for each in grid if not each.marks]
+    assert [set(values) for values in zip(*kept)] == [set("abcdef"), set("ghij"), set("kl")]
+    assert len(kept) < len(grid) / 3
+    assert not any(each.marks for each in alone)
