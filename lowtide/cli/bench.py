@@ -25,8 +25,7 @@ from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter, Format
 from lowtide.tools.bench.trained import trained_cases
-from lowtide.tools.demo.config import Device, choose_device
-from lowtide.tools.environment import Environment
+from lowtide.tools.environment import Device, Environment, choose_device
 from lowtide.tools.files import growing_file
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}

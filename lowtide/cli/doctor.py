@@ -14,12 +14,12 @@ from rich.text import Text
 from lowtide.cli.errors import Commands
 from lowtide.cli.parameters import DeviceOption, refuse_given
 from lowtide.cli.parameters import workspace as workspace_option
-from lowtide.tools.demo.config import Device, choose_device
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
 from lowtide.tools.doctor.attention import Layout, Mask
 from lowtide.tools.doctor.cpu import cpu
 from lowtide.tools.doctor.environment import environment
+from lowtide.tools.environment import Device, choose_device
 
 
 class DType(str, Enum):

@@ -13,7 +13,7 @@ import typer
 
 from lowtide.cli.errors import describe
 from lowtide.tools import figures, files
-from lowtide.tools.demo.config import Device
+from lowtide.tools.environment import Device
 from lowtide.tools.errors import UserError
 
 UNITS = {"": 1, "b": 1}

@@ -18,16 +18,16 @@ from lowtide.cli.parameters import (
     output_directory,
     refuse_given,
 )
-from lowtide.tools.demo.config import Device, choose_device
+from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.model import usual_dtype
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.tools.figures import check_picture
+from lowtide.tools.figures import check_picture, unit_of
 from lowtide.tools.profile.record import Record, save
 from lowtide.tools.profile.run import INTERRUPTED
 from lowtide.tools.profile.run import script as run_script
 from lowtide.tools.profile.run import steps as run_steps
-from lowtide.tools.profile.timeline import draw, timeline, unit_of
+from lowtide.tools.profile.timeline import draw, timeline
 
 # Arguments after the script's name belong to the script.
 SETTINGS = {"allow_interspersed_args": False}

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
 from lowtide.tools.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
-from lowtide.tools.demo.config import Device, choose_device
+from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
-from lowtide.tools.profile.timeline import unit_of
+from lowtide.tools.figures import unit_of
 
 
 def memory_timeline(

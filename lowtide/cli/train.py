@@ -8,10 +8,11 @@ from rich.console import Console
 
 from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
 from lowtide.tools.demo.compare import train_both
-from lowtide.tools.demo.config import Config, Device, Loss, choose_device, choose_sizes
+from lowtide.tools.demo.config import Config, Loss, choose_sizes
 from lowtide.tools.demo.loop import train as train_one
 from lowtide.tools.demo.report import draw, table
 from lowtide.tools.demo.trainer import CHECKPOINT, LOG, LOSSES
+from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.figures import check_picture
 
 FIGURE = "comparison.png"

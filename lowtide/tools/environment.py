@@ -1,17 +1,25 @@
-"""Find versions, card and commit, which every table of figures states."""
+"""Choose the device, and find versions, card and commit, which every table of figures states."""
 
 import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 import lowtide
+from lowtide.tools.errors import UserError
 
 ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
+
+
+class Device(str, Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,25 @@ class Environment:
     def of(cls, device: str) -> "Environment":
         return cls(
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            card=_card(device),
+            card=card(device),
             torch=torch.__version__,
             triton=version("triton"),
             lowtide=commit() or lowtide.__version__,
         )
+
+
+def choose_device(asked: Device) -> str:
+    if asked is Device.cuda and not torch.cuda.is_available():
+        raise UserError(
+            "--device cuda: torch sees no CUDA device here; leave --device out to train on the CPU"
+        )
+    if asked is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked.value
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def version(distribution: str) -> str:
@@ -66,8 +88,8 @@ def commit() -> str:
         return ""
 
 
-def _card(device: str) -> str:
+def card(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {capability}, {torch.get_num_threads()} threads"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return f"{platform.machine()} {capability}, {threads} thread{'s' * (threads > 1)}"

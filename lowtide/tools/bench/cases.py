@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.tools.environment import dtype_name
+
 IGNORE_INDEX = -100
 IGNORED_FRACTION = 0.1
 
@@ -37,7 +39,7 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     def inputs(self, requires_grad: bool) -> Inputs:
         """Return hidden states, head and targets, equal in every run; logits have unit variance."""

@@ -20,11 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.figures import GIB, MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-MIB = 2**20
-GIB = 2**30
 
 
 class Unavailable(Exception):

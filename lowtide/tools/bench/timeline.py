@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from lowtide import linear_cross_entropy
 from lowtide.tools import figures, files
-from lowtide.tools.environment import Environment
+from lowtide.tools.environment import ENVIRONMENT, Environment
 from lowtide.tools.errors import UserError
 from lowtide.tools.profile.record import recording
-from lowtide.tools.profile.timeline import Timeline, plot, timeline, unit_of
+from lowtide.tools.profile.timeline import Timeline, plot, timeline
 
 STEPS = 3
 OUT_OF_MEMORY = "out of memory"
-COLUMNS = ("date", "card", "torch", "triton", "lowtide", "batch", "length", "features", "classes", "dtype")
+COLUMNS = (*ENVIRONMENT, "batch", "length", "features", "classes", "dtype")
 OWN = ("provider", "end", "ms", "bytes")
 
 
@@ -135,7 +135,7 @@ def read(path: Path) -> list[Line]:
 def draw(lines: list[Line], path: Path) -> None:
     """Draw a panel for each shape, on one scale of bytes, from zero."""
     top = max(line.timeline.peak for line in lines)
-    unit, name = unit_of(top)
+    unit, name = figures.unit_of(top)
     shapes = list(dict.fromkeys(line.shape for line in lines))
     with figures.figure(10, 4.2) as figure:
         panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)

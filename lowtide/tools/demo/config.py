@@ -4,8 +4,6 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-import torch
-
 from lowtide.tools.errors import UserError
 
 HEAD_WIDTH = 64
@@ -22,12 +20,6 @@ class Loss(str, Enum):
     lowtide = "lowtide"
     eager = "eager"
     both = "both"
-
-
-class Device(str, Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 @dataclass(frozen=True)
@@ -69,16 +61,6 @@ class Config:
         shaping = ("device", "vocab_size", "width", "depth", "context", "batch", "tied", "seed")
         chosen = {name: value for name, value in asdict(self).items() if name in shaping}
         return {"format": CHECKPOINT_FORMAT} | chosen | {"text": text}
-
-
-def choose_device(asked: Device) -> str:
-    if asked is Device.cuda and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch sees no CUDA device here; leave --device out to train on the CPU"
-        )
-    if asked is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked.value
 
 
 def choose_sizes(device: str, **asked: int | None) -> dict[str, int]:

@@ -5,7 +5,7 @@ import platform
 import torch
 
 import lowtide
-from lowtide.tools.environment import version
+from lowtide.tools.environment import card, version
 
 # Packages that lowtide works with, or is compared with.
 OTHERS = (
@@ -38,17 +38,14 @@ def _triton() -> str:
 
 
 def _devices() -> dict[str, str]:
-    found = {
-        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, "
-        f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}"
-    }
+    found = {"cpu": card("cpu")}
     if not torch.cuda.is_available():
         return found | {"cuda": "no device" if torch.version.cuda else "torch is built without it"}
     for index in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(index)
+        properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (
-            f"{card.name}, compute capability {card.major}.{card.minor}, "
-            f"{card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
         )
     return found
 

@@ -18,6 +18,7 @@ from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, told
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_engine
+from lowtide.tools.environment import dtype_name
 
 WEIGHT_GRADIENTS = {
     "at_once": "one product of all tokens, rounded as it leaves",
@@ -113,13 +114,13 @@ class Call:
         found["workspace"] = f"{plan.workspace / 2 ** (10 if few else 20):,.0f} {'KiB' if few else 'MiB'}"
         if self.workspace is None:
             found["workspace"] += ", the default"
-        found["products in"] = _name(plan.compute_dtype)
+        found["products in"] = dtype_name(plan.compute_dtype)
         found["rows"] = f"{plan.rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
         if plan.operand_classes < self.V:
             found["weight"] = f"copied {plan.operand_classes} classes at a time, for its dtype or its strides"
         if self.gradients:
             found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
-                sum_dtype=_name(plan.sum_dtype),
+                sum_dtype=dtype_name(plan.sum_dtype),
                 split=f"{plan.sum_bits} bits, {plan.sum_bits - 16} for each weight beside it"
                 if plan.backend == "triton"
                 else "float32, two bytes for each weight beside it",
@@ -141,9 +142,5 @@ def table() -> list[tuple[str, str, str, str]]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             found = Call(*USUAL, dtype=dtype, device=device).describe()
             kernels = f"{found['kernels']}, products in {found['products in']}"
-            lines.append((f"{_name(dtype)} on {device}", found["engine"], kernels, found.get("why", "")))
+            lines.append((f"{dtype_name(dtype)} on {device}", found["engine"], kernels, found.get("why", "")))
     return lines
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

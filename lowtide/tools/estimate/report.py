@@ -12,7 +12,6 @@ from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.step import Estimate
 from lowtide.tools.estimate.tracker import ACTIVATIONS, CATEGORIES, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS
 
-MIB, GIB = 2**20, 2**30
 COLORS = {
     WEIGHTS: "#495057",
     GRADIENTS: "#868e96",
@@ -57,7 +56,7 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
 
 
 def _unit(results: Sequence[Result]) -> tuple[int, str]:
-    return (GIB, "GiB") if min(each.estimate.peak for each in results) >= GIB else (MIB, "MiB")
+    return figures.unit_of(min(each.estimate.peak for each in results))
 
 
 def _measured(result: Result, unit: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lowtide.tools import files
-from lowtide.tools.environment import Environment
+from lowtide.tools.environment import ENVIRONMENT, Environment
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.report import Result
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
@@ -14,7 +14,6 @@ from lowtide.tools.estimate.step import Estimate
 from lowtide.tools.estimate.tracker import CATEGORIES
 
 OUT_OF_MEMORY = "out of memory"
-ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
 SETTING = ("model", "batch", "length", "dtype", "optimizer", "checkpointing", "workspace")
 HELD = {category: f"{category}_bytes" for category in CATEGORIES}
 OWN = ("loss", *HELD.values(), "when", "measured_bytes", "copy_of_logits", "hidden_states", "parameters")

@@ -6,7 +6,6 @@ from typing import Any
 
 from lowtide.tools import figures
 
-MIB, GIB = 2**20, 2**30
 FINENESS = 1000  # A change of less than this part of the peak is not drawn.
 
 
@@ -65,13 +64,9 @@ def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
     return Timeline(ms, levels)
 
 
-def unit_of(peak: float) -> tuple[int, str]:
-    return (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
-
-
 def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
     """Draw one line for each name, eager and lowtide in their colours, and write its peak."""
-    unit, name = unit_of(max(line.peak for line in lines.values()))
+    unit, name = figures.unit_of(max(line.peak for line in lines.values()))
     with figures.figure(10, 4.2) as figure:
         axes = figure.subplots()
         for label, line in lines.items():

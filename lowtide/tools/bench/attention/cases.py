@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.tools.environment import dtype_name
+
 Flags = tuple[
     bool, bool, bool, bool
 ]  # Which of B, H, M, N a bias has in full; along the others its size is 1.
@@ -65,7 +67,7 @@ class AttentionCase:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return dtype_name(self.dtype)
 
     @property
     def bias_shape(self) -> tuple[int, ...] | None:
