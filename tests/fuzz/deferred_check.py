@@ -4,7 +4,6 @@ What comes of the logsumexp or a loss of a half-precision head may be float32 wh
 (docs/deferred.md).
 """
 
-import dataclasses
 import re
 import traceback
 from typing import Any, NamedTuple
@@ -17,9 +16,6 @@ from tests.fuzz.deferred_program import NAMES, Program, Run
 from tests.support.budgets import HALVES, norm
 
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
-# Torch refuses to change one of several views, or what it has saved, or to detach a view: here it may
-# be a copy. And on CUDA under autocast, class weights of another dtype.
-UNKNOWN_TO_US = "modified (by an )?inplace|Can't detach views|expected scalar type (Float|Double) but"
 # docs/deferred.md, "Where it does not work, and says so": a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
 
@@ -31,8 +27,6 @@ class Evaluation(NamedTuple):
     error: Exception | None = None
     backward: bool = False
     largest: float = 0.0
-    apart: bool = False
-    """Whether real logits were made beside what is not: gradients of the two are rounded one by one."""
 
 
 def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluation:
@@ -48,6 +42,8 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
             backward = True
             generator = torch.Generator().manual_seed(5)
             mixture = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(device)
+            if way == "deferred exact" and noise:
+                _perturb_gradients(value, noise)
             (value.double() * mixture).sum().backward()
             leaves = run.leaves().items()
             gradients = {name: torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaves}
@@ -57,8 +53,27 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
     finally:
         if run.deferral is not None:
             run.deferral.undo()
-    apart = run.deferral is not None and bool(run.deferral.materialized) and program.has_logsumexp
-    return Evaluation(value, gradients, trace, largest=run.largest, apart=apart)
+    return Evaluation(value, gradients, trace, largest=run.largest)
+
+
+def _perturb_gradients(value: Tensor, noise: int) -> None:
+    """Let each operation's gradient be off by STEP of itself, before it joins what others give."""
+    generator = torch.Generator().manual_seed(noise)
+
+    def perturbed(gradients: Any, _: Any) -> Any:
+        return tuple(
+            each
+            if each is None
+            else each * (1 + STEP * torch.randn(each.shape, generator=generator).to(each))
+            for each in gradients
+        )
+
+    nodes, met = [value.grad_fn], {value.grad_fn}
+    for node in nodes:
+        node.register_hook(perturbed)
+        following = {each for each, _ in node.next_functions if each is not None} - met
+        nodes += following
+        met |= following
 
 
 def check(program: Program, device: str) -> None:
@@ -71,8 +86,7 @@ def check(program: Program, device: str) -> None:
         _check_error(program, plain.error, ours.error)
         return
     if plain.error is not None:
-        refused = plain.backward and program.has("changes", "data")
-        if not refused and not re.search(UNKNOWN_TO_US, str(plain.error)):
+        if not _may_be_taken(program, plain, device):
             raise Finding(
                 f"no error, where torch has {type(plain.error).__name__}: {first_line(plain.error)}"
             )
@@ -87,6 +101,18 @@ def check(program: Program, device: str) -> None:
     if isinstance(plain.value, Tensor) != isinstance(ours.value, Tensor):
         raise Finding(f"a {type(ours.value).__name__}, not a {type(plain.value).__name__}")
     check_values(program, plain, ours, device)
+
+
+def _may_be_taken(program: Program, plain: Evaluation, device: str) -> bool:
+    """Whether torch's error is one of its memory or its kernels, and says nothing of the numbers."""
+    text = str(plain.error)
+    if plain.backward and program.has("changes", "data"):
+        return True  # of what it has saved; lowtide has saved it before the change, or something else
+    if program.has("in place"):  # of one of several views, or of what it has saved: here that may be a copy
+        return re.search("modified (by an )?inplace|Can't detach views", text) is not None
+    # Class weights of another dtype: there is no such kernel on CUDA.
+    weights = device == "cuda" and "autocast" in str(program) and "weight=" in str(program)
+    return weights and re.search("expected scalar type (Float|Double) but", text) is not None
 
 
 def first_line(error: Exception) -> str:
@@ -139,7 +165,7 @@ def check_values(program: Program, plain: Evaluation, ours: Evaluation, device: 
     eps = _precision(program)
     if all(_same(own, theirs, 16 * eps) for own, theirs in pairs):
         return
-    _check_errors(names, pairs, program, plain.largest, eps, device, ours.apart)
+    _check_errors(names, pairs, program, plain.largest, eps, device)
 
 
 def _check_errors(
@@ -149,7 +175,6 @@ def _check_errors(
     largest: float,
     eps: float,
     device: str,
-    apart: bool,
 ) -> None:
     others = [
         evaluate(program, way, device, noise)
@@ -169,34 +194,44 @@ def _check_errors(
         if not own[sure].isfinite().all():
             raise Finding(f"{name} is {own.tolist()}, not {exact.tolist()}")
         own, theirs, exact, single = (each[sure] for each in (own, theirs, exact, single))
-        size = torch.stack([(each[sure] - exact).nan_to_num(0, 0, 0).abs() / STEP for each in moved]).amax(0)
-        size = size + exact.abs()
+        size = exact.abs() + _moved(exact, [each[sure] for each in moved])
         many = (size.sum().square() / size.square().sum().clamp_min(1e-300)).item()
         allowed = FACTOR * (norm(theirs - exact) + 2.0**-29 * norm(single - exact))
         # One number may be right by luck, many are not.
         allowed += max(1 / max(many, 1), 0.02) * eps * norm(size)
         if name != names[0]:
             allowed += 0.25 * eps * scale * own.numel() ** 0.5
-            allowed += norm(exact) * apart  # what is rounded may cancel
         allowed += 64 * torch.finfo(torch.float64).eps * (norm(size) + largest * max(1, own.numel()) ** 0.5)
         error = norm(own - exact)
-        if not error <= allowed and not error <= _usual_error(program, device, name):
+        if not error <= allowed and name != names[0]:
+            allowed += eps * _of_parts(program, device, name, exact, sure, allowed)
+        if not error <= allowed:
             raise Finding(
                 f"{name}: error {error:.3e} exceeds {allowed:.3e}; torch's own is {norm(theirs - exact):.3e} "
                 f"of {norm(exact):.3e}"
             )
 
 
-def _usual_error(program: Program, device: str, name: str) -> float:
-    """Torch's largest in eight such programs with other numbers: on few numbers it is right by luck."""
-    errors = [0.0]
-    for seed in range(1, 9):
-        other = dataclasses.replace(program, seed=program.seed + seed)
-        plain, exact = (evaluate(other, way, device) for way in ("plain", "exact"))
-        if name in plain.gradients and name in exact.gradients:
-            error = plain.gradients[name].detach().double() - exact.gradients[name].detach().double()
-            errors.append(norm(error[error.isfinite()]))
-    return max(errors)
+def _of_parts(program: Program, device: str, name: str, exact: Tensor, sure: Tensor, allowed: float) -> float:
+    """The size of what a gradient is added up from, each term rounded by itself: terms may cancel.
+
+    Real logits and each fused number give one. It is how far the float64 gradient of the deferred program
+    moves if each operation's does, by three standard deviations of a rounding. That gradient is checked
+    first: roundings aside the deferred program is right.
+    """
+    every = [evaluate(program, "deferred exact", device, noise) for noise in range(3)]
+    if any(name not in each.gradients for each in every):
+        return 0.0
+    base, *moved = (each.gradients[name].detach().double()[sure] for each in every)
+    error, allowed = norm(base - exact), 1e-6 * (allowed + norm(exact))
+    if not error <= allowed:
+        raise Finding(f"{name}: in float64 error {error:.3e} exceeds {allowed:.3e} of {norm(exact):.3e}")
+    return norm(_moved(base, moved))
+
+
+def _moved(exact: Tensor, moved: list[Tensor]) -> Tensor:
+    """How far a result moves, relatively to STEP, by which others were perturbed."""
+    return torch.stack([(each - exact).nan_to_num(0, 0, 0).abs() / STEP for each in moved]).amax(0)
 
 
 def _parts(evaluation: Evaluation) -> list[Tensor]:
