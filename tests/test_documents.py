@@ -14,7 +14,7 @@ COLUMNS = 100
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_of_prose_are_narrow(page):
+def test_prose_columns(page):
     """Code, tables and pictures cannot be wrapped; tests/integrations/table.py writes transformers.md."""
     if page.name == "transformers.md":
         pytest.skip("it is generated")
@@ -24,13 +24,13 @@ def test_lines_of_prose_are_narrow(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_exist(page):
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     assert all("://" in target or (page.parent / target).exists() for target in targets)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_functions_are_where_a_page_says(page):
+def test_functions_named_exist(page):
     """`folder/file.py::name`, or `file.py::Class.method`."""
     for file, name in re.findall(r"`([\w/]+\.py)::([\w.]+)`", page.read_text()):
         texts = [path.read_text() for path in FILES if f"/{path.as_posix()}".endswith(f"/{file}")]
@@ -39,7 +39,7 @@ def test_functions_are_where_a_page_says(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_exist_that_a_page_names(page):
+def test_files_named_exist(page):
     """A file by its name, or by the end of its path; NAME stands for any."""
     known = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
     for file in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
@@ -47,7 +47,7 @@ def test_files_exist_that_a_page_names(page):
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name[:4])
-def test_index_and_code_of_a_record_hold(record):
+def test_record_index_and_code(record):
     """The index has its title below its area and says what superseded it; `Code:` names paths that exist."""
     text = record.read_text()
     fields = dict(re.findall(r"^\* (\w+): (.*(?:\n  .*)*)", text, flags=re.MULTILINE))

@@ -64,7 +64,7 @@ print(len(calls))
 """
 
 
-def test_it_does_not_import_dynamo(plain_environment):
+def test_first_call_does_not_import_dynamo(plain_environment):
     arguments = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(arguments, env=plain_environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -101,7 +101,7 @@ def made(make, tensor):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("call", "argument"), ARGUMENTS)
-def test_what_is_not_dense(call, argument, layout):
+def test_tensors_not_dense(call, argument, layout):
     function, arguments = CALLS[call]
     make, hint = LAYOUTS[layout]
     given = made(make, arguments[argument])
@@ -143,7 +143,7 @@ def test_chunked_loss(layout, argument):
 
 
 @pytest.mark.parametrize("layout", ["nested", "jagged"])
-def test_a_batch_of_nested_tensors(layout):
+def test_nested_tensors(layout):
     nested = LAYOUTS[layout][0](torch.cat([x[:4], x[:4]])[2:])
     call = lambda input: lowtide.linear_cross_entropy(input, w, t[:2])  # noqa: E731
     with pytest.raises(TypeError, match=r"input must be a dense tensor, got a nested one"):

@@ -30,7 +30,7 @@ def test_peak_of_a_known_sequence(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_held_on_entry_does_not_count(device):
+def test_held_on_entry_not_counted(device):
     held = block(8, device)
     with peak_memory(device) as peak:
         held.add_(1)
@@ -38,7 +38,7 @@ def test_what_is_held_on_entry_does_not_count(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_temporaries_of_backward_count(device):
+def test_backward_temporaries_counted(device):
     class Hungry(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -57,7 +57,7 @@ def test_temporaries_of_backward_count(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_garbage_of_before_does_not_count(device):
+def test_garbage_before_not_counted(device):
     cycle = [block(8, device)]
     cycle.append(cycle)
     del cycle
@@ -68,7 +68,7 @@ def test_garbage_of_before_does_not_count(device):
     assert peak.bytes == MIB
 
 
-def test_temporaries_inside_an_operator_count():
+def test_operator_temporaries_counted():
     """Sorting needs room of its own that no Python code ever sees."""
     values = torch.rand(MIB)
     with peak_memory("cpu") as peak:
@@ -80,7 +80,7 @@ def test_temporaries_inside_an_operator_count():
     assert peak.bytes >= 2 * logits.nbytes  # log-probabilities and their gradient
 
 
-def test_allocations_are_the_same_with_and_without_their_operators():
+def test_allocations_without_operators():
     def step():
         x, weight = (torch.randn(64, 32, requires_grad=True) for _ in range(2))
         (gradient,) = torch.autograd.grad((x @ weight.T).logsumexp(1).sum(), x, create_graph=True)
@@ -97,7 +97,7 @@ def test_allocations_are_the_same_with_and_without_their_operators():
     assert len(found[0]) > 20
 
 
-def test_an_exception_passes_through_and_leaves_the_figures():
+def test_exception_keeps_figures():
     def fail_after_allocating():
         block(2, "cpu")
         raise RuntimeError("inside")
@@ -107,7 +107,7 @@ def test_an_exception_passes_through_and_leaves_the_figures():
     assert peak.bytes == 2 * MIB
 
 
-def test_blocks_may_follow_each_other():
+def test_blocks_in_sequence():
     peaks = []
     for size in (1, 3, 2):
         with peak_memory("cpu") as peak:
@@ -116,7 +116,7 @@ def test_blocks_may_follow_each_other():
     assert peaks == [MIB, 3 * MIB, 2 * MIB]
 
 
-def test_it_measures_one_block_at_a_time():
+def test_nested_blocks_refused():
     with lowtide.peak_memory("cpu") as peak:
         block(2, "cpu")
         with pytest.raises(RuntimeError, match="profiler"), lowtide.peak_memory("cpu"):
@@ -127,7 +127,7 @@ def test_it_measures_one_block_at_a_time():
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_it_measures_one_block_at_a_time_of_any_device():
+def test_nested_blocks_refused_on_any_device():
     with lowtide.peak_memory("cuda") as peak:
         with pytest.raises(RuntimeError, match="one block at a time"), lowtide.peak_memory("cpu"):
             pass
@@ -135,7 +135,7 @@ def test_it_measures_one_block_at_a_time_of_any_device():
     assert peak.bytes == 3 * MIB
 
 
-def test_a_profiler_at_work_is_refused_and_goes_on():
+def test_active_profiler_refused():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         with pytest.raises(RuntimeError, match="torch's profiler"), lowtide.peak_memory("cpu"):
             pass
@@ -153,13 +153,13 @@ def test_what_is_no_device(device):
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", torch.device("xpu")])
-def test_other_devices_are_refused(device):
+def test_other_devices_refused(device):
     with pytest.raises(ValueError, match="device must be the CPU or a CUDA device, got"):
         lowtide.peak_memory(device).__enter__()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_is_refused_where_there_is_none():
+def test_cuda_refused_if_absent():
     with pytest.raises(RuntimeError, match="peak_memory cannot measure cuda:1: torch sees no CUDA device"):
         lowtide.peak_memory("cuda:1").__enter__()
     with lowtide.peak_memory("cpu") as peak:
@@ -169,7 +169,7 @@ def test_cuda_is_refused_where_there_is_none():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_another_device_than_the_current_one():
+def test_device_not_current():
     with lowtide.peak_memory("cuda:1") as peak:
         block(8, "cuda:0")
         block(2, "cuda:1")

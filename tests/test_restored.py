@@ -204,7 +204,7 @@ def decisions(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_call_decides_once(device, decisions, kind):
+def test_loss_decides_once(device, decisions, kind):
     inputs = make_inputs(device=device, bias=True)
     loss = fused_log_probs(inputs).entropy if kind == "log_probs" else fused(inputs, reduction=kind)
     assert len(decisions) == 1
@@ -233,7 +233,7 @@ def test_attention_decides_once(device, decisions):
 
 @pytest.mark.parametrize("made_off", [True, False])
 @pytest.mark.parametrize("compared", ["default", "none"])
-def test_a_checkpoint_chooses_again(monkeypatch, compared, made_off):
+def test_checkpoint_chooses_again(monkeypatch, compared, made_off):
     """It computes anew what backward reads, here where another engine runs. Which one they are from the
     statistics say themselves; a checkpoint that compares them with the first ones refuses."""
     inputs, _ = inputs_of("cpu_exponentials", "cpu", monkeypatch)
@@ -255,7 +255,7 @@ def test_a_checkpoint_chooses_again(monkeypatch, compared, made_off):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_compiled_call(monkeypatch, engines, reduction, layout):
+def test_compiled_call(monkeypatch, engines, reduction, layout):
     inputs, _ = inputs_of("by columns", "cpu", monkeypatch)
     torch.compiler.reset()
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)

@@ -7,7 +7,7 @@ import torch
 from tests.support.extended import mark_extended
 
 
-def test_a_device_is_given_to_memory_that_is_full_of_nan():
+def test_device_context_and_poisoned_memory():
     """In a process that has not asked for the table of constructors before, tests/conftest.py did that."""
     with torch.device("meta"):
         assert torch.nn.Embedding(3, 3).weight.device.type == "meta"
@@ -27,7 +27,7 @@ def case(name, *values):
     )
 
 
-def test_cases_of_make_test_have_every_value_of_every_list():
+def test_extended_cases_leave_every_value():
     grid = [case("grid", a, b, c) for a in "abcdef" for b in "ghij" for c in "kl"]
     alone = [case("list", value) for value in "abc"]
     mark_extended([*grid, *alone])

@@ -31,7 +31,7 @@ def processor_seconds():
 
 
 @pytest.mark.extended
-def test_a_smoke_run_measures_every_provider(tmp_path):
+def test_smoke_run_every_provider(tmp_path):
     out = tmp_path / "results" / "smoke.csv"
     started = processor_seconds()
     done = lowtide("--smoke", "--device", "cpu", "--out", str(out))
@@ -70,7 +70,7 @@ def invoke(*arguments):
     return lowtide_bench("linear-cross-entropy", *arguments)
 
 
-def test_a_forward_alone_of_one_provider(tmp_path):
+def test_forward_one_provider(tmp_path):
     out = tmp_path / "forward.csv"
     chosen = ("--provider", "eager", "--case", "smoke-cpu", "--mode", "forward", "--device", "cpu")
     done = invoke(*chosen, "--out", str(out))
@@ -82,7 +82,7 @@ def test_a_forward_alone_of_one_provider(tmp_path):
     assert row["grad_input_error"] == ""
 
 
-def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch):
+def test_trained_logits_from_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -113,13 +113,13 @@ def test_trained_logits_from_a_checkpoint_of_lowtide_train(tmp_path, monkeypatch
         ("--sweep depth", "'depth' is not one of 'tokens', 'classes', 'features'"),
     ],
 )
-def test_what_does_not_go_together(arguments, message):
+def test_options_incompatible(arguments, message):
     done = invoke("--device", "cpu", *arguments.split())
     assert done.exit_code == 2
     assert message in said(done)
 
 
-def test_a_checkpoint_that_is_not_there_is_one_line():
+def test_checkpoint_missing():
     chosen = ["--device", "cpu", "--logits", "trained", "--checkpoint", "nowhere"]
     done = invoke(*chosen)
     advice = "there is no checkpoint.pt; make one with: lowtide train --out nowhere"
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_is_not_there_is_one_line():
     )
 
 
-def test_a_sweep_is_measured_and_drawn(tmp_path):
+def test_sweep_measured_and_drawn(tmp_path):
     out, figure = tmp_path / "sweep.csv", tmp_path / "sweep.svg"
     chosen = [
         "--device",
@@ -155,7 +155,7 @@ def test_a_sweep_is_measured_and_drawn(tmp_path):
     assert figure.read_text().startswith("<?xml")
 
 
-def test_a_sweep_is_of_few_providers_and_around_one_case_unless_told(monkeypatch):
+def test_sweep_default_providers_and_case(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(tables))
     for more in ([], ["--case", "smoke-cpu", "--case", "cpu", "--provider", "liger-fp32"]):
@@ -177,7 +177,7 @@ def options(*arguments):
     return lowtide_bench("options", "--device", "cpu", *arguments)
 
 
-def test_a_smoke_run_measures_every_option(tmp_path):
+def test_smoke_run_every_option(tmp_path):
     out = tmp_path / "results" / "options.csv"
     started = processor_seconds()
     done = options("--smoke", "--csv", str(out))
@@ -202,7 +202,7 @@ def test_a_smoke_run_measures_every_option(tmp_path):
         assert row["workspace"] == (str(WORKSPACE) if ours else "")
 
 
-def test_options_of_one_mode_with_another_workspace(tmp_path):
+def test_options_one_mode_other_workspace(tmp_path):
     out = tmp_path / "options.csv"
     chosen = ("--case", "smoke-cpu", "--option", "none", "--option", "softcap", "--workspace", "512MiB")
     done = options(*chosen, "--out", str(out))
@@ -219,7 +219,7 @@ def test_options_of_one_mode_with_another_workspace(tmp_path):
     assert done.exit_code == 2, "no forward of this name"
 
 
-def test_options_are_of_one_case_unless_told(monkeypatch):
+def test_options_default_case(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
     assert options().exit_code == 0
@@ -232,7 +232,7 @@ def test_options_are_of_one_case_unless_told(monkeypatch):
     ("option", "typo", "known"),
     [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu"), ("--device", "gpu", "cpu")],
 )
-def test_an_unknown_name_is_answered_with_the_known_ones(command, option, typo, known):
+def test_name_unknown(command, option, typo, known):
     if command == "options" and option == "--provider":
         option, typo, known = "--option", "softcup", "softcap"
     done = lowtide_bench(command, option, typo)
@@ -241,7 +241,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(command, option, typo, 
     assert known in done.output
 
 
-def test_a_failure_is_a_row_and_only_a_smoke_run_exits_with_it(monkeypatch):
+def test_failure_row_and_exit_status(monkeypatch):
     def broken(case):
         raise RuntimeError("out of luck")
 

@@ -16,7 +16,7 @@ from tests.support.commands import invoke as in_this_process
 SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"]
 
 
-def test_a_smoke_run_measures_every_provider(tmp_path):
+def test_smoke_run_every_provider(tmp_path):
     out = tmp_path / "results" / "attention.csv"
     command = [sys.executable, "-m", "lowtide", "bench", "attention", "--smoke", "--device", "cpu", "--csv"]
     # Threads that spin while they wait make a tiny run many times longer where other tests share the cores.
@@ -55,7 +55,7 @@ def invoke(*arguments):
     return in_this_process("bench", "attention", "--device", "cpu", *arguments)
 
 
-def test_named_cases_and_providers(tmp_path):
+def test_cases_and_providers_by_name(tmp_path):
     out = tmp_path / "attention.csv"
     chosen = ("--case", "smoke-cpu", "--provider", "eager", "--provider", "lowtide")
     done = invoke(*chosen, "--csv", str(out))
@@ -64,7 +64,7 @@ def test_named_cases_and_providers(tmp_path):
         assert [row["provider"] for row in csv.DictReader(file)] == ["eager", "lowtide"]
 
 
-def test_the_longest_cases_run_by_name_only(monkeypatch):
+def test_longest_cases_by_name_only(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
     monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
@@ -76,7 +76,7 @@ def test_the_longest_cases_run_by_name_only(monkeypatch):
     assert seen == ["million"]
 
 
-def test_some_cases_leave_out_providers_that_are_not_named(monkeypatch):
+def test_cases_without_some_providers(monkeypatch):
     seen = []
     monkeypatch.setattr(bench, "_print", lambda tables, *rest: None)
     monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
@@ -93,7 +93,7 @@ def test_some_cases_leave_out_providers_that_are_not_named(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "typo", "known"), [("--provider", "eagre", "eager"), ("--case", "smok", "smoke-cpu")]
 )
-def test_an_unknown_name_is_answered_with_the_known_ones(option, typo, known):
+def test_name_unknown(option, typo, known):
     done = invoke(option, typo)
     assert done.exit_code == 2
     assert known in done.output

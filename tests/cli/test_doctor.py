@@ -17,7 +17,7 @@ def invoke(*arguments):
     return in_this_process("doctor", *arguments)
 
 
-def test_the_machine_and_the_table(plain_environment):
+def test_machine_and_table(plain_environment):
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "doctor"], capture_output=True, text=True, env=plain_environment
     )
@@ -33,7 +33,7 @@ def test_the_machine_and_the_table(plain_environment):
         assert " ".join(row) in lines
 
 
-def test_the_loss_as_the_calls_themselves_choose(monkeypatch):
+def test_loss_table_matches_calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = of_loss.table()
     assert [call for call, *_ in lines] == ["bfloat16 on cpu", "float16 on cpu", "float32 on cpu"]
@@ -43,7 +43,7 @@ def test_the_loss_as_the_calls_themselves_choose(monkeypatch):
         assert kernels == f"{described['kernels']}, products in {described['products in']}"
 
 
-def test_what_a_cpu_lacks_and_how_its_threads_wait(monkeypatch):
+def test_cpu_units_compiler_and_threads(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -69,7 +69,7 @@ def test_what_a_cpu_lacks_and_how_its_threads_wait(monkeypatch):
     assert "one thread" in cpu()["OMP_WAIT_POLICY"]
 
 
-def test_a_call_of_attention():
+def test_attention_call():
     done = invoke("attention", "--device", "cpu", "--bias", "1,H,M,N", "--heads", "2", "--queries", "64")
     assert done.exit_code == 0, done.output
     assert "torch" in done.output
@@ -82,7 +82,7 @@ def test_a_call_of_attention():
     assert "it gives no logsumexp" in done.output
 
 
-def test_a_call_of_the_loss():
+def test_loss_call():
     sizes = ("--tokens", "1000", "--features", "64", "--classes", "3000")
     done = invoke("linear-cross-entropy", "--device", "cpu", *sizes, "--workspace", "20MiB")
     assert done.exit_code == 0, done.output
@@ -106,7 +106,7 @@ def test_a_call_of_the_loss():
         (("linear-cross-entropy", "--device", "cpu", "--workspace", "100KB"), 1, "workspace must hold"),
     ],
 )
-def test_what_cannot_be_run_is_answered_in_the_words_of_the_call(arguments, code, message):
+def test_call_refused(arguments, code, message):
     done = invoke(*arguments)
     assert done.exit_code == code
     assert message in said(done)

@@ -66,7 +66,7 @@ OPTIONS = [
         *(("500MB", 500 * 10**6), ("1GB", 10**9), ("9223372036854775807", 2**63 - 1)),
     ],
 )
-def test_bytes_have_units(words, size):
+def test_bytes_with_units(words, size):
     assert size_in_bytes(words) == size
 
 
@@ -95,19 +95,19 @@ def test_bytes_have_units(words, size):
     [("estimate", "demo-cpu"), ("doctor", "linear-cross-entropy"), ("bench", "options")],
     ids=" ".join,
 )
-def test_what_is_no_workspace(command, words):
+def test_workspace_malformed(command, words):
     done = invoke(*command, "--workspace", words)
     assert done.exit_code == 2
     assert f"Invalid value for '--workspace': {words!r} must be" in said(done)
 
 
-def test_every_workspace_is_bytes():
+def test_workspace_options_are_bytes():
     found = {words: option.parser for words, name, _, option in OPTIONS if name == "workspace"}
     assert found.keys() == {("estimate",), ("doctor", "linear-cross-entropy"), ("bench", "options")}
     assert set(found.values()) == {size_in_bytes}
 
 
-def test_every_switch_is_a_flag():
+def test_switches_are_flags():
     """It takes no value: what follows is another argument."""
     switches = [(words, name) for words, name, kind, *_ in OPTIONS if kind is bool]
     assert len(switches) >= 12
@@ -138,7 +138,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("command", OUTPUTS, ids=lambda command: " ".join(command[:2]))
-def test_an_output_is_tried_before_the_work(command, text, tmp_path, monkeypatch):
+def test_output_checked_before_work(command, text, tmp_path, monkeypatch):
     def work(*_, **__):
         raise AssertionError("the work has started")
 
@@ -164,7 +164,7 @@ def test_an_output_is_tried_before_the_work(command, text, tmp_path, monkeypatch
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
 
 
-def test_every_output_is_among_these():
+def test_output_options_all_listed():
     """A new one is tried, too."""
     parsers = (output_file, output_picture, output_directory)
     found = {
@@ -182,7 +182,7 @@ def test_every_output_is_among_these():
     assert found <= tried
 
 
-def test_a_picture_has_an_ending_that_can_be_drawn(tmp_path):
+def test_picture_ending_unknown(tmp_path):
     for path in (tmp_path / "x.xyz", tmp_path / "x"):
         done = invoke("estimate", "demo-cpu", "--out", path)
         assert done.exit_code == 2
@@ -193,7 +193,7 @@ def limited():
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 
 
-def test_a_checkpoint_that_cannot_be_written_whole(text, tmp_path):
+def test_checkpoint_not_writable(text, tmp_path):
     """As on a full disk: the file's own error, in whose place torch raises another."""
     arguments = ("train", "--data", "text.txt", *TRAIN, "--save-every", 2, "--out", "run")
     assert invoke(*arguments, "--steps", 2).exit_code == 0
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_cannot_be_written_whole(text, tmp_path):
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] ... can't allocate memory"), "not enough memory"),
     ],
 )
-def test_what_a_user_can_put_right_is_a_sentence(error, message, monkeypatch):
+def test_user_errors_are_sentences(error, message, monkeypatch):
     def fail():
         raise error
 
@@ -236,7 +236,7 @@ def test_what_a_user_can_put_right_is_a_sentence(error, message, monkeypatch):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_defect_keeps_its_traceback(monkeypatch):
+def test_defect_keeps_traceback(monkeypatch):
     for error in (RuntimeError("a defect"), ValueError("a defect"), KeyError("a defect")):
         assert errors.sentence(error) is None
 
@@ -247,7 +247,7 @@ def test_a_defect_keeps_its_traceback(monkeypatch):
     assert isinstance(invoke("doctor").exception, RuntimeError)
 
 
-def test_the_memory_that_is_not_there_is_what_torch_says():
+def test_host_memory_message_of_torch():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.float64)
     assert "not enough memory" in errors.sentence(caught.value)
@@ -266,13 +266,13 @@ def test_the_memory_that_is_not_there_is_what_torch_says():
         (("doctor", "attention", "--no-bias-gradient"), "--bias-gradient"),
     ],
 )
-def test_no_option_is_ignored_in_silence(arguments, option):
+def test_options_ignored_are_refused(arguments, option):
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert f"Invalid value for {option}: " in said(done)
 
 
-def test_an_unknown_option_is_no_script():
+def test_option_unknown_before_script():
     assert "No such option: --stepz" in said(invoke("profile", "--stepz", "demo-cpu"))
 
 
@@ -280,7 +280,7 @@ def test_an_unknown_option_is_no_script():
 
 
 @pytest.mark.extended
-def test_a_reader_that_leaves_early_and_a_full_disk_behind_the_pipe(plain_environment):
+def test_pipe_closed_and_disk_full(plain_environment):
     process = start("doctor", "attention", env=plain_environment)
     process.stdout.close()
     with process.stderr as stderr:
@@ -295,7 +295,7 @@ def test_a_reader_that_leaves_early_and_a_full_disk_behind_the_pipe(plain_enviro
 
 
 @pytest.mark.parametrize("loss", ["lowtide", "both"])
-def test_an_interrupt_ends_a_run_without_a_word(loss, text, tmp_path):
+def test_interrupt_ends_run_silently(loss, text, tmp_path):
     """Ctrl-C in a terminal reaches every process of the group; a run with a child ends with it."""
     endless = ("--data", "text.txt", *TRAIN, "--steps", 10**6, "--save-every", 1, "--loss", loss)
     process = start("train", *endless, "--out", "run", start_new_session=True)

@@ -42,7 +42,7 @@ def refused(*arguments):
 
 
 @pytest.mark.extended
-def test_the_arithmetic_of_the_first_request(tmp_path, monkeypatch, capsys):
+def test_llama_3_8b_at_81920_tokens(tmp_path, monkeypatch, capsys):
     """Llama 3 8B, 81,920 tokens: logits of 19.57 GiB in bfloat16, checkpointed hidden states of 20."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
@@ -71,7 +71,7 @@ def test_the_arithmetic_of_the_first_request(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "peak.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_built_in_model_needs_nothing_else(tmp_path):
+def test_built_in_model(tmp_path):
     arguments = ("demo-cpu", "--batch", 12, "--length", 256, "--length", 512)
     table, *pictures = (tmp_path / name for name in ("table.csv", "early.png", "later.png"))
     done = invoke(*arguments, "--csv", table, "--out", pictures[0])
@@ -93,7 +93,7 @@ def test_a_built_in_model_needs_nothing_else(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_two_shapes_are_what_the_allocator_counts(tmp_path):
+def test_two_shapes_match_allocator(tmp_path):
     """A small one, whose optimizer counts as much as its logits, and one of eight times the tokens."""
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 65_536}
@@ -109,7 +109,7 @@ def assert_within_a_tenth(directory, *lengths):
     assert max(map(abs, errors)) < 10, done.output
 
 
-def test_what_cannot_be_estimated_is_one_clear_line(tmp_path):
+def test_config_unreadable(tmp_path):
     path = tmp_path / "config.json"
     assert f"{tmp_path / 'none'}: no such file" in refused(tmp_path / "none")
     assert f"{path}: no such file" in refused(tmp_path)
@@ -156,7 +156,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.extended
-def test_nothing_that_a_config_names_is_looked_up(tmp_path):
+def test_config_names_not_looked_up(tmp_path):
     """Nor said to be missing; and the numbers are those of the config without it."""
     pytest.importorskip("transformers")
     nested = {"deeper": ELSEWHERE | {"more": [ELSEWHERE]}}
@@ -180,7 +180,7 @@ def test_nothing_that_a_config_names_is_looked_up(tmp_path):
         hf_hub_download("somebody/model", "config.json", cache_dir=tmp_path)
 
 
-def test_what_a_config_names_elsewhere_is_left_out_at_any_depth():
+def test_config_names_removed_at_any_depth():
     kept = {"hidden_size": 4, "attn_implementation": "eager", "layers": [{"_attn_implementation": "sdpa"}]}
     assert plain(kept) == kept
     nested = (
@@ -190,7 +190,7 @@ def test_what_a_config_names_elsewhere_is_left_out_at_any_depth():
     assert plain({"attn_implementation": {"text_config": "somebody/kernel"}}) == {}
 
 
-def test_a_frozen_parameter_has_neither_gradient_nor_optimizer_state(tmp_path):
+def test_frozen_parameter_has_no_gradient_or_state(tmp_path):
     """AFMoE has one: it was refused by autograd."""
     pytest.importorskip("transformers")
     small = {"model_type": "afmoe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
@@ -202,7 +202,7 @@ def test_a_frozen_parameter_has_neither_gradient_nor_optimizer_state(tmp_path):
     assert "peak" in done.output
 
 
-def test_a_sequence_that_is_too_long_is_told_the_longest(tmp_path):
+def test_sequence_too_long(tmp_path):
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = {
@@ -220,7 +220,7 @@ def test_a_sequence_that_is_too_long_is_told_the_longest(tmp_path):
 
 
 @pytest.mark.extended
-def test_an_operator_that_refuses_its_arguments_logs_no_traceback(tmp_path):
+def test_operator_error_without_traceback(tmp_path):
     pytest.importorskip("transformers")
     config = TINY_LLAMA | {
         "model_type": "deepseek_v2",
@@ -236,7 +236,7 @@ def test_an_operator_that_refuses_its_arguments_logs_no_traceback(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_work_that_takes_long_says_what_it_is_doing(capfd, monkeypatch):
+def test_progress_of_long_work(capfd, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.02)
     with progress.progress("1 x 8 tokens, eager") as tell:
         tell("backward")
@@ -252,7 +252,7 @@ def test_work_that_takes_long_says_what_it_is_doing(capfd, monkeypatch):
     assert threads == threading.active_count()
 
 
-def test_every_part_of_a_step_is_reported():
+def test_progress_of_each_part():
     words = []
     estimated(Setting("demo-cpu", 1, 8, Dtype.float32), Loss.eager, report=words.append)
     assert words[0] == "building the model"
@@ -264,7 +264,7 @@ WRONG = [None, "x", -1, [], {"a": 1}, 1.5, 10**30, "owner/name"]
 
 
 @pytest.mark.parametrize("key", [*TINY_LLAMA, "hidden_act", "rope_parameters", "layer_types"])
-def test_a_key_of_a_wrong_type_is_one_clear_line(tmp_path, key):
+def test_config_key_of_wrong_type(tmp_path, key):
     """Or does not matter."""
     pytest.importorskip("transformers")
     for value in WRONG:
@@ -277,7 +277,7 @@ def test_a_key_of_a_wrong_type_is_one_clear_line(tmp_path, key):
             assert line.startswith(f"lowtide estimate: {tmp_path / 'config.json'}: ")
 
 
-def test_what_is_no_language_model_is_one_clear_line(tmp_path):
+def test_config_of_no_language_model(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     for content, message in [

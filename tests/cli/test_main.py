@@ -16,7 +16,7 @@ def test_version():
     assert found.stdout == f"lowtide {lowtide.__version__}\n"
 
 
-def test_alone_it_shows_its_commands(monkeypatch, capsys):
+def test_help_without_arguments(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lowtide"])
     with pytest.raises(SystemExit):
         main()

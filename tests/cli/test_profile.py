@@ -54,7 +54,7 @@ def read(out):
     return timeline(snapshot)
 
 
-def test_a_script_runs_as_it_would_by_itself(script, tmp_path):
+def test_script_runs_as_main(script, tmp_path):
     done = lowtide("--out", tmp_path / "out", script, "a", "--out", "b", 3)
     assert done.returncode == 3, done.stderr
     assert "arguments ['a', '--out', 'b', '3'] __main__" in done.stdout
@@ -64,7 +64,7 @@ def test_a_script_runs_as_it_would_by_itself(script, tmp_path):
     assert str(tmp_path / "out" / "memory.pickle") in done.stdout
 
 
-def test_what_a_failing_script_has_allocated_is_kept(script, tmp_path):
+def test_script_failing_keeps_record(script, tmp_path):
     arguments = sys.argv, sys.path
     done = invoke("--out", tmp_path / "out", script, "--fail")
     assert done.exit_code == 1
@@ -73,7 +73,7 @@ def test_what_a_failing_script_has_allocated_is_kept(script, tmp_path):
     assert (sys.argv, sys.path) == arguments
 
 
-def test_files_go_to_where_the_command_was_started(tmp_path, monkeypatch):
+def test_files_in_starting_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "else").mkdir()
@@ -97,7 +97,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_script_that_ends_early_leaves_its_record(ending, tmp_path):
+def test_script_ending_early_keeps_record(ending, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(f"import torch\nkept = torch.ones(2**20)\n{ending}\n")
     handler = signal.getsignal(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_a_script_that_ends_early_leaves_its_record(ending, tmp_path):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_what_is_done_is_said_before_the_picture_is_drawn(tmp_path, monkeypatch):
+def test_results_printed_before_picture(tmp_path, monkeypatch):
     """A second Ctrl-C ends the command there."""
 
     def interrupt(*_):
@@ -125,7 +125,7 @@ def test_what_is_done_is_said_before_the_picture_is_drawn(tmp_path, monkeypatch)
     assert snapshot == f"for pytorch.org/memory_viz: {tmp_path / 'out' / 'memory.pickle'}"
 
 
-def test_interrupted_steps_leave_their_record(tmp_path, monkeypatch):
+def test_steps_interrupted_keep_record(tmp_path, monkeypatch):
     calls = []
 
     @contextlib.contextmanager
@@ -144,7 +144,7 @@ def test_interrupted_steps_leave_their_record(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["def (\n", "import torch\nraise RuntimeError('out of luck')\n", "\0"])
-def test_an_error_of_the_script_is_shown_as_python_shows_it(content, tmp_path):
+def test_script_error_shown_as_by_python(content, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(content)
     done = invoke("--out", tmp_path / "out", path)
@@ -193,7 +193,7 @@ def test_steps_on_cuda(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_script_on_cuda(tmp_path):
+def test_script_on_cuda(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("import torch\nkept = torch.ones(2**20, device='cuda')\n")
     done = invoke("--out", tmp_path / "out", path, device="cuda")
@@ -202,7 +202,7 @@ def test_a_script_on_cuda(tmp_path):
 
 
 @pytest.mark.parametrize("idle", [True, False])
-def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch, idle):
+def test_several_devices_highest_peak(tmp_path, monkeypatch, idle):
     sizes = [0 if idle else 2**20, 3 * 2**20]
     event = {"action": "alloc", "time_us": 0, "addr": 1, "stream": 0, "frames": []}
     traces = [[event | {"size": size}] if size else [] for size in sizes]
@@ -232,7 +232,7 @@ def test_of_several_devices_the_one_with_the_highest_peak(tmp_path, monkeypatch,
         (("--step", "demo-cpu", "--dtype", "float16"), "give --dtype autocast or float32"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments, message, tmp_path):
+def test_input_refused(arguments, message, tmp_path):
     done = invoke("--out", tmp_path, *arguments)
     assert done.exit_code == 1
     (line,) = done.output.splitlines()
@@ -240,7 +240,7 @@ def test_bad_input_is_one_clear_line(arguments, message, tmp_path):
     assert message in line
 
 
-def test_a_script_without_allocations_says_so(tmp_path):
+def test_script_without_allocations(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("print('nothing')")
     done = invoke("--out", tmp_path, path)

@@ -62,7 +62,7 @@ def losses(directory) -> list[float]:
 
 
 @pytest.mark.extended
-def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
+def test_both_losses_table_and_figure(tmp_path):
     code, output, errors = finish(
         lowtide_train("--loss", "both", "--data", "text.txt", "--steps", "30", "--save-every", "20")
     )
@@ -85,7 +85,7 @@ def test_both_ends_with_samples_a_table_and_a_figure(tmp_path):
 
 
 @pytest.mark.extended
-def test_a_killed_run_loses_at_most_one_interval(tmp_path):
+def test_killed_run_resumes(tmp_path):
     arguments = ["--data", "text.txt", "--save-every", "10"]
     killed = lowtide_train(*arguments, "--steps", "300", "--out", "killed")
     for line in killed.stdout:
@@ -130,7 +130,7 @@ def test_a_killed_run_loses_at_most_one_interval(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence(tmp_path, arguments, code, said):
+def test_input_refused(tmp_path, arguments, code, said):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "image.bin").write_bytes(b"\x89PNG\x00\xff")
     done = invoke(*arguments.split())
@@ -143,12 +143,12 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path, arguments, code, said):
     assert not (tmp_path / "runs").exists()
 
 
-def test_it_is_said_to_the_standard_error():
+def test_errors_on_standard_error():
     said = "lowtide train: --data nowhere: there is no such file or directory\n"
     assert finish(lowtide_train("--data", "nowhere")) == (1, "", said)
 
 
-def test_both_refuse_another_run_before_either_trains(tmp_path):
+def test_both_losses_refuse_other_run_first(tmp_path):
     text = ("--data", "text.txt", "--out", "there")
     done = invoke(*text, "--loss", "eager", "--steps", "4")
     assert done.exit_code == 0, done.output
@@ -158,7 +158,7 @@ def test_both_refuse_another_run_before_either_trains(tmp_path):
     assert not (tmp_path / "there/lowtide").exists()
 
 
-def test_a_killed_comparison_takes_its_child_along(tmp_path):
+def test_killed_comparison_ends_child(tmp_path):
     endless = ("--data", "text.txt", "--steps", "100000", "--save-every", "1")
     process = lowtide_train(*endless, "--loss", "both", "--out", "killed")
     log = tmp_path / "killed/lowtide/log.csv"

@@ -33,7 +33,7 @@ lowtide.linear_cross_entropy = wrong
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + CASES))
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_a_few_cases(subject, seed):
+def test_cases_on_cpu(subject, seed):
     outcome = run_case(subject, seed)
     assert outcome.finding is None, f"{outcome.description}: {outcome.finding}"
 
@@ -41,14 +41,14 @@ def test_a_few_cases(subject, seed):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_a_few_cases_on_a_gpu(subject):
+def test_cases_on_gpu(subject):
     for seed in range(SEED, SEED + CASES):
         outcome = run_case(subject, seed, "cuda")
         assert outcome.finding is None, f"{outcome.description}: {outcome.finding}"
 
 
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_a_seed_determines_the_case(subject):
+def test_seed_determines_case(subject):
     descriptions = [run_case(subject, seed).description for seed in (5, 6, 5)]
     assert descriptions[0] == descriptions[2] != descriptions[1]
 
@@ -82,7 +82,7 @@ def scaled(function, name, at):
         ("deferred", "lowtide.ops.linear_cross_entropy.dispatch", "cross_entropy", ("linear_bias", 3)),
     ],
 )
-def test_a_wrong_gradient_is_found(monkeypatch, subject, owner, function, argument):
+def test_wrong_gradient_found(monkeypatch, subject, owner, function, argument):
     """One of 1.01 times its size; and the same seed shows it again, and without it nothing."""
     __import__(owner)
     module, seeds = sys.modules[owner], range(SEED, SEED + 200)
@@ -100,7 +100,7 @@ def pool_of(change, timeout=60.0, subjects=("loss",)):
     return Pool(subjects, "cpu", found.append, timeout=timeout, command=command), found
 
 
-def test_processes_report_what_they_find():
+def test_processes_report_findings():
     pool, found = pool_of(SCALED)
     pool.run(SEED, count=25)
     assert pool.cases == {"loss": 25}
@@ -110,7 +110,7 @@ def test_processes_report_what_they_find():
 
 
 @pytest.mark.extended
-def test_a_crash_is_a_finding_and_the_rest_goes_on():
+def test_crash_is_a_finding():
     pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: os.abort()")
     pool.run(SEED, count=2)
     assert pool.cases == {"loss": 2}
@@ -118,7 +118,7 @@ def test_a_crash_is_a_finding_and_the_rest_goes_on():
     assert all("SIGABRT" in each.text and "wants=" in each.description for each in found)
 
 
-def test_a_case_that_does_not_end_is_a_finding():
+def test_timeout_is_a_finding():
     pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: time.sleep(600)", timeout=2.0)
     begin = time.monotonic()
     pool.run(SEED, count=1)
@@ -126,7 +126,7 @@ def test_a_case_that_does_not_end_is_a_finding():
     assert time.monotonic() - begin < 100
 
 
-def test_the_command():
+def test_command_status_and_summary():
     """Its status is 0 without findings; and it says what it did."""
     command = [sys.executable, "-m", "tests.fuzz", "--seed", str(SEED), "--count", "2", "--workers", "1"]
     for subject in ("positions", "distillation"):

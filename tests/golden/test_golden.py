@@ -15,7 +15,7 @@ def recorded():
     return {name: describe_call(name, "cpu") for name in NAMES}
 
 
-def test_a_call_gives_the_same_twice(recorded):
+def test_call_repeats_its_bits(recorded):
     assert not any("error" in call for call in recorded.values())
     assert differences(recorded, {name: describe_call(name, "cpu") for name in NAMES}) == []
 
@@ -30,7 +30,7 @@ def test_a_call_gives_the_same_twice(recorded):
         (("engines",), []),
     ],
 )
-def test_a_planted_difference_is_found(recorded, path, planted):
+def test_difference_found(recorded, path, planted):
     other = copy.deepcopy(recorded)
     *within, last = path
     place = other[NAMES[1]]
@@ -41,7 +41,7 @@ def test_a_planted_difference_is_found(recorded, path, planted):
     assert line.startswith(f"{NAMES[1]}: {', '.join(path)} was ")
 
 
-def test_a_call_that_fails_or_is_missing_is_a_difference(recorded):
+def test_call_failed_or_missing_is_a_difference(recorded):
     first, second = NAMES
     assert differences(recorded, {first: recorded[first]}) == [f"{second}: no longer in the table"]
     failed = recorded | {second: {"error": "ValueError: no"}}
@@ -49,7 +49,7 @@ def test_a_call_that_fails_or_is_missing_is_a_difference(recorded):
 
 
 @pytest.mark.parametrize("number", [-0.0, float("nan")])
-def test_bits_count_and_not_numbers(number):
+def test_bits_compared_not_numbers(number):
     same = torch.tensor([number, 1.0])
     assert describe_outputs({"out": same}) == describe_outputs({"out": same.clone()})
     assert describe_outputs({"out": same}) != describe_outputs({"out": torch.tensor([0.0, 1.0])})

@@ -11,7 +11,7 @@ from tests.support.commands import invoke
 CASE = next(case for case in CASES if case.name == "smoke-cpu")
 
 
-def test_every_entry_gives_the_gradients_of_the_dense_step():
+def test_entries_match_dense_gradients():
     inputs = CASE.inputs(requires_grad=True)
     results = []
     for entry in entries("cpu"):
@@ -22,7 +22,7 @@ def test_every_entry_gives_the_gradients_of_the_dense_step():
         torch.testing.assert_close(result, results[0])
 
 
-def test_a_smoke_run(tmp_path):
+def test_smoke_run(tmp_path):
     out = tmp_path / "chunked.csv"
     done = invoke("bench", "chunked-loss", "--device", "cpu", "--smoke", "--csv", out)
     assert done.exit_code == 0, done.output
@@ -36,7 +36,7 @@ def test_a_smoke_run(tmp_path):
             assert int(row["peak_bytes"]) < dense
 
 
-def test_an_unknown_entry_is_answered_with_the_known_ones():
+def test_entry_unknown():
     done = invoke("bench", "chunked-loss", "--device", "cpu", "--entry", "fast")
     assert done.exit_code == 2
     assert "gradient_in_forward-128" in done.output

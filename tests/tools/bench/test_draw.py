@@ -40,7 +40,7 @@ def write(path, cases=None, names=NAMES):
     return path
 
 
-def test_points_are_what_the_rows_say(tmp_path):
+def test_points_match_rows(tmp_path):
     sweeps = draw.read(write(tmp_path / "sweep.csv"))
     assert sweeps.center == {"tokens": 16384, "features": 2048, "classes": 131072}
     assert list(sweeps.lines) == list(AXES)
@@ -54,14 +54,14 @@ def test_points_are_what_the_rows_say(tmp_path):
     assert sweeps.lines["classes"]["liger"][0].error == 5e-3
 
 
-def test_a_sweep_along_one_axis_is_a_column_of_panels(tmp_path):
+def test_sweep_along_one_axis(tmp_path):
     sweeps = draw.read(write(tmp_path / "sweep.csv", sweep(CENTER, ["tokens"])))
     assert list(sweeps.lines) == ["tokens"]
     draw.draw(tmp_path / "sweep.csv", tmp_path / "one.svg")
     assert "features D" not in (tmp_path / "one.svg").read_text()
 
 
-def test_the_command_draws_a_csv(tmp_path):
+def test_command_draws_csv(tmp_path):
     rows, out = write(tmp_path / "sweep.csv"), tmp_path / "docs" / "sweep.png"
     done = invoke("bench", "draw", rows, "--out", out)
     assert (done.exit_code, done.stderr) == (0, "")
@@ -70,7 +70,7 @@ def test_the_command_draws_a_csv(tmp_path):
     assert struct.unpack(">II", picture[16:24]) == (1600, 1472)
 
 
-def test_a_missing_column_is_one_line(tmp_path):
+def test_column_missing(tmp_path):
     whole = write(tmp_path / "sweep.csv")
     with whole.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -96,12 +96,12 @@ def test_a_missing_column_is_one_line(tmp_path):
         ([*sweep(CENTER, AXES), *sweep(CASES[1], AXES)], "holds: A, B"),
     ],
 )
-def test_what_is_no_sweep(tmp_path, cases, said):
+def test_csv_of_no_sweep(tmp_path, cases, said):
     with pytest.raises(UserError, match=said):
         draw.read(write(tmp_path / "sweep.csv", cases))
 
 
-def test_forward_rows_and_strange_endings_and_numbers_are_refused(tmp_path):
+def test_input_refused(tmp_path):
     path = write(tmp_path / "sweep.csv")
     with pytest.raises(UserError, match=r"ends in \.svg or \.png"):
         draw.draw(path, tmp_path / "sweep.jpeg")
@@ -115,7 +115,7 @@ def test_forward_rows_and_strange_endings_and_numbers_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("names", [NAMES, [f"lowtide-{i}" for i in range(14)]])
-def test_no_name_lies_on_another(tmp_path, names, monkeypatch):
+def test_names_do_not_overlap(tmp_path, names, monkeypatch):
     """Nor outside the picture; lines that all end at one height are the worst case."""
     monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
     sweeps = draw.read(write(tmp_path / "sweep.csv", names=names))
@@ -134,7 +134,7 @@ def test_no_name_lies_on_another(tmp_path, names, monkeypatch):
         assert named == set(names) - {"quack"}
 
 
-def test_who_is_not_in_the_last_panel_is_named_in_another(tmp_path):
+def test_names_absent_from_last_panel(tmp_path):
     path = write(tmp_path / "sweep.csv")
     kept = [line for line in path.read_text().splitlines() if not ("liger" in line and "-features-" in line)]
     path.write_text("\n".join(line for line in kept if not (",A,16384" in line and "liger" in line)))
@@ -149,7 +149,7 @@ def test_who_is_not_in_the_last_panel_is_named_in_another(tmp_path):
         ]
 
 
-def test_places_spread_as_little_as_they_must():
+def test_places_spread_least():
     assert draw.spread([], 1) == []
     assert draw.spread([0.0, 5.0], 1) == [0.0, 5.0]
     assert draw.spread([1.0, 1.0, 1.0], 2) == [-1.0, 1.0, 3.0]

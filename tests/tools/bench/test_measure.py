@@ -27,7 +27,7 @@ def run(loss_fn, mode=Mode.STEP, case=CASE):
     return row
 
 
-def test_inputs_are_the_same_on_every_run_and_a_tenth_is_ignored():
+def test_inputs_repeat_with_a_tenth_ignored():
     one, other = CASE.inputs(requires_grad=True), CASE.inputs(requires_grad=False)
     assert all(torch.equal(a, b) for a, b in zip(one, other))
     assert one[0].requires_grad
@@ -38,7 +38,7 @@ def test_inputs_are_the_same_on_every_run_and_a_tenth_is_ignored():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-14), (torch.bfloat16, 1e-6)])
-def test_the_truth_is_float64_of_the_whole_up_to_its_own_products(dtype, tolerance, monkeypatch):
+def test_truth_matches_float64(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(measure, "TRUTH_CHUNK", 40)  # two whole chunks and a rest
     case = Case("tiny", 96, 16, 80, dtype, "cpu")
     input_ND, weight_VD, target_N = case.inputs(requires_grad=False)
@@ -54,7 +54,7 @@ def test_the_truth_is_float64_of_the_whole_up_to_its_own_products(dtype, toleran
 
 @pytest.mark.parametrize("chunk", [96, 40])
 @pytest.mark.parametrize(("mode", "products"), [(Mode.STEP, 3), (Mode.FORWARD, 1)])
-def test_the_floor_is_the_products_and_nothing_else(mode, products, chunk, monkeypatch):
+def test_floor_products_alone(mode, products, chunk, monkeypatch):
     monkeypatch.setattr(measure, "FLOOR_CHUNK", chunk)
     call = floor(*CASE.inputs(requires_grad=True), mode)
     with FlopCounterMode(display=False) as counter:
@@ -63,7 +63,7 @@ def test_the_floor_is_the_products_and_nothing_else(mode, products, chunk, monke
     assert {str(name) for name in counter.get_flop_counts()["Global"]} == {"aten.mm"}
 
 
-def test_calls_alternate_and_each_gets_its_own_times():
+def test_calls_alternate():
     order = []
 
     def call(name, seconds):
@@ -86,7 +86,7 @@ def test_quantiles():
 
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("beside", [None, provider(dense, "plain")])
-def test_ratios_are_of_the_same_rounds(beside, losses, monkeypatch):
+def test_ratios_by_round(beside, losses, monkeypatch):
     """That of the medians would be 2.2, and over the plain call 0.1. What amounts to two losses takes half as
     long for one."""
     spans = [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0], [1.2, 5.0, 4.4]]
@@ -105,7 +105,7 @@ def test_ratios_are_of_the_same_rounds(beside, losses, monkeypatch):
     assert figures.over_plain == (pytest.approx(0.6 / losses - 1) if beside else None)
 
 
-def test_the_figures_of_the_dense_loss():
+def test_figures_of_dense_loss():
     figures = run(dense).figures
     assert figures.ms_p20 <= figures.ms <= figures.ms_p80
     logits_bytes = CASE.tokens * CASE.classes * 4
@@ -114,13 +114,13 @@ def test_the_figures_of_the_dense_loss():
     assert max(figures.errors) < 1e-6
 
 
-def test_errors_are_relative():
+def test_errors_relative():
     """A loss that is 1 % too large, scaled after the fact, has 1 % errors everywhere."""
     figures = run(lambda *inputs: dense(*inputs) * 1.01).figures
     assert figures.errors == pytest.approx((0.01, 0.01, 0.01), rel=1e-3)
 
 
-def test_a_forward_computes_no_gradient_and_has_one_error():
+def test_forward_without_gradient():
     seen = []
 
     def spy(*inputs):
@@ -134,7 +134,7 @@ def test_a_forward_computes_no_gradient_and_has_one_error():
     assert figures.errors[0] < 1e-6
 
 
-def test_the_peak_leaves_out_loss_and_gradients():
+def test_peak_without_loss_and_gradients():
     def frugal(workspace):
         class Constant(torch.autograd.Function):
             @staticmethod
@@ -155,7 +155,7 @@ def test_the_peak_leaves_out_loss_and_gradients():
     assert frugal(MIB).peak_bytes == pytest.approx(MIB - gradients, abs=64)
 
 
-def test_who_does_not_run_gets_a_row_that_says_why_and_stops_nobody():
+def test_failures_are_rows_with_reasons():
     def refuse(case):
         raise Unavailable("not installed: No module named 'peer'")
 
@@ -175,7 +175,7 @@ def test_who_does_not_run_gets_a_row_that_says_why_and_stops_nobody():
     assert (fine.reason, fine.failed) == ("", False)
 
 
-def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
+def test_case_too_large():
     huge = Case("huge", 2**40, 2**20, 2**20, torch.float32, "cpu")
     one, other = rows(huge, [provider(dense, "one"), provider(dense, "other")], Mode.STEP)
     assert one.failed
@@ -183,7 +183,7 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
     assert one.reason.startswith("RuntimeError")
 
 
-def test_the_plain_entry_takes_its_turn_between_floor_and_entry(monkeypatch):
+def test_plain_entry_timed_in_turn(monkeypatch):
     order = []
 
     def named(name):
@@ -205,7 +205,7 @@ def test_the_plain_entry_takes_its_turn_between_floor_and_entry(monkeypatch):
     assert figures.errors == ()
 
 
-def test_beside_a_plain_entry_a_result_that_is_not_finite_is_a_failure():
+def test_plain_entry_result_not_finite():
     bad = provider(lambda *inputs: dense(*inputs) * torch.inf, "bad")
     (row,) = rows(CASE, [bad], Mode.STEP, provider(dense))
     assert row.failed
@@ -213,7 +213,7 @@ def test_beside_a_plain_entry_a_result_that_is_not_finite_is_a_failure():
 
 
 @pytest.mark.parametrize(("own", "wide", "chosen"), [(1.0, 2.0, torch.bfloat16), (2.0, 1.0, torch.float32)])
-def test_the_floor_of_half_precision_is_in_the_dtype_that_is_quicker(own, wide, chosen, monkeypatch):
+def test_floor_of_half_precision_in_quicker_dtype(own, wide, chosen, monkeypatch):
     monkeypatch.setattr(measure, "alternate", lambda calls, rounds, device: [[9.0, own], [wide, 9.0]])
     case = Case("tiny", 96, 16, 80, torch.bfloat16, "cpu")
     x_ND, w_VD, target_N = case.inputs(requires_grad=True)
@@ -229,12 +229,12 @@ def test_the_floor_of_half_precision_is_in_the_dtype_that_is_quicker(own, wide, 
     assert dtypes == 9 * [chosen]
 
 
-def test_float32_has_no_choice(monkeypatch):
+def test_floor_of_float32(monkeypatch):
     monkeypatch.setattr(measure, "alternate", None)
     assert measure.products_dtype(*CASE.inputs(requires_grad=False)[:2]) is torch.float32
 
 
-def test_who_is_slow_is_timed_once(monkeypatch):
+def test_slow_provider_timed_once(monkeypatch):
     monkeypatch.setattr(measure, "SLOW_MS", 50.0)
     calls = []
 
@@ -248,7 +248,7 @@ def test_who_is_slow_is_timed_once(monkeypatch):
     assert figures.floor_ms < 50
 
 
-def test_what_does_not_fit_in_memory_is_no_failure():
+def test_out_of_memory_is_no_failure():
     def explode(*inputs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40 GiB\nand more lines")
 
@@ -262,7 +262,7 @@ def test_what_does_not_fit_in_memory_is_no_failure():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", Mode)
-def test_the_figures_on_cuda(mode):
+def test_figures_on_cuda(mode):
     case = Case("tiny", 2048, 512, 8192, torch.bfloat16, "cuda")
     figures = run(dense, mode, case).figures
     assert figures.ratio > 0.9

@@ -33,13 +33,13 @@ def run(name):
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_each_name_once_and_the_plain_one_first(mode):
+def test_names_unique_plain_first(mode):
     names = [option.name for option in OPTIONS[mode]]
     assert len(set(names)) == len(names)
     assert names[0] == "plain"
 
 
-def test_the_workspace_is_that_of_the_steps_of_lowtide():
+def test_workspace_of_steps():
     for mode, default in ((Mode.STEP, WORKSPACE), (Mode.FORWARD, None)):
         ours = [option for option in OPTIONS[mode] if option.distribution == "lowtide"]
         assert {option.workspace for option in ours} == {default}
@@ -51,7 +51,7 @@ def test_the_workspace_is_that_of_the_steps_of_lowtide():
 
 
 @pytest.mark.parametrize("name", STEP)
-def test_a_step_has_the_gradients_of_its_name(name):
+def test_step_gradients(name):
     (input_ND, weight_VD, _), call, _, grads = run(name)
     own_weight = name.startswith("frozen") or name == "k-dimensional-2"
     main = [input_ND] if own_weight else [input_ND, weight_VD]
@@ -76,7 +76,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_a_step_is_the_loss_of_its_name(name):
+def test_step_loss(name):
     inputs = CASE.inputs(requires_grad=True)
     made = {
         key: v(CASE, {"linear_weight": inputs[1], "target": inputs[2]}) if callable(v) else v
@@ -103,7 +103,7 @@ def test_targets():
     torch.testing.assert_close(target_NV.sum(1), torch.ones(CASE.tokens))
 
 
-def test_upstream_gradients_are_one_for_each_output_that_has_tokens():
+def test_upstream_of_outputs_by_token():
     for name, count in (("none", 1), ("log-prob", 1), ("entropy", 1), ("log-probs", 3), ("eager-none", 1)):
         _, call, outputs, _ = run(name)
         assert len(call.upstream) == len(outputs) == count
@@ -113,7 +113,7 @@ def test_upstream_gradients_are_one_for_each_output_that_has_tokens():
 
 
 @pytest.mark.parametrize("name", [name for name, one in FORWARD.items() if isinstance(one, Option)])
-def test_a_forward_is_that_of_the_step_of_the_same_name(name):
+def test_forward_matches_step(name):
     with torch.no_grad():
         outputs = FORWARD[name].call(CASE, CASE.inputs(requires_grad=False)).run()
     for one, other in zip(outputs, run(name)[2]):

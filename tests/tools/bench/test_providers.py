@@ -13,12 +13,12 @@ BY_NAME = {provider.name: provider for provider in PROVIDERS}
 CUDA_ONLY = {"liger", "liger-fp32", "cut-cross-entropy", "quack", "quack-scaled-exp"}
 
 
-def test_names_are_unique():
+def test_names_unique():
     assert len(BY_NAME) == len(PROVIDERS)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_sweeps_cross_in_one_shape():
+def test_sweeps_share_center():
     center = Case("center", 16384, 2048, 131072, torch.bfloat16, "cuda")
     cases = sweep(center, AXES)
     assert len(cases) == len({case.name for case in cases}) == 13
@@ -31,7 +31,7 @@ def test_sweeps_cross_in_one_shape():
             assert getattr(case, away[0]) / getattr(center, away[0]) in (1 / 8, 1 / 4, 1 / 2, 2)
 
 
-def test_the_measured_shapes():
+def test_shapes_measured():
     shapes = {case.name: (case.tokens, case.features, case.classes) for case in CASES}
     assert shapes["A"] == (16384, 2048, 131072)
     assert shapes["B"] == (16384, 4096, 128256)
@@ -41,13 +41,13 @@ def test_the_measured_shapes():
 
 
 @pytest.mark.parametrize("name", sorted(CUDA_ONLY))
-def test_peers_of_cuda_refuse_the_cpu(name):
+def test_peers_of_cuda_unavailable_on_cpu(name):
     with pytest.raises(Unavailable, match="CUDA"):
         BY_NAME[name].load(SMOKE["cpu"])
 
 
 @pytest.mark.parametrize("name", sorted(CUDA_ONLY))
-def test_a_peer_that_is_not_installed_says_so(name):
+def test_peer_not_installed(name):
     module = {"liger": "liger_kernel", "cut": "cut_cross_entropy", "quack": "quack"}[name.split("-")[0]]
     if importlib.util.find_spec(module):
         pytest.skip(f"{module} is installed")
@@ -56,7 +56,7 @@ def test_a_peer_that_is_not_installed_says_so(name):
 
 
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - CUDA_ONLY - {"compile"}))
-def test_providers_of_the_cpu_agree_with_the_truth(name):
+def test_providers_on_cpu_match_truth(name):
     case = dataclasses.replace(SMOKE["cpu"], tokens=40, features=24, classes=56)
     input_ND, weight_VD, target_N = case.inputs(requires_grad=True)
     if name == "torch-chunked" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
@@ -74,7 +74,7 @@ def test_chunked_loss_of_an_older_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_has_a_float32_weight(dtype):
+def test_autocast_weight_is_float32(dtype):
     case = dataclasses.replace(SMOKE["cpu"], dtype=dtype)
     if dtype == torch.float32:
         with pytest.raises(Unavailable, match="half precision"):

@@ -4,7 +4,7 @@ from lowtide.tools import figures
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_same_drawing_is_the_same_file(tmp_path, kind):
+def test_drawing_repeats_its_file(tmp_path, kind):
     files = [tmp_path / f"{name}.{kind}" for name in ("first", "second")]
     for file in files:
         with figures.figure(4, 3) as figure:
@@ -17,7 +17,7 @@ def test_the_same_drawing_is_the_same_file(tmp_path, kind):
     assert kind == "png" or figures.COLORS["lowtide"].encode() in first
 
 
-def test_a_drawing_leaves_matplotlib_as_it_was():
+def test_drawing_leaves_matplotlib_unchanged():
     import matplotlib
 
     before = dict(matplotlib.rcParams)

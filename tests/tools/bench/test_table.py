@@ -23,7 +23,7 @@ ABSENT = Row(CASE, Mode.STEP, PEER, None, "not installed: [peer]")
 BROKEN = Row(CASE, Mode.STEP, BAD, None, "RuntimeError: x", failed=True)
 
 
-def test_the_csv_says_what_where_and_with_which_versions():
+def test_csv_columns_and_environment():
     file = io.StringIO()
     writer = table.CsvWriter(file, environment.Environment.of("cpu"), table.LOSS)
     for row in (RAN, ABSENT, BROKEN):
@@ -45,7 +45,7 @@ def test_the_csv_says_what_where_and_with_which_versions():
     assert (absent["reason"], absent["ms"], absent["loss_error"]) == ("not installed: [peer]", "", "")
 
 
-def test_the_table_shows_figures_and_reasons():
+def test_table_figures_and_reasons():
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table.render([RAN, ABSENT, BROKEN]))
     text = console.export_text()
@@ -56,7 +56,7 @@ def test_the_table_shows_figures_and_reasons():
     assert "bad failed: RuntimeError: x" in text
 
 
-def test_options_have_the_plain_time_in_place_of_errors():
+def test_table_of_options():
     option = Provider("softcap", "torch", lambda case: None, workspace=2**30)
     figures = Figures(12.0, 11.5, 13.0, 10.0, 1.2, 3 * 2**20, (), plain_ms=12.5, over_plain=-0.04)
     row = Row(CASE, Mode.STEP, option, figures)
@@ -91,7 +91,7 @@ def checkout(tmp_path, monkeypatch):
     return git
 
 
-def test_the_commit_of_a_checkout(checkout, tmp_path):
+def test_commit_of_checkout(checkout, tmp_path):
     checkout("add", "lowtide")
     checkout("commit", "--quiet", "--message=one")
     commit = checkout("rev-parse", "HEAD")[:12]
@@ -100,7 +100,7 @@ def test_the_commit_of_a_checkout(checkout, tmp_path):
     assert environment.commit() == f"{commit}-dirty"
 
 
-def test_only_the_packages_python_files_make_a_commit_dirty(checkout, tmp_path):
+def test_commit_dirty_by_python_files_alone(checkout, tmp_path):
     for name in ("README.md", "setup.py", "lowtide/notes.txt", "lowtide/tools/bench/measure.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -118,7 +118,7 @@ def test_only_the_packages_python_files_make_a_commit_dirty(checkout, tmp_path):
     assert environment.commit() == f"{commit}-dirty"
 
 
-def test_a_package_below_a_foreign_checkout_has_no_commit(checkout):
+def test_commit_of_package_below_other_checkout(checkout):
     checkout("commit", "--quiet", "--allow-empty", "--message=one")
     assert environment.commit() == ""
     assert environment.version("lowtide")

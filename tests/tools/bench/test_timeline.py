@@ -18,7 +18,7 @@ def run(*arguments):
     return invoke("bench", "memory-timeline", *arguments)
 
 
-def test_a_smoke_run_measures_writes_and_draws(tmp_path, monkeypatch):
+def test_smoke_run(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     path, picture = tmp_path / "deeper" / "timeline.csv", tmp_path / "timeline.png"
     done = run("--smoke", "--device", "cpu", "--csv", path, "--picture", picture)
@@ -40,7 +40,7 @@ def test_a_smoke_run_measures_writes_and_draws(tmp_path, monkeypatch):
     assert again.read_bytes() == picture.read_bytes(), "drawn from the CSV alone"
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_csv_round_trip(tmp_path):
     shape = Shape(1, 32_768, 4096, 128_256)
     lines = [
         Line(shape, "eager", "out of memory", Timeline([0.0, 1.5], [0, 2**40])),
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_again(tmp_path):
     ("content", "message"),
     [(None, "no such file"), ("a,b\n1,2\n", "is no CSV of"), (",".join((*COLUMNS, *OWN)), "has no rows")],
 )
-def test_another_file_is_one_clear_line(tmp_path, content, message):
+def test_csv_of_another_kind(tmp_path, content, message):
     path = tmp_path / "timeline.csv"
     if content is not None:
         path.write_text(content)
@@ -68,21 +68,21 @@ def test_another_file_is_one_clear_line(tmp_path, content, message):
     assert message in line
 
 
-def test_the_real_shapes_are_refused_on_a_cpu(tmp_path):
+def test_shapes_refused_on_cpu(tmp_path):
     done = run("--device", "cpu", "--csv", tmp_path / "timeline.csv")
     assert done.exit_code == 1
     assert "add --smoke" in done.output
     assert not list(tmp_path.iterdir())
 
 
-def test_no_word_is_printed_over_a_line(tmp_path, monkeypatch):
+def test_words_do_not_overlap_lines(tmp_path, monkeypatch):
     """Of what was measured, where one line lies under the other, and of a run that ended early."""
     lines = read(MEASURED)
     lines[0] = replace(lines[0], end="out of memory")
     drawn(monkeypatch, lambda path: draw(lines, path), tmp_path / "timeline.png").check()
 
 
-def test_the_page_says_what_was_measured():
+def test_page_matches_measurement():
     lines = read(MEASURED)
     first, second = (
         " and ".join(f"{line.timeline.peak / 2**30:.1f}" for line in lines if line.provider == name)

@@ -43,7 +43,7 @@ def trainer(text, tmp_path_factory):
         yield trainer
 
 
-def test_the_tensors_are_the_models_own_on_held_out_text(trainer, text):
+def test_tensors_of_model_on_held_out_text(trainer, text):
     (case,) = trained_cases([CASE], trainer.config.out, text)
     assert (case.name, case.tokens, case.features, case.classes) == ("smoke-cpu-trained", 100, 64, 300)
     input_ND, weight_VD, target_N = case.inputs(requires_grad=True)
@@ -61,7 +61,7 @@ def test_the_tensors_are_the_models_own_on_held_out_text(trainer, text):
     assert loss.item() == pytest.approx(F.cross_entropy(logits_NV, target_N).item(), rel=1e-5)
 
 
-def test_inputs_are_fresh_each_time_and_of_the_cases_dtype(trainer, text):
+def test_inputs_fresh_in_case_dtype(trainer, text):
     half = dataclasses.replace(CASE, tokens=64, dtype=torch.bfloat16)
     whole, small = trained_cases([CASE, half], trainer.config.directory, text)
     first = whole.inputs(requires_grad=False)
@@ -76,7 +76,7 @@ def test_inputs_are_fresh_each_time_and_of_the_cases_dtype(trainer, text):
     assert trainer.model.head.weight.any()
 
 
-def test_what_is_wrong_is_said(trainer, text, tmp_path):
+def test_input_refused(trainer, text, tmp_path):
     out = trainer.config.out
     with pytest.raises(UserError, match=r"no checkpoint.pt; make one with: lowtide train --out"):
         trained_cases([CASE], tmp_path, text)

@@ -8,7 +8,7 @@ from lowtide.tools.demo.data import batch, load_corpus
 from lowtide.tools.errors import UserError
 
 
-def test_tokens_say_what_the_text_said(text):
+def test_tokens_round_trip(text):
     corpus = load_corpus(text, 512, context=32)
     tokens = torch.cat((corpus.train, corpus.valid)).tolist()
     assert corpus.tokenizer.decode(tokens) == text.read_text(encoding="utf-8")
@@ -16,7 +16,7 @@ def test_tokens_say_what_the_text_said(text):
     assert len(corpus.valid) == int(0.05 * len(tokens))
 
 
-def test_a_directory_is_all_its_files(tmp_path):
+def test_directory_reads_all_files(tmp_path):
     folder = tmp_path / "texts"
     (folder / "deeper").mkdir(parents=True)
     (folder / "b.txt").write_text("second " * 200)
@@ -27,20 +27,20 @@ def test_a_directory_is_all_its_files(tmp_path):
     assert decoded == "first " * 200 + "second " * 200 + "third äöü " * 200
 
 
-def test_the_standard_library_is_there_in_a_fixed_order():
+def test_standard_library_in_fixed_order():
     texts = data.read_standard_library()
     assert len(texts) > 200
     assert texts == data.read_standard_library()
     assert sum("unittest.main()" in text for text in texts) < len(texts) / 20
 
 
-def test_without_a_path_it_is_the_standard_library(text, monkeypatch):
+def test_standard_library_by_default(text, monkeypatch):
     monkeypatch.setattr(data, "read_standard_library", lambda: [text.read_text(encoding="utf-8")])
     corpus = load_corpus(None, 512, context=32)
     assert torch.equal(corpus.train, load_corpus(text, 512, context=32).train)
 
 
-def test_a_batch_is_windows_and_their_successors():
+def test_batch_windows_and_successors():
     ids = torch.arange(1000, dtype=torch.int32)
     tokens, targets = batch(ids, rows=5, context=16, seed=3, step=7)
     assert tokens.shape == targets.shape == (5, 16)
@@ -48,7 +48,7 @@ def test_a_batch_is_windows_and_their_successors():
     assert tokens.dtype == torch.int64
 
 
-def test_a_batch_is_a_function_of_seed_and_step():
+def test_batch_depends_on_seed_and_step():
     ids = torch.arange(1000, dtype=torch.int32)
 
     def starts(seed, step):
@@ -58,14 +58,14 @@ def test_a_batch_is_a_function_of_seed_and_step():
     assert len({starts(seed, step) for seed in range(4) for step in range(25)}) == 100
 
 
-def test_every_token_but_the_last_can_start_a_window():
+def test_batch_window_starts():
     ids = torch.arange(6, dtype=torch.int32)
     tokens, targets = batch(ids, rows=200, context=4, seed=0, step=0)
     assert set(tokens[:, 0].tolist()) == {0, 1}
     assert targets.max() == 5
 
 
-def test_the_second_time_comes_from_the_cache(text, monkeypatch):
+def test_cache_used_second_time(text, monkeypatch):
     first = load_corpus(text, 512, context=32)
     monkeypatch.delattr(data, "tokenize")
     second = load_corpus(text, 512, context=32)
@@ -74,7 +74,7 @@ def test_the_second_time_comes_from_the_cache(text, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["text", "vocabulary"])
-def test_another_text_or_vocabulary_has_a_cache_of_its_own(text, cache, change):
+def test_cache_by_text_and_vocabulary(text, cache, change):
     load_corpus(text, 512, context=32)
     if change == "text":
         text.write_text(text.read_text(encoding="utf-8") + "more", encoding="utf-8")
@@ -83,7 +83,7 @@ def test_another_text_or_vocabulary_has_a_cache_of_its_own(text, cache, change):
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "truncated", "old"])
-def test_a_cache_that_cannot_be_used_is_made_again(text, cache, damage):
+def test_cache_unusable_is_replaced(text, cache, damage):
     first = load_corpus(text, 512, context=32)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
@@ -96,20 +96,20 @@ def test_a_cache_that_cannot_be_used_is_made_again(text, cache, damage):
     assert torch.equal(torch.load(file)["ids"], torch.cat((first.train, first.valid)))
 
 
-def test_no_such_data(tmp_path):
+def test_data_missing(tmp_path):
     with pytest.raises(UserError, match="no such file or directory"):
         load_corpus(tmp_path / "nowhere", 512, context=32)
 
 
 @pytest.mark.parametrize("content", ["", " \n\t\n"])
-def test_empty_data(tmp_path, content):
+def test_data_empty(tmp_path, content):
     path = tmp_path / "empty.txt"
     path.write_text(content)
     with pytest.raises(UserError, match="no text in it"):
         load_corpus(path, 512, context=32)
 
 
-def test_an_empty_directory(tmp_path):
+def test_data_directory_empty(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(UserError, match="no text in it"):
         load_corpus(tmp_path / "folder", 512, context=32)
@@ -118,7 +118,7 @@ def test_an_empty_directory(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"\x89PNG\r\n\x1a\n\x00\x00", b"ASCII and \x00 nothing else", b"caf\xe9"]
 )
-def test_binary_data_is_refused_by_name(tmp_path, content):
+def test_data_binary(tmp_path, content):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "good.txt").write_text("text")
     (tmp_path / "folder" / "bad.bin").write_bytes(content)
@@ -126,7 +126,7 @@ def test_binary_data_is_refused_by_name(tmp_path, content):
         load_corpus(tmp_path / "folder", 512, context=32)
 
 
-def test_a_vocabulary_that_the_text_does_not_have(tmp_path, cache):
+def test_vocabulary_larger_than_text(tmp_path, cache):
     path = tmp_path / "small.txt"
     path.write_text("the quick brown fox jumps over the lazy dog. " * 30)
     with pytest.raises(UserError, match="allows a vocabulary of") as refusal:
@@ -136,6 +136,6 @@ def test_a_vocabulary_that_the_text_does_not_have(tmp_path, cache):
     assert load_corpus(path, allowed, context=4).tokenizer.get_vocab_size() == allowed
 
 
-def test_too_little_text_for_the_context(text):
+def test_context_longer_than_text(text):
     with pytest.raises(UserError, match="too few for sequences of 100000"):
         load_corpus(text, 512, context=100_000)

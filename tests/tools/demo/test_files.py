@@ -9,7 +9,7 @@ from lowtide.tools import files
 from lowtide.tools.errors import UserError
 
 
-def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_failed_block_keeps_old_file(tmp_path):
     path = tmp_path / "whole.txt"
     path.write_text("old")
 
@@ -25,7 +25,7 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_old_file_is_there_until_the_block_ends(tmp_path):
+def test_old_file_kept_until_end(tmp_path):
     path = tmp_path / "whole.txt"
     path.write_text("old")
     with open(path) as earlier:
@@ -39,14 +39,14 @@ def test_the_old_file_is_there_until_the_block_ends(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint", b"\x80\x02garbage", b"PK\x03\x04 and no more"])
-def test_a_damaged_file_is_named_as_such(tmp_path, damage):
+def test_damaged_file_named(tmp_path, damage):
     path = tmp_path / "file.pt"
     path.write_bytes(damage)
     with pytest.raises(files.DamagedFile, match=r"file\.pt"):
         files.load(path)
 
 
-def test_a_truncated_file_is_damaged(tmp_path):
+def test_truncated_file_damaged(tmp_path):
     path = tmp_path / "file.pt"
     torch.save({"numbers": torch.arange(1000)}, path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -54,14 +54,14 @@ def test_a_truncated_file_is_damaged(tmp_path):
         files.load(path)
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path):
+def test_file_with_code_refused(tmp_path):
     path = tmp_path / "file.pt"
     torch.save({"code": tmp_path.joinpath}, path)
     with pytest.raises(files.DamagedFile):
         files.load(path)
 
 
-def test_a_full_disk_is_said_and_named(tmp_path):
+def test_full_disk_named(tmp_path):
     """/dev/full is one; torch's zip writer raises an error of its own in place of the file's."""
     link = tmp_path / "file.pt"
     link.symlink_to("/dev/full")
@@ -80,7 +80,7 @@ def test_a_full_disk_is_said_and_named(tmp_path):
     assert Path("/dev/full").is_char_device()
 
 
-def test_an_error_of_the_block_itself_stays_what_it_is(tmp_path):
+def test_error_of_block_unchanged(tmp_path):
     with pytest.raises(RuntimeError, match="own"), files.whole_file(tmp_path / "file"):
         raise RuntimeError("own")
     with pytest.raises(FileNotFoundError, match="other"), files.whole_file(tmp_path / "file"):
@@ -88,7 +88,7 @@ def test_an_error_of_the_block_itself_stays_what_it_is(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_leads_to_the_new_file(tmp_path):
+def test_link_kept(tmp_path):
     (tmp_path / "there").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "there" / "file")
@@ -99,7 +99,7 @@ def test_a_link_leads_to_the_new_file(tmp_path):
         assert (tmp_path / "there" / "file").read_text() == content
 
 
-def test_a_try_leaves_nothing_and_changes_nothing(tmp_path):
+def test_check_changes_nothing(tmp_path):
     files.check_writable(tmp_path / "a" / "b" / "c.txt")
     assert not list(tmp_path.iterdir())
     path = tmp_path / "file"
@@ -120,7 +120,7 @@ def test_a_try_leaves_nothing_and_changes_nothing(tmp_path):
         ("n" * 300, errno.ENAMETOOLONG),
     ],
 )
-def test_what_cannot_be_written_raises_when_it_is_tried(tmp_path, name, number):
+def test_check_raises_if_not_writable(tmp_path, name, number):
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     before = sorted(tmp_path.iterdir())
@@ -140,7 +140,7 @@ def test_what_cannot_be_written_raises_when_it_is_tried(tmp_path, name, number):
         (b"", "has no column 'a'"),
     ],
 )
-def test_what_is_no_table(tmp_path, content, message):
+def test_table_malformed(tmp_path, content, message):
     path = tmp_path / "table.csv"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -17,7 +17,7 @@ def model():
     return gpt
 
 
-def test_no_token_sees_a_later_one(model):
+def test_attention_is_causal(model):
     tokens = torch.randint(300, (2, 24))
     changed = tokens.clone()
     changed[:, 10] = (changed[:, 10] + 1) % 300
@@ -26,7 +26,7 @@ def test_no_token_sees_a_later_one(model):
     assert (before[:, 10:] - after[:, 10:]).abs().amax(dim=-1).min() > 1e-4
 
 
-def test_rotary_scores_know_the_distance_and_nothing_else():
+def test_rotary_scores_by_distance_alone():
     query, key = torch.randn(HEAD_WIDTH), torch.randn(HEAD_WIDTH)
     rotary = rotary_table(40, torch.device("cpu"))
     queries, keys = rotate(query.expand(40, -1), rotary), rotate(key.expand(40, -1), rotary)
@@ -36,14 +36,14 @@ def test_rotary_scores_know_the_distance_and_nothing_else():
     torch.testing.assert_close(queries.norm(dim=-1), query.norm().expand(40))
 
 
-def test_a_fresh_model_knows_nothing():
+def test_fresh_model_is_uniform():
     model = GPT(vocab_size=1000, width=64, depth=2, tied=False)
     tokens, targets = torch.randint(1000, (2, 4, 64))
     loss = eager_cross_entropy(model(tokens), model.head.weight, targets)
     assert loss.item() == pytest.approx(math.log(1000), abs=0.1)
 
 
-def test_a_tied_head_is_the_embedding():
+def test_tied_head_is_embedding():
     tied = GPT(vocab_size=300, width=64, depth=1, tied=True)
     untied = GPT(vocab_size=300, width=64, depth=1, tied=False)
     assert tied.head.weight is tied.embedding.weight
@@ -51,13 +51,13 @@ def test_a_tied_head_is_the_embedding():
     assert sizes[1] - sizes[0] == 300 * 64
 
 
-def test_a_seed_is_a_text(model):
+def test_generation_repeats_with_seed(model):
     texts = [generate(model, [1, 2, 3], 20, context=8, seed=seed) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0]) == 23
     assert texts[0][:3] == [1, 2, 3]
 
 
-def test_a_width_that_is_no_number_of_heads(make_config):
+def test_width_not_divisible(make_config):
     with pytest.raises(UserError, match="multiple of 64"):
         make_config(width=100)

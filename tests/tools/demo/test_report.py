@@ -28,12 +28,12 @@ def runs(make_config):
     return [run("lowtide", 0.0, 0.5, 80_000_000), run("eager", 1e-5, 0.8, 1_200_000_000)]
 
 
-def test_steps_that_measure_memory_do_not_count_as_time(runs):
+def test_time_without_measuring_steps(runs):
     assert seconds_per_step(runs[0]) == 0.5
     assert peak_bytes(runs[0]) == 80_000_000
 
 
-def test_the_table_says_it_all(runs):
+def test_table(runs):
     paper = Console(file=io.StringIO(), width=80)
     paper.print(table(runs))
     rows = {line.split()[1]: line for line in paper.file.getvalue().splitlines() if len(line.split()) > 6}
@@ -54,7 +54,7 @@ def test_the_table_says_it_all(runs):
     ]
 
 
-def test_the_figure_is_a_png_of_the_width_of_a_page(runs, tmp_path):
+def test_figure_size(runs, tmp_path):
     draw(runs, tmp_path / "deeper" / "figure.png")
     header = (tmp_path / "deeper" / "figure.png").read_bytes()[:24]
     assert header[:8] == b"\x89PNG\r\n\x1a\n"
@@ -62,7 +62,7 @@ def test_the_figure_is_a_png_of_the_width_of_a_page(runs, tmp_path):
 
 
 @pytest.mark.parametrize("eager", [1_200_000_000, 165_000_000, 155_000_000, 80_000_000, 50_000_000])
-def test_nothing_is_printed_over_anything(runs, eager, tmp_path, monkeypatch):
+def test_texts_do_not_overlap(runs, eager, tmp_path, monkeypatch):
     """At any ratio of the peaks, 15 or 1.1 or less than 1."""
     history = [
         replace(step, peak_bytes=None if step.peak_bytes is None else eager) for step in runs[1].history

@@ -19,7 +19,7 @@ def train(trainer, steps):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_both_losses_train_the_same_model(make_trainer, tied):
+def test_losses_train_same_model(make_trainer, tied):
     ours = train(make_trainer(loss="lowtide", tied=tied), 40)
     eager = train(make_trainer(loss="eager", tied=tied), 40)
     assert max(abs(a - b) for a, b in zip(ours, eager)) < 1e-4
@@ -29,7 +29,7 @@ def test_both_losses_train_the_same_model(make_trainer, tied):
 
 @pytest.mark.parametrize("loss", ["lowtide", "eager"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_step_is_plain_training(make_trainer, loss, tied):
+def test_step_matches_plain_training(make_trainer, loss, tied):
     trainer, plain = make_trainer(loss=loss, tied=tied), make_trainer(loss=loss, tied=tied)
     train(trainer, 4)
     for number in range(4):
@@ -43,7 +43,7 @@ def test_a_step_is_plain_training(make_trainer, loss, tied):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_memory_is_measured_now_and_then(make_trainer):
+def test_memory_measured_in_some_steps(make_trainer):
     trainer = make_trainer(loss="eager")
     train(trainer, 12)
     assert [step.number for step in trainer.history if step.peak_bytes is not None] == [0, 10]
@@ -57,7 +57,7 @@ def test_measuring_changes_no_result(make_trainer, loss, monkeypatch):
 
 
 @pytest.mark.extended
-def test_the_default_run_takes_ten_times_less(make_config):
+def test_default_run_memory_ten_times_less(make_config):
     """What the demonstration shows, on one step of it."""
     ids = torch.randint(32_768, (5000,), dtype=torch.int32)
     peak = {}
@@ -73,7 +73,7 @@ def test_the_default_run_takes_ten_times_less(make_config):
     assert peak["eager"] >= 10 * peak["lowtide"]
 
 
-def test_a_resumed_run_is_the_run(make_trainer):
+def test_resumed_run_is_identical(make_trainer):
     whole = make_trainer()
     losses = train(whole, 12)
     first = make_trainer()
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_run(make_trainer):
     assert second.validation_loss() == whole.validation_loss()
 
 
-def test_the_log_is_the_history(make_trainer):
+def test_log_matches_history(make_trainer):
     trainer = make_trainer()
     train(trainer, 3)
     trainer.save()
@@ -107,7 +107,7 @@ def test_the_log_is_the_history(make_trainer):
         ({"vocab_size": 400}, "vocab_size 512, not 400"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_kept(make_trainer, change, said):
+def test_checkpoint_of_other_run_refused(make_trainer, change, said):
     trainer = make_trainer()
     trainer.step()
     trainer.save()
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(make_trainer, change, s
     assert path.read_bytes() == before
 
 
-def test_a_checkpoint_of_another_text_is_refused(make_trainer, text):
+def test_checkpoint_of_other_text_refused(make_trainer, text):
     trainer = make_trainer()
     trainer.step()
     trainer.save()
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_text_is_refused(make_trainer, text):
 
 
 @pytest.mark.parametrize("content", ["garbage", "the weights of something else"])
-def test_a_file_that_is_no_checkpoint_is_refused_and_kept(make_trainer, content):
+def test_checkpoint_malformed_refused(make_trainer, content):
     trainer = make_trainer()
     path = trainer.config.directory / "checkpoint.pt"
     path.parent.mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_and_kept(make_trainer, content)
     assert path.read_bytes() == before
 
 
-def test_more_steps_continue_a_finished_run(make_trainer):
+def test_finished_run_continued(make_trainer):
     first = make_trainer(steps=4)
     train(first, 4)
     first.save()
@@ -151,7 +151,7 @@ def test_more_steps_continue_a_finished_run(make_trainer):
     assert train(longer, 8) == train(make_trainer(steps=8), 8)
 
 
-def test_fewer_steps_than_a_run_has_are_refused(make_trainer):
+def test_fewer_steps_refused(make_trainer):
     trainer = make_trainer(steps=4)
     train(trainer, 4)
     trainer.save()
@@ -160,7 +160,7 @@ def test_fewer_steps_than_a_run_has_are_refused(make_trainer):
 
 
 @pytest.mark.parametrize("missing", ["identity", "history", "model"])
-def test_a_checkpoint_with_a_part_missing_is_refused(make_trainer, missing):
+def test_checkpoint_incomplete_refused(make_trainer, missing):
     trainer = make_trainer()
     trainer.step()
     trainer.save()

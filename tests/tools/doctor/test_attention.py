@@ -65,7 +65,7 @@ def run(call):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_what_it_names_runs(call, monkeypatch):
+def test_named_engine_runs(call, monkeypatch):
     ran = []
 
     def watched(name, function):
@@ -86,7 +86,7 @@ def test_what_it_names_runs(call, monkeypatch):
     assert ran == [call.choice().backend]
 
 
-def test_the_reasons():
+def test_reasons():
     assert "its biases are dense" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
     assert "it takes no window" in replace(SMALL, window=(1, 0)).choice().reason
     for_cuda = Call(device="cuda", K=512).choice()
@@ -108,7 +108,7 @@ def test_the_reasons():
         ({"layout": Layout.BMK}, "heads must be 1"),
     ],
 )
-def test_it_raises_what_the_call_raises(changes, message):
+def test_errors_of_the_call(changes, message):
     call = replace(SMALL, **changes)
     with pytest.raises(ValueError, match=message):
         call.choice()
@@ -117,12 +117,12 @@ def test_it_raises_what_the_call_raises(changes, message):
             run(call)
 
 
-def test_the_table_of_the_docs():
+def test_table_in_docs():
     pytest.importorskip("triton")
     assert markdown() in DOCS.read_text(), f"docs/attention.md should have:\n\n{markdown()}"
 
 
-def test_a_line_of_the_table_is_one_engine():
+def test_table_line_is_one_engine():
     """Or it would have to be two lines."""
     for call, cases in LINES.items():
         for device in ("cpu", "cuda"):

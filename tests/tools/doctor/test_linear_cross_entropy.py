@@ -46,7 +46,7 @@ def run(call):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
-def test_the_plan(call, monkeypatch):
+def test_plan(call, monkeypatch):
     made = []
     make_plan = ops.make_plan
     monkeypatch.setattr(ops, "make_plan", lambda *given: made.append(make_plan(*given)) or made[-1])
@@ -54,7 +54,7 @@ def test_the_plan(call, monkeypatch):
     assert made == [call.plan()]
 
 
-def test_what_it_says():
+def test_description():
     found = SMALL.describe()
     assert found["engine"] == "torch"
     assert found["kernels"] == "plain torch"
@@ -87,7 +87,7 @@ def test_what_it_says():
         ({"softcap": 0.0}, "softcap must be"),
     ],
 )
-def test_it_raises_what_the_call_raises(changes, message):
+def test_errors_of_the_call(changes, message):
     call = replace(SMALL, **changes)
     for ask in (call.plan, lambda: run(call)):
         with pytest.raises(ValueError, match=message):
@@ -95,14 +95,14 @@ def test_it_raises_what_the_call_raises(changes, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
-def test_a_card_must_be_there():
+def test_cuda_refused_if_absent():
     with pytest.raises(ValueError, match="the plan depends on the card"):
         replace(SMALL, device="cuda").plan()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_card_is_asked():
+def test_plan_on_cuda():
     found = Call(4096, 1024, 32_000, device="cuda").describe()
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert ("why" not in found) == hopper

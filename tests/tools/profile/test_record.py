@@ -51,7 +51,7 @@ def test_levels_over_time(record):
     assert line.peak == before + 7 * MIB
 
 
-def test_the_viewer_reads_it(record, tmp_path):
+def test_snapshot_read_by_viewer(record, tmp_path):
     path = tmp_path / "deeper" / "memory.pickle"
     save(record.snapshot, path)
     content = path.read_bytes()
@@ -80,7 +80,7 @@ def test_frames_on_the_cpu_are_operators():
     assert largest["frames"][-1]["name"].startswith(("aten::", "autograd::"))
 
 
-def test_every_event_comes_with_its_segment():
+def test_events_with_segments():
     """The viewer looks for the segment of each block that it draws."""
     with cpu_allocations() as allocations:
         kept = [block(1), block(2).clone()]
@@ -94,7 +94,7 @@ def test_every_event_comes_with_its_segment():
     assert segment["total_size"] == segment["blocks"][0]["size"] == 2 * MIB == kept[0].nbytes
 
 
-def test_an_exception_leaves_the_record():
+def test_exception_keeps_record():
     def fail():
         block(2)
         raise RuntimeError("out of luck")
@@ -104,7 +104,7 @@ def test_an_exception_leaves_the_record():
     assert timeline(record.snapshot).peak == 2 * MIB
 
 
-def test_a_long_line_is_thinned_in_the_time_of_a_few_looks_at_it():
+def test_thinning_takes_linear_time():
     """It took the square of its length, two minutes for a hundred small steps: the picture seemed to hang."""
 
     class Levels(list):
@@ -120,7 +120,7 @@ def test_a_long_line_is_thinned_in_the_time_of_a_few_looks_at_it():
     assert Levels.looks == 1
 
 
-def test_a_thinned_line_keeps_its_peak_and_its_ends():
+def test_thinning_keeps_peak_and_ends():
     levels = [0, 5, 5000, 5001, 5000, 3000, 3002, 10]
     thin = Timeline(list(map(float, range(8))), levels).thinned()
     assert thin.peak == 5001
