@@ -60,7 +60,7 @@ def test_whole_vectors_of_unaligned_rows_are_none() -> None:
 @pytest.mark.parametrize("V", [50257, 100278])
 @pytest.mark.parametrize("add", [False, True])
 def test_product_of_an_odd_vocabulary_is_as_quick_and_exact(V: int, add: bool) -> None:
-    C, D, padded = 4096, 1024, -(-V // 8) * 8
+    C, D, padded = 8192, 2048, -(-V // 8) * 8
     generator = torch.Generator("cuda").manual_seed(0)
     exp_CP = torch.randn(C, padded, dtype=torch.bfloat16, device="cuda", generator=generator)
     weight_PD = torch.randn(padded, D, dtype=torch.bfloat16, device="cuda", generator=generator)
@@ -73,11 +73,11 @@ def test_product_of_an_odd_vocabulary_is_as_quick_and_exact(V: int, add: bool) -
 
     both(V)
     exact = exp_CP[:, :V].double() @ weight_PD[:V].double() + add
-    assert (dx_CD - exact).norm() / exact.norm() < 3e-6
+    assert (dx_CD - exact).norm() / exact.norm() < 1e-5
     exact = exp_CP[:, :V].t().double() @ x_CD.double() + add
-    assert (dw_PD[:V] - exact).norm() / exact.norm() < 3e-6
+    assert (dw_PD[:V] - exact).norm() / exact.norm() < 1e-5
     rounds = [(_milliseconds(both, V), _milliseconds(both, padded)) for _ in range(9)]
-    assert statistics.median(odd / even for odd, even in rounds) < 1.25
+    assert statistics.median(odd / even for odd, even in rounds) < 1.3
 
 
 def _milliseconds(function: Callable[[int], None], size: int) -> float:
