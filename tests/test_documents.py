@@ -53,7 +53,8 @@ def test_record_index_and_code(record):
     fields = dict(re.findall(r"^\* (\w+): (.*(?:\n  .*)*)", text, flags=re.MULTILINE))
     title = text.splitlines()[0].removeprefix(f"# {record.name[:4]}. ")
     successor = re.match(r"superseded by \[(\d+)\]", fields["Status"])
-    ending = f" (superseded by {successor[1]})" if successor else ""
+    deleted = " (deleted)" if fields["Status"] == "superseded: deleted" else ""
+    ending = f" (superseded by {successor[1]})" if successor else deleted
     areas = re.split(r"^## ", INDEX.read_text(), flags=re.MULTILINE)
     (area,) = [each for each in areas if each.startswith(fields["Area"] + "\n")]
     assert f"* [{record.name[:4]}]({record.name}) {title}{ending}\n" in area
