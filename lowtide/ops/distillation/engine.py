@@ -25,6 +25,7 @@ from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.distillation.chunking import make_plan, operand_dtype, padded
 from lowtide.ops.distillation.heads import Heads, Options, Side
 from lowtide.ops.distillation.softmax_torch import Logits, Statistics
+from lowtide.ops.linear_cross_entropy.engines.gradients import InputRows
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
 ROOM = 64
@@ -128,8 +129,7 @@ class Engine:
         """Walk over the chunks: losses, and the gradients that are given."""
         plan = self.plan
         s_CV, t_CV = (self.new(plan.rows, padded(self.V))[:, : self.V] for _ in range(2))
-        rounds = dx is not None and dx.applied is not None
-        sum_CD = self.new(plan.rows, self.student.D) if rounds else None
+        inputs = None if dx is None else InputRows(dx, plan.rows, self.sum_dtype, plan.backend, None)
         for start in range(0, self.N, plan.rows):
             rows = slice(start, min(start + plan.rows, self.N))
             C = rows.stop - start
@@ -143,8 +143,8 @@ class Engine:
             g_CV = self._divergence_(
                 s_CV[:C], t_CV[:C], statistics, rows, gradient=any((dx, dw, db)), take_statistics=True
             )
-            if dx is not None:
-                self._input_gradient(g_CV, dx, sum_CD, rows)
+            if inputs is not None:
+                self._input_gradient(g_CV, inputs, rows)
             if dw is not None:
                 product(dw.tensor, g_CV.t(), x_CD, add=start > 0)
             if db is not None:
@@ -176,13 +176,11 @@ class Engine:
             del student_BD, teacher_BD  # freed before the next are made
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend)
 
-    def _input_gradient(self, g_CV: Tensor, dx: PendingGradient, sum_CD: Tensor | None, rows: slice) -> None:
+    def _input_gradient(self, g_CV: Tensor, dx: InputRows, rows: slice) -> None:
         """Write a chunk's dX = G W."""
-        dx_CD = dx.tensor[rows] if sum_CD is None else sum_CD[: len(g_CV)]
         for classes in blocks(self.V, self.plan.operand_classes):
-            product(dx_CD, g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
-        if sum_CD is not None:
-            pending_gradient.scale_into(dx.tensor[rows], dx_CD, dx.applied, self.plan.backend)
+            product(dx.memory(rows), g_CV[:, classes], self.student.weight(classes), add=classes.start > 0)
+        dx.store(rows)
 
     def _divergence_(
         self,

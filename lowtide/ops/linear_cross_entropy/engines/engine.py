@@ -29,6 +29,7 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputR
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     Columns,
+    ExcludedTargetStats,
     LogitTransform,
     RowCoefs,
     RowStats,
@@ -46,7 +47,7 @@ class Engine:
     It holds views, and vectors of N and V elements, but nothing larger.
     """
 
-    stats_kind: type[RowStats] = SoftmaxStats
+    stats_kind: type[SoftmaxStats] | type[ExcludedTargetStats] = SoftmaxStats
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
         self.plan, self.head, self.device = plan, head, head.device
@@ -182,14 +183,14 @@ class Engine:
         chunks: list[Tensor],
         rows: slice,
         coefs: RowCoefs,
-        stats: RowStats,
+        stats: Any,
         take_stats: bool,
         gradient: bool,
     ) -> Any:  # Tensor [C, V], in the buffer's memory; None without a gradient
         """Compute the chunk's logits, then their row statistics, their gradient, or both."""
         raise NotImplementedError
 
-    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: RowStats, columns: Columns) -> Any:
+    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: Any, columns: Columns) -> Any:
         """Turn a block's float32 logits into their gradient, in place; the statistics are known."""
         raise NotImplementedError
 

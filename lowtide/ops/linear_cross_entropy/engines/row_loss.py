@@ -13,7 +13,11 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    ExcludedTargetStats,
+    RowCoefs,
+    RowStats,
+)
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan

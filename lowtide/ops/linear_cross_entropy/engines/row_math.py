@@ -50,8 +50,12 @@ class _ByRow:
     """Hold vectors of one number per row; one that has no part in a call is None."""
 
     def each(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return type(self)(*(None if value is None else change(value) for value in values))
+        return type(self)(*(None if value is None else change(value) for value in self.vectors))
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        """Return the vectors in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
 
     def __getitem__(self: Own, rows: slice) -> Own:
         return self.each(lambda vector: vector[rows])
@@ -89,9 +93,7 @@ class RowCoefs(_ByRow):
 
 
 @dataclass(frozen=True, slots=True)
-class RowStats(_ByRow):
-    """Hold the statistics of each row; the two kinds below give its sum different meanings."""
-
+class _Stats(_ByRow):
     max_N: Tensor
     sum_N: Tensor
     nll_N: Tensor = None  # lse - z_t
@@ -102,17 +104,9 @@ class RowStats(_ByRow):
     argmax_N: Tensor = None
     grad_dot_logit_N: Tensor = None  # sum_v gradient_v u_v
 
-    @property
-    def logsumexp_N(self) -> Tensor:
-        raise NotImplementedError
-
-    @property
-    def entropy_N(self) -> Tensor:
-        raise NotImplementedError
-
 
 @dataclass(frozen=True, slots=True)
-class SoftmaxStats(RowStats):
+class SoftmaxStats(_Stats):
     """Hold the statistics of a softmax: max_N is the largest z, sum_N = sum_v exp(z_v - max)."""
 
     @property
@@ -125,7 +119,7 @@ class SoftmaxStats(RowStats):
 
 
 @dataclass(frozen=True, slots=True)
-class ExcludedTargetStats(RowStats):
+class ExcludedTargetStats(_Stats):
     """Hold the statistics of the exponentials engines, whose sum leaves the target out.
 
     max_N is a reference r near the largest z, and sum_N = sum over v != t of exp(z_v - r). With the
@@ -142,6 +136,10 @@ class ExcludedTargetStats(RowStats):
     def entropy_N(self) -> Tensor:
         exp_N = (self.target_logit_N - self.max_N).exp()
         return (exp_N + self.sum_N).log() - self.mean_N
+
+
+RowStats = SoftmaxStats | ExcludedTargetStats
+"""The statistics of each row; the two kinds give the sum of exponentials different meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +208,6 @@ def excluded_coefs(
     return softmax_coef_C / total_C, rest_C / total_C
 
 
-def excluded_logsumexp(stats: RowStats, logit_C: Tensor) -> Tensor:
+def excluded_logsumexp(stats: ExcludedTargetStats, logit_C: Tensor) -> Tensor:
     """Return the log-sum-exp of each row from statistics without the target, and its logit."""
     return stats.max_N + ((logit_C - stats.max_N).exp() + stats.sum_N).log()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
 
 
 class LogitsEngine(Engine):
@@ -24,27 +24,27 @@ class LogitsEngine(Engine):
         chunks: list[Tensor],
         rows: slice,
         coefs: RowCoefs,
-        stats: RowStats,
+        stats: Any,
         take_stats: bool,
         gradient: bool,
     ) -> Any:
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
             for classes, weight_BD in operand.weights(self.plan.operand_classes):
                 product(buffer_CV[:, classes], x_CD, weight_BD.t(), add=k > 0)
-        return self._softmax(buffer_CV, coefs, stats, self.columns(rows), take_stats, gradient)
+        return self.tile_gradient_(
+            buffer_CV, coefs, stats, self.columns(rows), take_stats=take_stats, gradient=gradient
+        )
 
-    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: RowStats, columns: Columns) -> Any:
-        return self._softmax(logits_CB, coefs, stats, columns, False, True)
-
-    def _softmax(
+    def tile_gradient_(
         self,
         logits_CB: Tensor,
         coefs: RowCoefs,
-        stats: RowStats,
+        stats: Any,
         columns: Columns,
-        take_stats: bool,
-        gradient: bool,
-    ) -> Any:  # Tensor [C, B]; None without a gradient
+        *,
+        take_stats: bool = False,
+        gradient: bool = True,
+    ) -> Any:
         """Run the softmax of the plan's backend on a tile of logits, in place."""
         if self.plan.backend == "triton":
             from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_

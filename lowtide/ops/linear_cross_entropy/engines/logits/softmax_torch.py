@@ -8,7 +8,12 @@ Shapes: C rows and B columns of one tile (B = V wherever statistics are taken); 
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats, whole_softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    Columns,
+    RowCoefs,
+    SoftmaxStats,
+    whole_softmax_coef,
+)
 
 # Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each
 # thread.
@@ -18,7 +23,7 @@ CACHE_BYTES = 1 << 20  # decision 0026
 def softmax_gradient_(
     logits_CB: Tensor,
     coefs: RowCoefs,
-    stats: RowStats,
+    stats: SoftmaxStats,
     columns: Columns,
     *,
     take_stats: bool,
@@ -65,7 +70,7 @@ def softmax_gradient_(
 
 
 def _take_sums_of_shifts(
-    shift_cb: Tensor, stat: RowStats, soft_cb: Tensor | None, class_weight_B: Tensor | None
+    shift_cb: Tensor, stat: SoftmaxStats, soft_cb: Tensor | None, class_weight_B: Tensor | None
 ) -> None:
     """Of z - max, weighted; what is missing is the log of the sum, which is not known yet."""
     if stat.smooth_nll_N is not None:
@@ -75,7 +80,7 @@ def _take_sums_of_shifts(
         torch.sum(soft_cb * shift_cb, 1, out=stat.soft_nll_N)
 
 
-def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: RowStats, class_weight_B: Tensor | None) -> None:
+def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: SoftmaxStats, class_weight_B: Tensor | None) -> None:
     torch.sum(exp_cb, 1, out=stat.sum_N)
     log_sum_c = stat.sum_N.log()
     if stat.nll_N is not None:
@@ -92,7 +97,12 @@ def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: RowStats, class_weight_B
 
 
 def _exponentials_to_gradient_(
-    exp_cb: Tensor, shift_cb: Tensor, row: RowCoefs, stat: RowStats, columns: Columns, soft_cb: Tensor | None
+    exp_cb: Tensor,
+    shift_cb: Tensor,
+    row: RowCoefs,
+    stat: SoftmaxStats,
+    columns: Columns,
+    soft_cb: Tensor | None,
 ) -> Tensor:
     softmax_coef_c = whole_softmax_coef(row, stat, lambda: stat.logsumexp_N)
     grad_cb = exp_cb

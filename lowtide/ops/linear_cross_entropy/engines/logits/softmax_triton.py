@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed, whole_softmax_coef
 
 # Logits per step of a program; half as many with most options, because of the registers.
@@ -108,8 +108,8 @@ def _softmax_gradient_kernel(
 ):
     """Compute the row statistics, the gradient, or both. Grid: one program per row.
 
-    row_math.py explains every vector. One that is not wanted, or has no part in this call, is
-    None.
+    row_math.py explains every vector; they are the fields of RowCoefs and SoftmaxStats, in order. One
+    that is not wanted, or has no part in this call, is None.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr = logits_CB_ptr + row * logits_stride
@@ -212,7 +212,7 @@ def _softmax_gradient_kernel(
 def softmax_gradient_(
     logits_CB: Tensor,
     coefs: RowCoefs,
-    stats: RowStats,
+    stats: SoftmaxStats,
     columns: Columns,
     *,
     take_stats: bool,
@@ -228,7 +228,7 @@ def softmax_gradient_into(
     grad_CB: Tensor | None,  # None: statistics only
     logits_CB: Tensor,
     coefs: RowCoefs,
-    stats: RowStats,
+    stats: SoftmaxStats,
     columns: Columns,
     *,
     take_stats: bool,
@@ -237,8 +237,8 @@ def softmax_gradient_into(
     C, B = logits_CB.shape
     gradient = grad_CB is not None
     grad_CB = logits_CB if grad_CB is None else grad_CB
-    row, stat, transform = coefs, stats, columns.transform
-    in_second_read = (row.smoothing_coef_N, row.soft_target_coef_N, stat.mean_N, stat.argmax_N)
+    transform = columns.transform
+    in_second_read = (coefs.smoothing_coef_N, coefs.soft_target_coef_N, stats.mean_N, stats.argmax_N)
     plain = (
         transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
     )
@@ -248,23 +248,8 @@ def softmax_gradient_into(
         _softmax_gradient_kernel[(C,)](
             logits_CB,
             grad_CB,
-            row.target_N,
-            row.ignored_N,
-            row.softmax_coef_N,
-            row.target_coef_N,
-            row.smoothing_coef_N,
-            row.soft_target_coef_N,
-            row.lse_coef_N,
-            row.entropy_coef_N,
-            stat.max_N,
-            stat.sum_N,
-            stat.nll_N,
-            stat.smooth_nll_N,
-            stat.soft_mass_N,
-            stat.soft_nll_N,
-            stat.mean_N,
-            stat.argmax_N,
-            stat.grad_dot_logit_N,
+            *coefs.vectors,
+            *stats.vectors,
             transform.bias_V,
             columns.class_weight_B,
             columns.soft_CB,

@@ -26,7 +26,7 @@ from torch import Tensor
 from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
 
 
@@ -55,7 +55,7 @@ class SoftTargetsEngine(Engine):
         softmax_triton.gradient(partials_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
         return g_CV
 
-    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: RowStats, columns: Columns) -> Any:
+    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: Any, columns: Columns) -> Any:
         return softmax_gradient_(
             logits_CB, coefs, stats, columns, take_stats=False, gradient_dtype=self.plan.compute_dtype
         )
