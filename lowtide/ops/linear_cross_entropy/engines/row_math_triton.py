@@ -8,7 +8,7 @@ from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
 
 @triton.jit
 def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Return the logits z of u, which includes the bias, and the slope dz/du / scale.
+    """Return the logits z of u, which includes the bias, and what `slope_of` takes.
 
     Without EXACT the slope loses digits where it is below 1e-4. That takes fewer registers, and is
     enough where the slope goes into bfloat16.
@@ -16,16 +16,21 @@ def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     z = u
     if scale is not None:
         z = u * scale
+    bend = 0.0
+    if SOFTCAP > 0:
+        capped, room = tanh_and_room(z / SOFTCAP if EXACT else z * (1.0 / SOFTCAP))
+        z = capped * SOFTCAP
+        bend = room if EXACT else capped
+    return z, bend
+
+
+@triton.jit
+def slope_of(bend, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """Return the slope dz/du / scale; compute it where it is needed, to save registers."""
     slope = 1.0
     if SOFTCAP > 0:
-        if EXACT:
-            capped, room = tanh_and_room(z / SOFTCAP)
-            slope = slope_of_tanh(room)
-        else:
-            capped, _ = tanh_and_room(z * (1.0 / SOFTCAP))
-            slope = 1.0 - capped * capped
-        z = capped * SOFTCAP
-    return z, slope
+        slope = slope_of_tanh(bend) if EXACT else 1.0 - bend * bend
+    return slope
 
 
 @triton.jit

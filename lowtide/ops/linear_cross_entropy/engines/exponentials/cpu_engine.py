@@ -44,10 +44,8 @@ class CpuExponentialsEngine(Engine):
         dx = self.input_rows(gradients.inputs[0])
         wanted = any(each is not None for each in (dx, sum, db))
         exp_CV = self._empty(plan.rows, self.V) if wanted else None
-        row_scale_M, target_weight_coef_M = (
-            torch.empty_like(coefs.target_coef_N),
-            torch.empty_like(coefs.target_coef_N),
-        )
+        row_scale_M = torch.empty_like(coefs.target_coef_N)
+        target_weight_coef_M = torch.empty_like(row_scale_M)
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)

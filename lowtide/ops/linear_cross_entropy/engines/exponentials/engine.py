@@ -77,21 +77,15 @@ class ExponentialsEngine(Engine):
         by_class = plan.weight_gradient == "by_class"
         linear = self._linear_terms(gradients, smoothing=smoothing)
         db = None if by_class else gradients.bias
-        row_scale_N, target_weight_coef_N = (
-            torch.empty_like(coefs.target_coef_N),
-            torch.empty_like(coefs.target_coef_N),
-        )
+        row_scale_N = torch.empty_like(coefs.target_coef_N)
+        target_weight_coef_N = torch.empty_like(row_scale_N)
         sums = any(each.sum is not None for each in linear)
         wanted = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
         width = plan.chunk_classes if wanted else self.V
-        buffer = None
-        if wanted:
-            # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
-            least = 2 * halves_of_tiles(self.V) if width < self.V else 0
-            buffer = self._exponentials_buffer(plan.rows, max(width, least))
-        sorted_targets = None
-        if db is not None or sums:
-            sorted_targets = self._sorted_targets(plan.rows)
+        # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
+        least = 2 * halves_of_tiles(self.V) if width < self.V else 0
+        buffer = self._exponentials_buffer(plan.rows, max(width, least)) if wanted else None
+        sorted_targets = self._sorted_targets(plan.rows) if db is not None or sums else None
         for rows in blocks(self.M, plan.rows):
             row, stat, target_C = coefs[rows], stats[rows], coefs.target_N[rows]
             chunks = [operand.rows(rows) for operand in self.operands]
@@ -110,9 +104,9 @@ class ExponentialsEngine(Engine):
             raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
             if take_stats and smoothing:
                 scale = self.transform.scale
-                smooth_nll_C = raw_smooth_C if scale is None else raw_smooth_C * scale
+                smooth_logit_C = raw_smooth_C if scale is None else raw_smooth_C * scale
                 lse_C = excluded_logsumexp(stat, logit_C)
-                torch.sub(lse_C * self.rows.total_weight(), smooth_nll_C, out=stat.smooth_nll_N)
+                torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
             row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
             coefficients(row, stat, logit_C, slope_C, row_scale_C, target_weight_coef_C, take_nll=take_stats)
             if not wanted and not by_class:

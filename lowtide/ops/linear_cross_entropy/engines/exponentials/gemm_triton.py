@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed
 
 HUGE = tl.constexpr(1e38)
 LOG_2 = tl.constexpr(0.6931471805599453)
@@ -65,7 +65,7 @@ def epilogue(
     if bias_B_ptr is not None:
         u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
     # The exact slope would spill registers, and E is bfloat16 anyway.
-    z_ch, slope_ch = transformed(u_ch, scale, SOFTCAP, False)
+    z_ch, bend_ch = transformed(u_ch, scale, SOFTCAP, False)
     if max_ptr is not None:
         z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
         max_c = tl.max(z_ch, 1)
@@ -109,7 +109,7 @@ def epilogue(
             entropy_coef_c = tl.load(entropy_coef_C_ptr + rows, mask=rows < C, other=0.0)
             exp_ch *= softmax_coef_c[:, None] + entropy_coef_c[:, None] * shift_ch
         if SOFTCAP > 0:
-            exp_ch *= slope_ch
+            exp_ch *= slope_of(bend_ch, SOFTCAP, False)
         if grad_dot_logit_ptr is not None:
             product_ch = tl.where(exp_ch == 0.0, 0.0, exp_ch * u_ch)
             grad_dot_logit_c = tl.sum(product_ch, 1)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed, whole_softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed, whole_softmax_coef
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -36,7 +36,8 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
     raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
     if bias_ptr is not None:
         raw_b += tl.load(bias_ptr + columns, mask=columns < B, other=0.0)
-    z_b, slope_b = transformed(raw_b, scale, SOFTCAP, True)
+    z_b, bend_b = transformed(raw_b, scale, SOFTCAP, True)
+    slope_b = slope_of(bend_b, SOFTCAP, True)
     return tl.where(columns < B, z_b, -float("inf")), raw_b, slope_b
 
 
