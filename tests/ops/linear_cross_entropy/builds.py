@@ -1,4 +1,4 @@
-"""How compile_kernels.py says what it builds; and what it builds in Gluon, and of narrow terms."""
+"""How compile_kernels.py says what it builds; and what it builds in Gluon."""
 
 from typing import Any, NamedTuple
 
@@ -95,23 +95,3 @@ PIPELINED_LEFT_OUT = (
     "pipeline, 20 bits, first product",
     "pipeline, 20 bits, another product",
 )
-
-
-def _narrow_products(R: int) -> Build:
-    arguments = {
-        "exp_CV": "tensordesc<bf16[64, 256]>",
-        **dict.fromkeys(("x_CR_ptr", "weight_VR_ptr"), BF16),
-        **dict.fromkeys(("partial_SCR_ptr", "sum_VR_ptr"), F32),
-        **dict.fromkeys(("weight_stride", "C", "V"), I32),
-        **{"R": R, "X_STRIDE": R, "ADD": R == 16, "BLOCK_C": 64, "BLOCK_V": 256, "BLOCK_R": 16},
-    }
-    return Build(
-        "ops.linear_cross_entropy.engines.exponentials.low_rank_triton",
-        "_narrow_products_kernel",
-        arguments,
-        warps=4,
-        targets=(90,),
-    )
-
-
-NARROW = {f"narrow products, {R} features": _narrow_products(R) for R in (8, 16)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
-from lowtide.ops.linear_cross_entropy.engines.exponentials import low_rank_triton, recompute, row_coefficients
+from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
@@ -37,9 +37,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(accumulators, "TARGETS", 16)
     monkeypatch.setattr(memory_model, "TARGETS", 16)
-    monkeypatch.setattr(low_rank_triton, "BLOCK_C", 16)
-    for module in (low_rank_triton, memory_model):
-        monkeypatch.setattr(module, "STRIP", 32)
+    monkeypatch.setattr(memory_model, "STRIP", 32)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
     prepare = matmul.Operand.__init__
@@ -72,13 +70,12 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    for module in (kernels, row_coefficients, low_rank_triton, recompute, row_kernels, packed_triton):
+    for module in (kernels, row_coefficients, recompute, row_kernels, packed_triton):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
         monkeypatch.setattr(tiles, name, size)
-    for module in (low_rank_triton, memory_model):
-        monkeypatch.setattr(module, "STRIP", 512)
+    monkeypatch.setattr(memory_model, "STRIP", 512)
 
 
 def kept_plans(monkeypatch, *, few_tokens: bool) -> list:

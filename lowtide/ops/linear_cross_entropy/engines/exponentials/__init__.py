@@ -11,7 +11,5 @@ gemm_triton       the GEMM whose epilogue stores exponentials and partial sums
 gemm              launch it on a chunk's operands, once or more
 recompute         sum the partial sums; recompute the row tiles that are marked
 linear_term       the gradients of one linear term of the head, chunk by chunk
-low_rank_triton   the kernel that forms both GEMMs of a term of few features
-low_rank          the gradients of such a term
 engine            the engine on a Hopper GPU
 """

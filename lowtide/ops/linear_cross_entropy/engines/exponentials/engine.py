@@ -44,7 +44,6 @@ from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.exponentials.low_rank import LowRankTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
@@ -132,11 +131,11 @@ class ExponentialsEngine(Engine):
 
     def _linear_terms(self, gradients: Gradients, *, smoothing: bool) -> list[LinearTerm]:
         """Return the terms of the head; with class blocks they form no dW."""
-        plan, linear = self.plan, []
+        plan, linear, class_weight_V = self.plan, [], self.class_weight_V
         for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, gradients.weights)):
-            kind = LowRankTerm if k > 0 and plan.narrow_rows else LinearTerm
             sum = None if plan.weight_gradient == "by_class" else choose_accumulator(plan, k, dw)
-            linear.append(kind(operand, dx, sum, plan, self.class_weight_V, place=k, smoothing=smoothing))
+            term = LinearTerm(operand, dx, sum, plan, class_weight_V, place=k, smoothing=smoothing)
+            linear.append(term)
         return linear
 
     def walk_classes(

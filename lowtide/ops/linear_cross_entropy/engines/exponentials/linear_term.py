@@ -49,7 +49,7 @@ class LinearTerm:
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
         self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
-        # The GEMM for dX: summed over the blocks of classes so far, or whole from low_rank.py.
+        # The GEMM for dX, summed over the blocks of classes so far.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         if sum is not None and not plan.scales_in_gradient[place]:
@@ -111,16 +111,11 @@ class LinearTerm:
         last = rows.stop == target_weight_coef_N.shape[0]
         scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
         row_kernels.scale_rows(x_CD, row_scale_C if factor is None else row_scale_C * factor, scaled_CD)
-        self._add_product(self.sum, e_CV, scaled_CD, first=rows.start == 0, last=last)
+        self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
         self.sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
         if last:
             self._subtract_smoothing(self.sum)
             self.sum.finish()
-
-    def _add_product(
-        self, sum: WeightAccumulator, e_CV: Tensor, scaled_CD: Tensor, *, first: bool, last: bool
-    ) -> None:
-        sum.add_product(e_CV, scaled_CD, first=first, last=last)
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
         if self.scaled_CD is not None:
