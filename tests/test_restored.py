@@ -39,16 +39,16 @@ HALF = {"dtype": torch.bfloat16}
 # What make_inputs is asked for, and what the call is; "by columns" is no engine, but has operands that would
 # fit another one once they are copied.
 ENGINES = {
-    "torch": ({}, {"backend": "torch"}),
+    "logits_torch": ({}, {"backend": "torch"}),
     "half": (HALF, {"backend": "torch"}),
     "by columns": (HALF, {}),
     "cpu_exponentials": (HALF, {}),
-    "triton": ({}, {"backend": "triton"}),
+    "logits_triton": ({}, {"backend": "triton"}),
     "exponentials": ({}, {"backend": "triton"}),
-    "distances": ({"probabilities": True}, {"backend": "triton"}),
+    "soft_targets": ({"probabilities": True}, {"backend": "triton"}),
 }
 KINDS = ("mean", "sum", "none", "log_probs")
-TILED = ("exponentials", "distances")
+TILED = ("exponentials", "soft_targets")
 
 
 def inputs_of(engine, device, monkeypatch):
@@ -94,7 +94,7 @@ def engines(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_loss(device, monkeypatch, engines, engine, kind, layout):
-    if kind == "log_probs" and engine in ("distances", "cpu_exponentials"):
+    if kind == "log_probs" and engine in ("soft_targets", "cpu_exponentials"):
         pytest.skip("it is for a loss")
     inputs, options = inputs_of(engine, device, monkeypatch)
     ours, differentiated, checked = fused, differentiate, check
@@ -110,7 +110,7 @@ def test_the_loss(device, monkeypatch, engines, engine, kind, layout):
     assert restored.changed > 0 or layout in ("contiguous", "far")
     assert len(set(engines)) == 1
     if device == "cpu":
-        assert engines[0] == {"half": "torch", "by columns": "torch"}.get(engine, engine)
+        assert engines[0] == {"half": "logits_torch", "by columns": "logits_torch"}.get(engine, engine)
     options = {name: value for name, value in options.items() if name != "backend"}
     checked(found, inputs, upstream=upstream, **options)
     same = layout == "contiguous" and engine != "by columns"
@@ -262,6 +262,6 @@ def test_compiled_call(monkeypatch, engines, reduction, layout):
     upstream = torch.randn(37) if reduction == "none" else -0.5
     with Restored(layout):
         found = differentiate(compiled, inputs, upstream, reduction=reduction)
-    assert set(engines) == {"torch"}
+    assert set(engines) == {"logits_torch"}
     check(found, inputs, upstream=upstream, reduction=reduction)
     torch.compiler.reset()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def active(*tensors: Tensor | None) -> bool:
+def in_transform(*tensors: Tensor | None) -> bool:
     """Return True inside a torch.func transform, forward mode or a batched gradient."""
     functorch = torch._C._functorch
     if functorch.maybe_current_level() is not None:  # torch.compile refuses to trace this call
@@ -27,16 +27,16 @@ def active(*tensors: Tensor | None) -> bool:
     )
 
 
-def is_differentiated(*upstream: Tensor | None) -> bool:
+def is_differentiated(*grad_output: Tensor | None) -> bool:
     """Return True if backward is differentiated (create_graph) or its gradients are batched."""
-    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or active(*upstream))
+    return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or in_transform(*grad_output))
 
 
 def differentiable_gradients(
     function: Callable[[list[Tensor | None]], tuple[Tensor, ...]],
     tensors: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-    upstream: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+    grad_output: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the wanted tensors, so that they can be differentiated again."""
     create_graph = torch.is_grad_enabled()
@@ -44,17 +44,17 @@ def differentiable_gradients(
         # Separate views, since one tensor may be both an input and a weight.
         own = [each if each is None else each.view_as(each) for each in tensors]
         outputs = function(own)
-        used = [(out, gradient) for out, gradient in zip(outputs, upstream) if gradient is not None]
+        used = [(out, gradient) for out, gradient in zip(outputs, grad_output) if gradient is not None]
         found = torch.autograd.grad(
             [out for out, _ in used],
-            [each for each, grad in zip(own, wanted) if grad],
+            [each for each, grad in zip(own, needs_grad) if grad],
             [gradient for _, gradient in used],
             create_graph=create_graph,
         )
-    return placed(found, wanted)
+    return placed(found, needs_grad)
 
 
-def placed(found: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def placed(found: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Put the gradients found at the places of the wanted tensors, None at the others."""
     each = iter(found)
-    return tuple(next(each) if grad else None for grad in wanted)
+    return tuple(next(each) if grad else None for grad in needs_grad)

@@ -36,7 +36,7 @@ class RowFunction:
         """Compute the outputs: the results of rows, then the sums, then the constants."""
         raise NotImplementedError
 
-    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "RowFunction":
+    def gradients(self, wanted: Sequence[int], grad_output: Sequence[int]) -> "RowFunction":
         """Return the function that computes the gradients of the arguments at places `wanted`.
 
         It takes the gradients of the outputs at places `upstream`. Its arguments are those that are
@@ -54,10 +54,10 @@ class RowFunction:
         raise NotImplementedError
 
     def pull_back(
-        self, tensors: Tensors, upstream: Sequence[Tensor | None], needed: Sequence[bool]
+        self, tensors: Tensors, grad_output: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of `tensors` that are needed, so that they can be differentiated."""
-        given = {place: gradient for place, gradient in enumerate(upstream) if gradient is not None}
+        given = {place: gradient for place, gradient in enumerate(grad_output) if gradient is not None}
         wanted = [place for place, need in enumerate(needed) if need]
         gradients: list[Tensor | None] = [None] * len(tensors)
         if given and wanted:
@@ -115,15 +115,15 @@ class Rowwise(RowFunction):
             del parts, terms  # free them before the next ones are made
         return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
-    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rowwise":
-        row_gradients = sum(place < self.results for place in upstream)
+    def gradients(self, wanted: Sequence[int], grad_output: Sequence[int]) -> "Rowwise":
+        row_gradients = sum(place < self.results for place in grad_output)
 
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
-            own_whole, sum_gradients = split(whole, len(whole) - len(upstream) + row_gradients)
+            own_whole, sum_gradients = split(whole, len(whole) - len(grad_output) + row_gradients)
             given, create_graph = (*rows[self.cut :], *sum_gradients), torch.is_grad_enabled()
             with torch.enable_grad():
                 own, varied = _varied((*rows[: self.cut], *own_whole), wanted)
-                outputs = at(upstream, self._outputs(own))
+                outputs = at(grad_output, self._outputs(own))
                 return split(vector_jacobian(outputs, varied, given, create_graph), results)
 
         results = sum(place < self.cut for place in wanted)
@@ -169,8 +169,8 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.rowwise.pull_back(ctx.saved_tensors, upstream, ctx.needs_input_grad[1:]))
+    def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.rowwise.pull_back(ctx.saved_tensors, grad_output, ctx.needs_input_grad[1:]))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -241,12 +241,12 @@ def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:
     return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors)), varied
 
 
-def vector_jacobian(outputs: Tensors, inputs: Tensors, upstream: Tensors, create_graph: bool) -> Tensors:
+def vector_jacobian(outputs: Tensors, inputs: Tensors, grad_output: Tensors, create_graph: bool) -> Tensors:
     """Return the gradients of the inputs, given those of the outputs.
 
     This uses torch.autograd, because the first use of torch.func imports Dynamo, which takes 2 s.
     """
-    return _filled(_grad(outputs, inputs, upstream, create_graph), inputs)
+    return _filled(_grad(outputs, inputs, grad_output, create_graph), inputs)
 
 
 def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_graph: bool) -> Tensors:
@@ -262,7 +262,7 @@ def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_g
 
 
 def _grad(
-    outputs: Sequence[Tensor | None], inputs: Tensors, upstream: Tensors, create_graph: bool
+    outputs: Sequence[Tensor | None], inputs: Tensors, grad_output: Tensors, create_graph: bool
 ) -> tuple[Tensor | None, ...]:
     """Return gradients, None for inputs on which no output depends.
 
@@ -270,7 +270,7 @@ def _grad(
     """
     pairs = [
         (each, gradient.to(each.dtype))
-        for each, gradient in zip(outputs, upstream)
+        for each, gradient in zip(outputs, grad_output)
         if each is not None and each.requires_grad
     ]
     if not pairs:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core.autodiff import active
+from lowtide.core.autodiff import in_transform
 
 Node = Union["Linear", "Apply"]
 Change = Callable[[Tensor], Tensor]
@@ -206,7 +206,7 @@ def record(tensor: Tensor) -> Recorded:
 def record_shared(tensor: Tensor) -> Recorded:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
     # An alias would lose the tangent of forward mode, and the level of a transform.
-    if torch.compiler.is_compiling() or active(tensor):
+    if torch.compiler.is_compiling() or in_transform(tensor):
         return record(tensor)
     if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())

@@ -52,10 +52,23 @@ def _observed(function: Callable[..., Any], describe: Callable[..., str], found:
     return observed
 
 
+# What the records call engines and ways to form the weight's gradient.
+RECORDED = {
+    "logits_torch": "torch",
+    "logits_triton": "triton",
+    "soft_targets": "distances",
+    "single_product": "at_once",
+    "packed": "split",
+    "class_blocks": "by_class",
+}
+
+
 def _of_loss(plan: Any, head: Any, *_: Any) -> str:
-    bits = f" {plan.sum_bits}" if plan.weight_gradient == "split" and plan.backend == "triton" else ""
-    way = f", {plan.weight_gradient}{bits}" if plan.wanted.weights[0] else ""
-    return f"loss: {plan.engine}{way}{', several chunks' if plan.rows < head.tokens else ''}"
+    bits = f" {plan.sum_bits}" if plan.weight_gradient == "packed" and plan.backend == "triton" else ""
+    way = RECORDED.get(plan.weight_gradient, plan.weight_gradient)
+    way = f", {way}{bits}" if plan.needs_grad.weights[0] else ""
+    engine = RECORDED.get(plan.engine, plan.engine)
+    return f"loss: {engine}{way}{', several chunks' if plan.rows < head.tokens else ''}"
 
 
 def _of_distillation(plan: Any, *_: Any) -> str:

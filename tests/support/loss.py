@@ -20,9 +20,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, told
+from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, with_graph_facts
 from tests.support.budgets import (
     HALVES,
     Inputs,
@@ -268,15 +268,15 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
     leaves = [inputs.input, inputs.linear_weight, inputs.linear_bias, getattr(inputs, "logit_scale", None)]
     head = Head((inputs.input,), (inputs.linear_weight,), *leaves[2:])
     x, w, bias, scale = (leaf is not None and leaf.requires_grad for leaf in leaves)
-    job = Job(
-        Wanted((x,), (w,), bias, scale),
+    call_kind = CallKind(
+        NeedsGrad((x,), (w,), bias, scale),
         log_probs,
         inputs.target.dtype if inputs.target.is_floating_point() else None,
         inputs.weight is not None,
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
     given = Options(workspace=workspace, compute_dtype=dtype, **options)
-    return make_plan(head, told(head, given, job), job)
+    return make_plan(head, with_graph_facts(head, given, call_kind), call_kind)
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

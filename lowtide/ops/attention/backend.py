@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core.autodiff import active
+from lowtide.core.autodiff import in_transform
 from lowtide.core.backend import kernels_run_on_the_cpu
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
@@ -63,7 +63,7 @@ def choose_backend(call: AttentionCall) -> Choice:
             raise ArgumentError(f"backend='sdpa' cannot run this call: {against_sdpa}; use backend='auto'")
     if named == "reference":
         return REFERENCE
-    if active(*operands.differentiable):
+    if in_transform(*operands.differentiable):
         return Choice("higher_order", against_sdpa)
     if named == "torch":
         return TORCH
@@ -104,7 +104,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
         return "it needs something to attend"
     if not SCALES.tiny <= options.scale <= SCALES.max:
         return "its causal masks are nan where the scale is not a normal float32 above 0"
-    if active(*operands[:3]):
+    if in_transform(*operands[:3]):
         return "it knows no transforms"
     if operands.device.type == "cuda":
         return _reason_against_sdpa_on_cuda(operands, size, mask is not None)

@@ -5,7 +5,7 @@
 
 from torch import Tensor
 
-from lowtide.core.autodiff import active
+from lowtide.core.autodiff import in_transform
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import Heads, Options, Reduction
 from lowtide.ops.distillation.validation import check_beta, check_heads, check_options
@@ -227,6 +227,6 @@ def _divergence(heads: Heads, options: Options) -> Tensor:
     check_heads(heads)
     check_options(options)
     heads, options = heads.detached_teacher(), options.of(heads)
-    if active(*heads):
+    if in_transform(*heads):
         return higher_order.distillation(heads, options)
     return autograd.distillation(heads, options)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction, capped, compute_dtype
-from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, tokens_decide
+from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 
 __all__ = ["Heads", "Options", "Reduction", "Side"]
 
@@ -118,7 +118,7 @@ class Options(NamedTuple):
 
     def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
         """Return the options plus what the caller decides once for forward and backward."""
-        if not tokens_decide(heads.rows):
+        if not may_depend_on_tokens(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)
         tracked = [each for each, grad in zip(heads.student, wanted) if grad and each is not None]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import active
+from lowtide.core.autodiff import in_transform
 from lowtide.core.checks import check_tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
@@ -146,4 +146,4 @@ def _by_definition(head: Head, options: Options) -> bool:
 def _unknown_to_operators(head: Head, labels: Labels) -> bool:
     if torch.is_grad_enabled() and any(each.requires_grad for each in labels.given):
         return True
-    return active(*head.tensors, *labels)
+    return in_transform(*head.tensors, *labels)

@@ -93,9 +93,9 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
             "input must have shape [N, D] where linear_weight has more than two dimensions "
             f"(a K-dimensional loss), got {list(input.shape)}; flatten rows of it and of target alike"
         )
-    wanted = [input.shape[0], V, *dims] if target.is_floating_point() else [input.shape[0], *dims]
-    if list(target.shape) != wanted:
-        raise ArgumentError(f"target must have shape {wanted}, got {list(target.shape)}")
+    expected = [input.shape[0], V, *dims] if target.is_floating_point() else [input.shape[0], *dims]
+    if list(target.shape) != expected:
+        raise ArgumentError(f"target must have shape {expected}, got {list(target.shape)}")
     if linear_bias is not None and list(linear_bias.shape) != [V, *dims]:
         raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
     if V == 0 and target.numel() and not target.is_floating_point() and len(dims) != 2:  # as torch has it

@@ -14,24 +14,24 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
-from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, told
+from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_engine
 from lowtide.tools.environment import dtype_name
 
 WEIGHT_GRADIENTS = {
-    "at_once": "one product of all tokens, rounded as it leaves",
+    "single_product": "one product of all tokens, rounded as it leaves",
     "accumulate": "summed over the chunks in {sum_dtype}",
-    "split": "summed over the chunks, in part in the gradient's own memory: {split}",
-    "by_class": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
+    "packed": "summed over the chunks, in part in the gradient's own memory: {split}",
+    "class_blocks": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
     "one product more",
 }
 
 KERNELS = {
     "cpu_exponentials": "C++, with oneDNN's bfloat16 products; no pass over the logits",
     "exponentials": "Triton; no pass over the logits",
-    "torch": "plain torch",
+    "logits_torch": "plain torch",
 }
 
 
@@ -56,9 +56,9 @@ class Call:
 
     def plan(self) -> Plan:
         """Return the plan; raise any error that the call itself would raise."""
-        head, options, job = self._given()
+        head, options, call_kind = self._given()
         with FakeTensorMode(), torch.no_grad():
-            return make_plan(head, told(head, options, job), job)
+            return make_plan(head, with_graph_facts(head, options, call_kind), call_kind)
 
     def _given(self) -> PlannedCall:
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -67,7 +67,7 @@ class Call:
                 "here that is 'cpu'"
             )
         wants = self.gradients
-        wanted = Wanted((wants,), (wants,), wants and self.bias, False)
+        needs_grad = NeedsGrad((wants,), (wants,), wants and self.bias, False)
         casts = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
         with FakeTensorMode(), torch.no_grad(), casts:
             input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
@@ -89,8 +89,8 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
             )
-            job = Job(wanted, False, self.probabilities, False)
-            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V), options, job)
+            call_kind = CallKind(needs_grad, False, self.probabilities, False)
+            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V), options, call_kind)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -105,7 +105,7 @@ class Call:
         found = {"engine": plan.engine, "kernels": KERNELS.get(plan.engine, "Triton")}
         reasons = choose_engine(self._given()).reasons
         # Engines of the other kind of target and of the other device go without saying.
-        other = "distances" if self.probabilities is not None else "exponentials"
+        other = "soft_targets" if self.probabilities is not None else "exponentials"
         if self.device == "cpu" and plan.backend == "torch":
             other = "cpu_exponentials"
         if other in reasons:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, with_new_graph_facts, workspace_of
 
 aten = torch.ops.aten
 
@@ -142,7 +142,7 @@ class Operators(TorchDispatchMode):
         """Plan the loss and shape its results as on the device, holding its workspace meanwhile."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
-            there = told_anew(func.name(), tree_map_only(Tensor, self._stand_in, args))
+            there = with_new_graph_facts(func.name(), tree_map_only(Tensor, self._stand_in, args))
             workspace = workspace_of(func.name(), there)
             shapes = [(each.shape, each.dtype) for each in func(*there)]
         held = torch.empty(-(-workspace // self.classes), self.classes, dtype=torch.uint8)

@@ -46,9 +46,9 @@ def sizes(request, device, everywhere, monkeypatch):  # noqa: F811
     make, names = planner.make_plan, ("rows", "chunk_classes", "block_rows", "block_classes")
     times = 8 if device == "cuda" else 1
 
-    def with_sizes(head, options, job):
-        made = make(head, options, job)
-        if made.weight_gradient != "by_class":
+    def with_sizes(head, options, call_kind):
+        made = make(head, options, call_kind)
+        if made.weight_gradient != "class_blocks":
             return made
         most = (head.tokens, head.classes) * 2
         return replace(
@@ -76,7 +76,7 @@ def small(inputs: Inputs, **options) -> int:
     workspace = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
     found = planned(inputs, workspace + 2000, backend="triton", **options)
     assert found.exponentials
-    assert found.weight_gradient == "by_class"
+    assert found.weight_gradient == "class_blocks"
     return workspace + 2000
 
 
@@ -137,7 +137,7 @@ def test_log_probs(device, sizes, options, scale):
         lambda bytes: planned(inputs, bytes, backend="triton", log_probs=True, **options)
     )
     found = planned(inputs, least + 2000, backend="triton", log_probs=True, **options)
-    assert found.weight_gradient == "by_class"
+    assert found.weight_gradient == "class_blocks"
     actual = differentiate_log_probs(
         fused_log_probs, inputs, upstream, backend="triton", workspace=least + 2000, **options
     )
@@ -198,7 +198,7 @@ def test_it_keeps_to_the_workspace(device, counted, room, reduction, extras, opt
     inputs = make_inputs(N, D, V, device=device, dtype=torch.bfloat16, **extras)
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
     workspace = int(room * least)
-    assert planned(inputs, workspace, backend="triton", **options).weight_gradient == "by_class"
+    assert planned(inputs, workspace, backend="triton", **options).weight_gradient == "class_blocks"
     upstream = torch.ones((N,) if reduction == "none" else (), device=device)
 
     def step():

@@ -17,7 +17,7 @@ from tests.support.loss import check, differentiate, fused, make_inputs, planned
 
 BF16 = torch.bfloat16
 REDUCTIONS = ["mean", "sum", "none"]
-KINDS = ["accumulate", "split", "by_class"]
+KINDS = ["accumulate", "packed", "class_blocks"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def test_gradients_and_workspace(V, options, reduction, kind):
     own = {"bias": bool(options), "class_weight": bool(options)}
     inputs = make_inputs(rows, features, V, dtype=BF16, **own)
     z_loss = options.get("z_loss", 0.0)
-    workspace = workspace_for(inputs, is_kind("split" if kind == "by_class" else kind), z_loss=z_loss)
-    if kind == "by_class":  # as much as still is; of the least, blocks are of a few numbers
+    workspace = workspace_for(inputs, is_kind("packed" if kind == "class_blocks" else kind), z_loss=z_loss)
+    if kind == "class_blocks":  # as much as still is; of the least, blocks are of a few numbers
         workspace = workspace * 3 // 4
         assert is_kind(kind)(planned(inputs, workspace, z_loss=z_loss))
     plan = planned(inputs, workspace, z_loss=z_loss)
@@ -78,7 +78,7 @@ def test_odd_shapes(N, D, V):
 
 def test_one_class_in_two_parts():
     inputs = make_inputs(40, 1024, 1, dtype=BF16, ignored=0.0)
-    workspace = workspace_for(inputs, is_kind("split"))
+    workspace = workspace_for(inputs, is_kind("packed"))
     check(differentiate(fused, inputs, workspace=workspace), inputs)
 
 
@@ -202,7 +202,7 @@ def test_compiled(monkeypatch, made_off):
     inputs, whole = make_inputs(64, 512, 16384, dtype=BF16), DEFAULT_WORKSPACE["cpu"]
     assert planned(inputs, whole).weight_gradient == "accumulate"
     with off(monkeypatch):
-        assert planned(inputs, whole).weight_gradient == "split"
+        assert planned(inputs, whole).weight_gradient == "packed"
         other = differentiate(fused, inputs, workspace=whole)
     expected = differentiate(fused, inputs, workspace=whole)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -277,5 +277,5 @@ def test_the_benchmarks_shape():
     w = torch.empty(case.classes, case.features, dtype=BF16)
     inputs = replace(make_inputs(), input=x.requires_grad_(), linear_weight=w.requires_grad_())
     plan = planned(inputs, None)
-    assert plan.weight_gradient == "split"
+    assert plan.weight_gradient == "packed"
     assert plan.rows >= 400

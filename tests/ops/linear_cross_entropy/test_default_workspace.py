@@ -16,8 +16,8 @@ import lowtide
 from lowtide.memory import peak_memory
 from lowtide.ops import distillation
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.operator.fake import told_anew, workspace_of
-from lowtide.ops.linear_cross_entropy.operator.ops import job_of
+from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
 from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
@@ -176,18 +176,20 @@ def test_no_more_in_the_plan_for_cuda(backend, hopper, monkeypatch):
             wanted = rng.choice([(True, True), (True, False), (False, True), (False, False)])
             x, w = (torch.empty(length, D, dtype=dtype, device="cuda") for length in (N, V))
             target = torch.empty(N, dtype=torch.long, device="cuda")
-            head, job = (
+            head, call_kind = (
                 Head((x,), (w,)),
-                job_of(Head((x,), (w,)), target, None, (*wanted, False, False), log_probs=False),
+                call_kind_of(Head((x,), (w,)), target, None, (*wanted, False, False), log_probs=False),
             )
-            options = planner.told(head, Options(compute_dtype=compute_dtype, backend=backend), job)
+            options = planner.with_graph_facts(
+                head, Options(compute_dtype=compute_dtype, backend=backend), call_kind
+            )
             copies = w.numel() * compute_dtype.itemsize if dtype != compute_dtype else 0
             gradients = x.nbytes * wanted[0] + w.nbytes * wanted[1]
             element = 4 if copies else dtype.itemsize
             dense = max(3 * element * N * V - gradients, compute_dtype.itemsize * N * V)
             if not any(wanted):
                 dense = 2 * element * N * V
-            held = planner.peak_bytes(head, options, job) - copies
+            held = planner.peak_bytes(head, options, call_kind) - copies
             assert held <= dense + ROOM["cuda"] + OF_A_NUMBER["cuda"] * (N + D + V)
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
 
@@ -201,9 +203,11 @@ def test_what_is_large_keeps_the_whole_default(monkeypatch):
             )
             target = torch.empty(8192, dtype=torch.long, device=device)
             head = Head((x,), (w,))
-            job = job_of(head, target, None, (True, True, False, False), log_probs=False)
-            options = planner.told(head, Options(compute_dtype=torch.bfloat16, backend="torch"), job)
-            assert planner.make_plan(head, options, job).workspace == whole
+            call_kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
+            options = planner.with_graph_facts(
+                head, Options(compute_dtype=torch.bfloat16, backend="torch"), call_kind
+            )
+            assert planner.make_plan(head, options, call_kind).workspace == whole
 
 
 def arguments(workspace, N=40, D=8, V=100):
@@ -213,23 +217,23 @@ def arguments(workspace, N=40, D=8, V=100):
 
 
 def test_a_workspace_of_the_callers_is_kept():
-    call = told_anew("lowtide::linear_cross_entropy", arguments(5 * MIB))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(5 * MIB))
     head = Head((call[0][0],), (call[1][0],))
     options = Options(*call[8:])
-    job = job_of(head, *call[4:6], call[7], log_probs=False)
-    assert planner.make_plan(head, options, job).workspace == 5 * MIB
+    call_kind = call_kind_of(head, *call[4:6], call[7], log_probs=False)
+    assert planner.make_plan(head, options, call_kind).workspace == 5 * MIB
 
 
 def test_what_is_told_for_one_device_is_told_anew_for_another():
     """None stays None, so that the other device's default is its own."""
-    told = told_anew("lowtide::linear_cross_entropy", arguments(None))
+    told = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(None))
     assert Options(*told[8:]).workspace is None
     with FakeTensorMode(allow_non_fake_inputs=True):
         there = list(told)
         for place in (0, 1):
             there[place] = [torch.empty(told[place][0].shape, device="cuda")]
         there[4] = torch.empty(told[4].shape, dtype=torch.long, device="cuda")
-        again = told_anew("lowtide::linear_cross_entropy", there)
+        again = with_new_graph_facts("lowtide::linear_cross_entropy", there)
         assert LEAST_ROOM["cpu"] < workspace_of("lowtide::linear_cross_entropy", again)
 
 
@@ -329,11 +333,13 @@ def test_a_small_call_is_not_made_of_single_rows_and_classes(dtype, N, D, V):
     with FakeTensorMode():
         x, w = (torch.empty(length, D, dtype=dtype) for length in (N, V))
         head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
-        job = job_of(head, target, None, (True, True, False, False), log_probs=False)
+        call_kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
         made = planner.make_plan(
-            head, planner.told(head, Options(compute_dtype=dtype, backend="torch"), job), job
+            head,
+            planner.with_graph_facts(head, Options(compute_dtype=dtype, backend="torch"), call_kind),
+            call_kind,
         )
     assert made.rows >= min(N, max(32, N // 64))
-    if made.weight_gradient == "by_class":
+    if made.weight_gradient == "class_blocks":
         assert made.block_rows >= min(N, 32)
         assert made.block_classes >= min(V, 64)

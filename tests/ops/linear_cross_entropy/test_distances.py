@@ -96,8 +96,8 @@ def test_class_blocks(device, kind):
     planned_options = {name: value for name, value in options.items() if name != "logit_scale"}
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **planned_options))
     plan = planned(inputs, least + 20_000, backend="triton", **planned_options)
-    assert plan.weight_gradient == "by_class"
-    assert plan.distances
+    assert plan.weight_gradient == "class_blocks"
+    assert plan.soft_targets
     assert plan.block_classes < V
     assert plan.rows < N
     run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
@@ -109,8 +109,10 @@ def test_a_sum_in_24_bits(device, chunks, kind):
     inputs, options = of_kind(kind, device, N=1100 if device == "cuda" else 150, dtype=torch.bfloat16)
     inputs = replace(inputs, target=inputs.target.to(dtype_on(device)))
     small = {name: value for name, value in options.items() if name != "logit_scale"}
-    workspace = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **small)
-    assert planned(inputs, workspace, backend="triton", **small).distances
+    workspace = workspace_for(
+        inputs, lambda plan: plan.weight_gradient == "packed", backend="triton", **small
+    )
+    assert planned(inputs, workspace, backend="triton", **small).soft_targets
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0, **options)
     assert len(chunks) >= 2
 
@@ -202,7 +204,7 @@ def test_what_goes_another_way(device, chunks):
         replace(inputs, target=inputs.target.half()),
         of_kind("probabilities", device, V=101)[0],
     ):
-        assert not planned(other, None, backend="triton").distances
+        assert not planned(other, None, backend="triton").soft_targets
         found = differentiate(fused, other, backend="triton")
         check(found | {"loss": found["loss"].to(other.sum_dtype)}, other)
     assert chunks == []

@@ -60,7 +60,7 @@ def test_class_blocks(device):
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16)
     workspace = 120_000 if device == "cuda" else 40_000
     by_class = planned(inputs, workspace, backend="triton")
-    assert by_class.weight_gradient == "by_class"
+    assert by_class.weight_gradient == "class_blocks"
     assert by_class.block_classes < V
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
@@ -73,7 +73,7 @@ def test_a_sum_in_few_bits(device, bits, options, monkeypatch):
     monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N = 1100 if device == "cuda" else 150
     inputs = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
-    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton", **options)
+    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient == "packed", backend="triton", **options)
     made = planned(inputs, bytes, backend="triton", **options)
     assert (made.rows <= N // 2, made.sum_bits) == (True, bits)
     upstream = torch.randn(N, device=device) if options else -0.5
@@ -130,9 +130,9 @@ def test_a_frequent_class_of_a_model_that_knows_it(device, bits, factor, monkeyp
     target = torch.randint(8, V, (N,), generator=generator)
     target[due_N.diff(prepend=due_N.new_zeros(1)) > 0] = 7
     inputs = Inputs(*leaves, target.to(device))
-    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient != "by_class", backend="triton")
+    bytes = workspace_for(inputs, lambda plan: plan.weight_gradient != "class_blocks", backend="triton")
     plan = planned(inputs, bytes, backend="triton")
-    assert (plan.weight_gradient, plan.sum_bits) == ("split", bits)
+    assert (plan.weight_gradient, plan.sum_bits) == ("packed", bits)
     assert plan.rows <= N // 16
 
     def row_of(found):
@@ -299,7 +299,7 @@ def test_options_by_class(device, options):
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, bias=True, logit_scale=True)
     options = {name: value for name, value in options.items() if name != "logit_scale"}
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
-    assert planned(inputs, least + 20_000, backend="triton", **options).weight_gradient == "by_class"
+    assert planned(inputs, least + 20_000, backend="triton", **options).weight_gradient == "class_blocks"
     run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
 
 

@@ -30,13 +30,13 @@ from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-KINDS = ["accumulate", "split", "at_once"]
+KINDS = ["accumulate", "packed", "single_product"]
 SMOOTHING = {"label_smoothing": 0.2}
 
 
 @pytest.fixture
 def plans(monkeypatch, kind):
-    return kept_plans(monkeypatch, few_tokens=kind == "at_once")
+    return kept_plans(monkeypatch, few_tokens=kind == "single_product")
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def plans(monkeypatch, kind):
 )
 def test_nothing_is_written_over_what_is_needed(device, plans, kind, options, reduction, widths, frozen):
     """In chunks, the last of which is smaller, and pieces of these; or, at once, in pieces alone."""
-    N = 75 if device == "cpu" or kind == "at_once" else 1100
-    N = 150 if device == "cpu" and kind == "split" else N
+    N = 75 if device == "cpu" or kind == "single_product" else 1100
+    N = 150 if device == "cpu" and kind == "packed" else N
     rounded = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
     if frozen is not None:
         getattr(rounded, frozen).requires_grad_(False)
@@ -64,7 +64,7 @@ def test_nothing_is_written_over_what_is_needed(device, plans, kind, options, re
     if kind == "accumulate":
         wide = replace(wide, linear_weight=widened(wide.linear_weight))
     workspace = None
-    if kind != "at_once":
+    if kind != "single_product":
 
         def accepted(plan):
             return plan.rows >= N // 4 and plan.weight_gradient == kind
@@ -82,7 +82,7 @@ def test_nothing_is_written_over_what_is_needed(device, plans, kind, options, re
     if frozen != "linear_weight":
         assert made.weight_gradient == kind
         assert made.scales_in_gradient == (frozen is None,) * len(widths)
-        assert made.rows == N if kind == "at_once" else N % made.rows
+        assert made.rows == N if kind == "single_product" else N % made.rows
     assert device == "cuda" or made.product_rows < made.rows
     found = {name: part.to(getattr(rounded, name, part).dtype) for name, part in found.items()}
     # The interpreter truncates: twice the rounding.
@@ -162,7 +162,7 @@ def test_it_holds_what_is_foretold(
     if kind == "accumulate":
         inputs = replace(inputs, linear_weight=widened(inputs.linear_weight))
     workspace = DEFAULT_WORKSPACE["cpu"]  # whole, as so few tokens do not have it
-    if kind != "at_once":
+    if kind != "single_product":
 
         def accepted(plan):
             return plan.rows >= N // 3 and plan.weight_gradient == kind
@@ -187,7 +187,7 @@ def test_it_holds_what_is_foretold(
     assert made.weight_gradient == kind or frozen == "linear_weight"
     assert made.rows > made.product_rows
     # What is reserved for vectors is never all used; rows of targets are formed again before dX.
-    unused = 320 * N + 52 * V + 10_000 + (kind == "at_once") * memory_model.TARGETS * 4 * (N + D)
+    unused = 320 * N + 52 * V + 10_000 + (kind == "single_product") * memory_model.TARGETS * 4 * (N + D)
     foretold = planner.peak_bytes(*arguments)
     assert foretold <= workspace
     if kind != "accumulate":  # the weight as the interpreter takes it, and the part of it that is planned for

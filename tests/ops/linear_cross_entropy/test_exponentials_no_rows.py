@@ -28,4 +28,4 @@ def test_gradients_are_zero(device, options, reduction, N):
         del gradients["loss"]
         for name, gradient in gradients.items():
             assert torch.equal(gradient, torch.zeros_like(gradient)), f"{name}, {plan.weight_gradient}"
-    assert ways in ({"by_class", "at_once"}, {"by_class", "split", "accumulate"})
+    assert ways in ({"class_blocks", "single_product"}, {"class_blocks", "packed", "accumulate"})

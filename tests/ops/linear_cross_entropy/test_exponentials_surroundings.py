@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.operator.fake import told_anew
+from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE
 from tests.ops.linear_cross_entropy.kinds import loss_of_leaves
 from tests.support.cuda_graphs import captured
@@ -32,10 +32,10 @@ REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "none"])
 OPTIONS = {"softcap": 3.0, "z_loss": 0.1}
 # Tokens and classes.
 SIZES = {
-    "at_once": (64, 8200),
+    "single_product": (64, 8200),
     "accumulate": (2048, 8200),
-    "split": (2048, 8200),
-    "by_class": (2048, 8200),
+    "packed": (2048, 8200),
+    "class_blocks": (2048, 8200),
 }
 
 
@@ -140,7 +140,7 @@ def test_opcheck(reduction):
         inputs.logit_scale.detach(), inputs.target,
     ]  # fmt: skip
     options = Options(reduction=reduction, **OPTIONS)
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
 
 

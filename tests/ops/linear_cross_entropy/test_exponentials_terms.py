@@ -86,10 +86,10 @@ def test_two_terms_with_options(device, taken, options, reduction, learned):
     run_in_terms(taken, inputs, reduction=reduction, upstream=upstream, **options)
 
 
-@pytest.mark.parametrize("kind", ["by_class", "split", "at_once"])
+@pytest.mark.parametrize("kind", ["class_blocks", "packed", "single_product"])
 def test_two_terms_of_a_half_precision_weight(device, taken, kind, monkeypatch):
     """The interpreter truncates: twice the rounding."""
-    N = {"split": 1100 if device == "cuda" else 150}.get(kind, 80)
+    N = {"packed": 1100 if device == "cuda" else 150}.get(kind, 80)
     inputs = make_inputs(N, 32, 203, device=device, dtype=torch.bfloat16)
     make, kinds = plan.make_plan, set()
 
@@ -100,14 +100,14 @@ def test_two_terms_of_a_half_precision_weight(device, taken, kind, monkeypatch):
 
     monkeypatch.setattr(sys.modules["lowtide.ops.linear_cross_entropy.operator.ops"], "make_plan", seen)
     workspace = None
-    if kind != "at_once":
+    if kind != "single_product":
         part = replace(
             inputs,
             input=inputs.input[:, :24].detach().requires_grad_(),
             linear_weight=inputs.linear_weight[:, :24].detach().requires_grad_(),
         )
         workspace = workspace_for(part, lambda plan: plan.weight_gradient == kind, backend="triton")
-        workspace += 40_000 if kind == "by_class" else 203 * 8 * 6 + N * 200
+        workspace += 40_000 if kind == "class_blocks" else 203 * 8 * 6 + N * 200
     run_in_terms(taken, inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
     assert kinds == {kind}
 
@@ -143,7 +143,7 @@ def test_one_product(device, options, reduction):
     with torch.no_grad():
         inputs.target[5:40], inputs.target[41], inputs.target[42] = 7, V - 1, 0
     hidden = {name: value for name, value in options.items() if name != "logit_scale"}
-    assert planned(inputs, None, backend="triton", **hidden).weight_gradient == "at_once"
+    assert planned(inputs, None, backend="triton", **hidden).weight_gradient == "single_product"
     upstream = torch.randn(N, device=device) if reduction == "none" else -0.5
     factor = 2.0 if device == "cuda" else 4.0
     run(inputs, reduction=reduction, upstream=upstream, factor=factor, **options)
@@ -156,14 +156,14 @@ def test_one_product_of_ignored_tokens(device, ignored):
         inputs.target.fill_(-100)
         if ignored == "nearly all":
             inputs.target[::6] = torch.tensor([100, 3, 3, 0, 57, 3, 100], device=device)
-    assert planned(inputs, None, backend="triton").weight_gradient == "at_once"
+    assert planned(inputs, None, backend="triton").weight_gradient == "single_product"
     run(inputs, reduction="sum", factor=2.0 if device == "cuda" else 4.0)
 
 
 def test_one_product_rounds_once(device):
     """As exact as a sum in float32 that is rounded at the end."""
     inputs = make_inputs(1100 if device == "cuda" else 96, 48, 150, device=device, dtype=torch.bfloat16)
-    few = workspace_for(inputs, lambda plan: plan.weight_gradient == "split", backend="triton")
+    few = workspace_for(inputs, lambda plan: plan.weight_gradient == "packed", backend="triton")
     exact = differentiate(in_terms(cross_entropy, (48,)), inputs.to(torch.float64))["linear_weight"]
 
     def error(workspace):
@@ -176,7 +176,7 @@ def test_one_product_rounds_once(device):
 def test_one_product_for_few_targets_alone(device, monkeypatch):
     """Where there are many, most of the weight's gradient would be formed twice."""
     inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
-    for classes, kind in ((2, "at_once"), (3, "accumulate")):
+    for classes, kind in ((2, "single_product"), (3, "accumulate")):
         monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", classes)
         assert planned(inputs, None, backend="triton").weight_gradient == kind
 

@@ -161,7 +161,7 @@ def test_a_weights_float16_gradient_is_not_rounded_to_nothing(device, options, b
     skip_unless_runnable(backend, device, torch.float16)
     inputs = make_inputs(9, 8, 400, device=device, dtype=torch.float16, scale=1.0)
     workspace = workspace_for(
-        inputs, lambda plan: plan.weight_gradient == "by_class", backend=backend, **options
+        inputs, lambda plan: plan.weight_gradient == "class_blocks", backend=backend, **options
     )
     actual = differentiate(fused, inputs, 1024.0, backend=backend, workspace=workspace, **options)
     check(actual, inputs, upstream=1024.0, **options)

@@ -4,7 +4,6 @@ its gradients are right with one is in test_exponentials_terms.py, too, where mo
 Shapes: N tokens, D features, V classes; C tokens of a chunk, R features of the second term.
 """
 
-
 import pytest
 import torch
 
@@ -46,7 +45,7 @@ def test_in_chunks_and_pieces(device, made, whole, options, reduction):
         hidden = {name: value for name, value in options.items() if name != "logit_scale"}
         workspace = 6 * V * R + workspace_for(  # of one term; the second has a sum of its own
             inputs,
-            lambda plan: plan.rows >= N // 2 and plan.weight_gradient != "by_class",
+            lambda plan: plan.rows >= N // 2 and plan.weight_gradient != "class_blocks",
             backend="triton",
             **hidden,
         )

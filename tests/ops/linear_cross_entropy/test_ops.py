@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
-from lowtide.ops.linear_cross_entropy.operator.fake import told_anew
+from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts
 from tests.support.loss import fused, fused_log_probs, make_inputs
 
 OPS = torch.ops.lowtide
@@ -25,7 +25,7 @@ def operands(device, **made):
 def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
     head = operands(device, probabilities=probabilities)
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1)
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
     if reduction == "none":
         loss_N, *statistics = OPS.linear_cross_entropy(*call)
@@ -37,7 +37,7 @@ def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 def test_opcheck_of_log_probs(device, wanted):
     head, options = operands(device), Options(softcap=3.0)
-    call = told_anew("lowtide::linear_log_probs", (*head, wanted, *options))
+    call = with_new_graph_facts("lowtide::linear_log_probs", (*head, wanted, *options))
     torch.library.opcheck(OPS.linear_log_probs.default, call)
     log_prob_N, _, _, _, *statistics = OPS.linear_log_probs(*call)
     upstream_N = torch.randn_like(log_prob_N)
@@ -50,14 +50,14 @@ def test_opcheck_of_log_probs(device, wanted):
     ("engine", "reason"),
     [
         ("exponentials", "cannot run here: .*; compile or export it here"),
-        ("distances", "cannot run here: .*; compile or export it here"),
+        ("soft_targets", "cannot run here: .*; compile or export it here"),
         ("", "engine must be one of"),
     ],
 )
 def test_a_graph_from_elsewhere_says_that_its_engine_cannot_run(engine, reason):
     """Neither forward nor backward takes another: their statistics would mean something else."""
     head, options = operands("cpu"), Options(reduction="none", backend="torch")
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
     _, *statistics = OPS.linear_cross_entropy(*call)
     wrong = list(call)
     wrong[-len(options) + Options._fields.index("engine")] = engine

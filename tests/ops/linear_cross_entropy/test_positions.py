@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lowtide
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.operator.fake import told_anew, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
 from tests.ops.linear_cross_entropy.calls import make_call, outcome
 from tests.support.cuda_graphs import captured
 
@@ -40,7 +40,7 @@ def operands(device, *, probabilities=False, dtype=torch.float32):
 def test_opcheck(device, dtype, reduction, probabilities, wanted):
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1, compute_dtype=dtype)
     head = operands(device, probabilities=probabilities, dtype=dtype)
-    call = told_anew("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
     torch.library.opcheck(LOSS, call)
 
 
@@ -235,7 +235,7 @@ def held(dtype, workspace, wanted, *, rows, classes, positions, reduction="mean"
     b_VP, target_NP = torch.randn(classes, positions, dtype=dtype), torch.randint(classes, (rows, positions))
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
     call = ([x_ND], [w_VPD], b_VP, None, target_NP, None, None, (wanted, wanted, False, False), *options)
-    call = told_anew("lowtide::linear_cross_entropy", call)
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", call)
     LOSS(*call)
     with peak_memory("cpu") as peak:
         results = LOSS(*call)

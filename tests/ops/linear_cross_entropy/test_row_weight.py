@@ -16,7 +16,7 @@ from lowtide.core.cpu_gemm import gemm
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.operator.fake import told_anew, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.ops.linear_cross_entropy import kinds
 from tests.ops.linear_cross_entropy.calls import make_call
@@ -119,7 +119,7 @@ def test_class_by_class(device, reduction, options, monkeypatch):
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, **made)
     options = {name: value for name, value in options.items() if name != "logit_scale"}
     workspace = 20_000 + smallest_workspace(lambda size: planned(inputs, size, backend="triton", **options))
-    assert planned(inputs, workspace, backend="triton", **options).weight_gradient == "by_class"
+    assert planned(inputs, workspace, backend="triton", **options).weight_gradient == "class_blocks"
     upstream, factor = upstream_of(inputs, reduction), 2.0 if device == "cuda" else 4.0
     run(inputs, reduction=reduction, upstream=upstream, workspace=workspace, factor=factor, **options)
 
@@ -131,11 +131,11 @@ def test_distances_of_class_probabilities(device, reduction, monkeypatch):
     made = {"probabilities": True, "class_weight": True, "bias": True, "row_weight": True}
     inputs = make_inputs(37, 24, 112, device=device, dtype=dtype_on(device), **made)
     chosen = {"label_smoothing": 0.1, "z_loss": 0.02, "reduction": reduction, "backend": "triton"}
-    assert planned(inputs, None, **chosen).distances
+    assert planned(inputs, None, **chosen).soft_targets
     check_fused(inputs, upstream_of(inputs, reduction), **chosen)
 
 
-@pytest.mark.parametrize("weight_gradient", ["accumulate", "split", "by_class"])
+@pytest.mark.parametrize("weight_gradient", ["accumulate", "packed", "class_blocks"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_exponentials_on_the_cpu(reduction, weight_gradient, monkeypatch):
     if not gemm.available():
@@ -145,9 +145,9 @@ def test_exponentials_on_the_cpu(reduction, weight_gradient, monkeypatch):
     inputs = make_inputs(
         1100 if weight_gradient == "accumulate" else 370, 160, 503, dtype=torch.bfloat16, **made
     )
-    kind = "split" if weight_gradient == "by_class" else weight_gradient
+    kind = "packed" if weight_gradient == "class_blocks" else weight_gradient
     workspace = workspace_for(inputs, lambda plan: plan.weight_gradient == kind, z_loss=0.01)
-    workspace = workspace * 3 // 4 if weight_gradient == "by_class" else workspace
+    workspace = workspace * 3 // 4 if weight_gradient == "class_blocks" else workspace
     plan = planned(inputs, workspace, z_loss=0.01)
     assert plan.cpu_exponentials
     assert plan.weight_gradient == weight_gradient
@@ -377,7 +377,9 @@ def test_what_it_holds_is_foretold(device):
     found = {
         workspace_of(
             "lowtide::linear_cross_entropy",
-            told_anew("lowtide::linear_cross_entropy", (*head, each, (True, True, False, False), *options)),
+            with_new_graph_facts(
+                "lowtide::linear_cross_entropy", (*head, each, (True, True, False, False), *options)
+            ),
         )
         for each in (None, inputs.row_weight)
     }
@@ -490,7 +492,7 @@ def test_opcheck(device, reduction, probabilities, positions):
     head = [[call["input"]], [call["linear_weight"]], None, None, target, None, row_weight]
     options = Options(reduction=reduction, z_loss=0.1, compute_dtype=torch.float64)
     wanted = (True, True, False, False)
-    arguments = told_anew("lowtide::linear_cross_entropy", (*head, wanted, *options))
+    arguments = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, wanted, *options))
     torch.library.opcheck(OPERATORS.linear_cross_entropy.default, arguments)
     if reduction == "none":
         loss_N, *statistics = OPERATORS.linear_cross_entropy(*arguments)

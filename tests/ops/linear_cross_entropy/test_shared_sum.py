@@ -41,7 +41,7 @@ def test_it_takes_half_of_the_sum_beside_the_gradient():
 
 
 def is_split(plan):
-    return plan.weight_gradient == "split"
+    return plan.weight_gradient == "packed"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

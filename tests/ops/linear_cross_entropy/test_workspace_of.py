@@ -8,9 +8,9 @@ from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, told_anew, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import planner, requirements
-from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 
 KIB = 1 << 10
 OPERATORS = torch.ops.lowtide
@@ -20,7 +20,7 @@ def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
     head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
     call = [*head, torch.randint(V, (N,)), None, None, (wanted, wanted, False, False), *options]
-    return list(told_anew("lowtide::linear_cross_entropy", call))
+    return list(with_new_graph_facts("lowtide::linear_cross_entropy", call))
 
 
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
@@ -54,10 +54,10 @@ def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
 @pytest.mark.parametrize(
     ("N", "D", "V", "dtype", "kind", "rows", "product_rows"),
     [
-        (16384, 4096, 128256, torch.bfloat16, "split", 2048, 1024),
+        (16384, 4096, 128256, torch.bfloat16, "packed", 2048, 1024),
         (16384, 4096, 128256, torch.float32, "accumulate", 4096, 1024),
         (8192, 2304, 256000, torch.float32, "accumulate", 2048, 2048),
-        (8192, 2304, 256000, torch.bfloat16, "split", 1408, 2048),
+        (8192, 2304, 256000, torch.bfloat16, "packed", 1408, 2048),
     ],
 )
 def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
@@ -70,11 +70,11 @@ def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
     assert made.scales_in_gradient == (True,)
     assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
     copies = 2 * V * D if dtype == torch.float32 else 0
-    beside = V * D // 2 if kind == "split" else 0
+    beside = V * D // 2 if kind == "packed" else 0
     assert rows * 2 * V + beside <= held - copies <= 1 << 30
 
 
-@pytest.mark.parametrize(("D", "kind"), [(2048, "split"), (2056, "accumulate"), (512, "accumulate")])
+@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (512, "accumulate")])
 def test_a_sum_of_24_bits_comes_first_on_the_pipeline(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
     cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
@@ -93,12 +93,12 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
             torch.empty(size, D, dtype=each, device="cuda")
             for size, each in ((N, torch.bfloat16), (V, dtype))
         )
-        head, job = (
+        head, call_kind = (
             Head((inputs,), (weights,)),
-            Job(Wanted((True,), (True,), False, False), False, None, False),
+            CallKind(NeedsGrad((True,), (True,), False, False), False, None, False),
         )
         options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
-        call = head, planner.told(head, options, job), job
+        call = head, planner.with_graph_facts(head, options, call_kind), call_kind
         return planner.make_plan(*call), planner.peak_bytes(*call)
 
 
@@ -111,14 +111,14 @@ def test_a_narrow_terms_sum_is_not_the_defaults():
             tuple(torch.empty(size, width, dtype=torch.bfloat16) for width in (D, R)) for size in (1024, V)
         )
         options = Options(compute_dtype=torch.bfloat16)
-        job = Job(Wanted((True, True), (False, True), False, False), False, None, False)
+        call_kind = CallKind(NeedsGrad((True, True), (False, True), False, False), False, None, False)
         head = Head(inputs, weights)
-        options = planner.told(head, options, job)
-        made = planner.make_plan(head, options, job)
-        assert planner.peak_bytes(head, options, job) <= made.workspace
+        options = planner.with_graph_facts(head, options, call_kind)
+        made = planner.make_plan(head, options, call_kind)
+        assert planner.peak_bytes(head, options, call_kind) <= made.workspace
         assert made.workspace == (64 << 20) + V * R * (4 + 4)
         with pytest.raises(ArgumentError, match="workspace must hold"):
-            planner.make_plan(head, options._replace(workspace=64 << 20), job)
+            planner.make_plan(head, options._replace(workspace=64 << 20), call_kind)
 
 
 def test_the_operators_that_have_one():

@@ -56,7 +56,7 @@ def test_plan(call, monkeypatch):
 
 def test_description():
     found = SMALL.describe()
-    assert found["engine"] == "torch"
+    assert found["engine"] == "logits_torch"
     assert found["kernels"] == "plain torch"
     assert found["why"] == "not cpu_exponentials: it takes operands that are bfloat16"
     dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
@@ -70,7 +70,7 @@ def test_description():
     assert found["products in"] == "float32", "on the CPU"
     assert found["its gradient"].startswith("class block by class block")
     shared = replace(SMALL, N=2048, D=512, V=32_768, dtype=torch.bfloat16)
-    assert shared.plan().weight_gradient == "split"
+    assert shared.plan().weight_gradient == "packed"
     assert "float32, two bytes for each weight beside it" in shared.describe()["its gradient"]
     assert "its gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"

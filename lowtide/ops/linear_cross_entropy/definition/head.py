@@ -105,8 +105,8 @@ class Options(NamedTuple):
     """Whether the tokens are few beside the classes (planner.few_tokens). The caller says so, since a
     number of tokens that is a symbol should not decide it."""
     engine: str = ""
-    """The engine that runs the call, one of ENGINES in requirements.py: the caller chooses it once
-    (planner.told), and forward and backward obey. "" before that."""
+    """The engine that runs the call, one of ENGINES in planning/call.py: the caller chooses it once
+    (planner.with_graph_facts), and forward and backward obey. "" before that."""
     dense: int | None = None
     """Bytes that the dense computation would hold in place of a workspace (call_memory.py), which bound the
     default one: said by the caller, as they depend on the number of tokens. None in a graph, and before."""

@@ -89,7 +89,7 @@ class Engine:
         scale = pending_gradient.fp16_scale(coefs.largest, dtypes)
         if scale is not None:
             coefs, factor = coefs * scale, factor / scale
-        if self.plan.wanted.scale:
+        if self.plan.needs_grad.scale:
             stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
         some_rows = self.rows.kept_rows is not None
         gradients = allocate(
@@ -106,7 +106,7 @@ class Engine:
     def walk(self, coefs: RowCoefs, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
         """Compute the row statistics if asked, and the gradients that are wanted."""
         of_tokens = self.walk_tokens(coefs, stats, gradients, take_stats)
-        if gradients.weights[0] is not None and self.plan.weight_gradient == "by_class" and self.M:
+        if gradients.weights[0] is not None and self.plan.weight_gradient == "class_blocks" and self.M:
             self.walk_classes(coefs, stats, gradients, of_tokens)
 
     def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:

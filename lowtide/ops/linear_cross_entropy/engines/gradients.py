@@ -54,7 +54,7 @@ def allocate(
     `final`: no upstream gradient follows. `empty`: nothing will be written. `some_rows`: not every
     row of an input gradient will be written.
     """
-    wanted = plan.wanted
+    needs_grad = plan.needs_grad
     unscaled = factor  # the gradient of the scale itself does not include the scale
     if head.scale is not None:
         factor = factor * head.scale.to(plan.sum_dtype)
@@ -92,19 +92,20 @@ def allocate(
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
         if weight.dtype == torch.float16 and not summed:
             headroom = fp16_headroom_of_weight(input)
-        own_rows = by_row and not by_class
+        own_rows = by_row and not class_blocks
         return keep(weight, tuple(weight.shape), summed=summed, by_row=own_rows, headroom=headroom)
 
-    accumulate, by_class = (plan.weight_gradient == kind for kind in ("accumulate", "by_class"))
+    accumulate, class_blocks = (plan.weight_gradient == kind for kind in ("accumulate", "class_blocks"))
     by_row = plan.exponentials
     terms = [*zip(head.inputs, head.weights)]
     return Gradients(
-        tuple(of_input(*term) if grad else None for term, grad in zip(terms, wanted.inputs)),
+        tuple(of_input(*term) if grad else None for term, grad in zip(terms, needs_grad.inputs)),
         tuple(
-            of_weight(k, *term) if grad else None for k, (term, grad) in enumerate(zip(terms, wanted.weights))
+            of_weight(k, *term) if grad else None
+            for k, (term, grad) in enumerate(zip(terms, needs_grad.weights))
         ),
-        keep(head.bias, (head.classes,), summed=True, zero=True) if wanted.bias else None,
-        keep(head.scale, (), summed=True, zero=True, factor=unscaled) if wanted.scale else None,
+        keep(head.bias, (head.classes,), summed=True, zero=True) if needs_grad.bias else None,
+        keep(head.scale, (), summed=True, zero=True, factor=unscaled) if needs_grad.scale else None,
     )
 
 

@@ -43,7 +43,7 @@ class RowLoss:
 
     def _set_target(self, target: Tensor) -> None:
         self.soft_NV, self.kept_rows = None, None
-        if self.plan.job.probabilities:
+        if self.plan.call_kind.probabilities:
             self.soft_NV = target.reshape(self.N, self.V)
             self.M = self.N
             self.ignored_N = torch.zeros(self.N, dtype=torch.bool, device=self.device)
@@ -177,7 +177,7 @@ class RowLoss:
 
     def empty_stats(self, kind: type[Stats]) -> Stats:
         """Return memory for the statistics that the call needs."""
-        job, smoothing = self.plan.job, self.plan.options.label_smoothing
+        call_kind, smoothing = self.plan.call_kind, self.plan.options.label_smoothing
 
         def vector(given: bool = True, dtype: torch.dtype = self.plan.sum_dtype) -> Tensor | None:
             return torch.empty(self.M, dtype=dtype, device=self.device) if given else None
@@ -185,12 +185,12 @@ class RowLoss:
         vectors = {
             "max_N": vector(),
             "sum_N": vector(),
-            "nll_N": vector(not job.probabilities),
-            "smooth_nll_N": vector(smoothing > 0 and not job.probabilities),
-            "soft_mass_N": vector(job.probabilities),
-            "soft_nll_N": vector(job.probabilities),
-            "mean_N": vector(job.log_probs),
-            "argmax_N": vector(job.log_probs, torch.long),
+            "nll_N": vector(not call_kind.probabilities),
+            "smooth_nll_N": vector(smoothing > 0 and not call_kind.probabilities),
+            "soft_mass_N": vector(call_kind.probabilities),
+            "soft_nll_N": vector(call_kind.probabilities),
+            "mean_N": vector(call_kind.log_probs),
+            "argmax_N": vector(call_kind.log_probs, torch.long),
         }
         if issubclass(kind, ExcludedTargetStats):
             vectors["target_logit_N"] = vector()

@@ -35,7 +35,7 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
     """
     max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
     kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
-    third = stats.mean_N if rows.plan.job.log_probs else stats.soft_mass_N
+    third = stats.mean_N if rows.plan.call_kind.log_probs else stats.soft_mass_N
     return kept if third is None else [*kept, rows.of_all(third)]
 
 
@@ -43,6 +43,6 @@ def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Sta
     """Return the statistics of kept rows."""
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
     max_N, sum_N, *third = (rows.of_kept(each.flatten().contiguous()) for each in saved)
-    if rows.plan.job.log_probs:
+    if rows.plan.call_kind.log_probs:
         return kind(max_N, sum_N, mean_N=third[0])
     return kind(max_N, sum_N, soft_mass_N=third[0] if third else None)

@@ -24,28 +24,34 @@ from lowtide.core.pending_gradient import finish_gradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
-from lowtide.ops.linear_cross_entropy.planning.planner import told
+from lowtide.ops.linear_cross_entropy.planning.planner import with_graph_facts
 
 Gradients = tuple[Tensor | None, ...]
 
 
 def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
     """[N] for none, else 0-d."""
-    wanted = _wanted(head)
-    job = ops.job_of(head, labels.target, labels.class_weight, wanted, log_probs=False)
-    loss, *_ = ops.linear_cross_entropy(*head, *labels, wanted, *told(head, options, job))
+    needs_grad = _needs_grad(head)
+    call_kind = ops.call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
+    loss, *_ = ops.linear_cross_entropy(
+        *head, *labels, needs_grad, *with_graph_facts(head, options, call_kind)
+    )
     return loss
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Four times [N]."""
-    wanted = _wanted(head)
-    options = told(head, options, ops.job_of(head, target, None, wanted, log_probs=True))
-    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(*head, target, wanted, *options)
+    needs_grad = _needs_grad(head)
+    options = with_graph_facts(
+        head, options, ops.call_kind_of(head, target, None, needs_grad, log_probs=True)
+    )
+    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(
+        *head, target, needs_grad, *options
+    )
     return log_prob_N, entropy_N, logsumexp_N, argmax_N
 
 
-def _wanted(head: Head) -> tuple[bool, ...]:
+def _needs_grad(head: Head) -> tuple[bool, ...]:
     tracked = torch.is_grad_enabled()
     return tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
 
@@ -55,26 +61,26 @@ def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> Non
 
 
 def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    upstream, options, wanted = gradients[0], ctx.options, ctx.wanted
-    if upstream is None:
-        return _arguments(ctx, (None,) * len(wanted))
+    grad_output, options, needs_grad = gradients[0], ctx.options, ctx.needs_grad
+    if grad_output is None:
+        return _arguments(ctx, (None,) * len(needs_grad))
     _refuse_others(ctx)
     head, labels, rest = _saved(ctx)
-    if is_differentiated(upstream):
+    if is_differentiated(grad_output):
 
         def losses(own: list[Any]) -> tuple[Tensor, ...]:
             return (higher_order.linear_cross_entropy(head.of(own), labels, options),)
 
-        return _arguments(ctx, differentiable_gradients(losses, head.tensors, wanted, (upstream,)))
+        return _arguments(ctx, differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,)))
     if options.reduction == "none":
-        found = ops.linear_cross_entropy_backward(upstream, rest, *head, *labels, wanted, *options)
-        return _arguments(ctx, placed(found, wanted))
+        found = ops.linear_cross_entropy_backward(grad_output, rest, *head, *labels, needs_grad, *options)
+        return _arguments(ctx, placed(found, needs_grad))
     waiting, backend = iter(rest), backend_of(options.engine)
     return _arguments(
         ctx,
         tuple(
-            finish_gradient(next(waiting), next(waiting) * upstream, like, backend) if grad else None
-            for like, grad in zip(head.tensors, wanted)
+            finish_gradient(next(waiting), next(waiting) * grad_output, like, backend) if grad else None
+            for like, grad in zip(head.tensors, needs_grad)
         ),
     )
 
@@ -84,19 +90,19 @@ def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -
 
 
 def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    upstream, options, wanted = gradients[:3], ctx.options, ctx.wanted
-    if all(each is None for each in upstream):
-        return _arguments(ctx, (None,) * len(wanted))
+    grad_output, options, needs_grad = gradients[:3], ctx.options, ctx.needs_grad
+    if all(each is None for each in grad_output):
+        return _arguments(ctx, (None,) * len(needs_grad))
     _refuse_others(ctx)
     head, (target, *_), statistics = _saved(ctx)
-    if is_differentiated(*upstream):
+    if is_differentiated(*grad_output):
 
         def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
             return higher_order.linear_log_probs(head.of(own), target, options)
 
-        return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, wanted, upstream))
-    found = ops.linear_log_probs_backward(*upstream, statistics, *head, target, wanted, *options)
-    return _arguments(ctx, placed(found, wanted))
+        return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, needs_grad, grad_output))
+    found = ops.linear_log_probs_backward(*grad_output, statistics, *head, target, needs_grad, *options)
+    return _arguments(ctx, placed(found, needs_grad))
 
 
 derivative(ops.linear_cross_entropy, _loss_gradients, setup_context=_save_loss)
@@ -113,16 +119,16 @@ def _save(
     labels: int = len(Labels._fields),
 ) -> None:
     """`labels`: how many of them the operator takes."""
-    head, own, ctx.wanted, ctx.options = call
+    head, own, ctx.needs_grad, ctx.options = call
     ctx.terms, ctx.labels = len(head.inputs), labels
     ctx.set_materialize_grads(False)
-    if any(ctx.wanted):
+    if any(ctx.needs_grad):
         ctx.save_for_backward(*head.tensors, *own[:labels], *rest)
 
 
 def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
     """The head, its labels, and what forward kept."""
-    terms, count, saved = ctx.terms, len(ctx.wanted), ctx.saved_tensors  # to be read once
+    terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # to be read once
     tensors, rest = saved[:count], saved[count:]
     head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
     # As outputs, the kept ones would lead back here.
@@ -139,7 +145,7 @@ def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
 def _refuse_others(ctx: Any) -> None:
     inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.labels]
     needed = (*inputs, *weights, *others)
-    if any(need and not grad for need, grad in zip(needed, (*ctx.wanted, *(False,) * ctx.labels))):
+    if any(need and not grad for need, grad in zip(needed, (*ctx.needs_grad, *(False,) * ctx.labels))):
         raise RuntimeError(
             "this graph was exported where a tensor that needs a gradient now needed none; "
             "export it with gradients enabled, where all that will be trained requires one"

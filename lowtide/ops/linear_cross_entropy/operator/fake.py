@@ -15,11 +15,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
-from lowtide.ops.linear_cross_entropy.operator.ops import job_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
-from lowtide.ops.linear_cross_entropy.planning.call import Job
-from lowtide.ops.linear_cross_entropy.planning.call_memory import held_beside
-from lowtide.ops.linear_cross_entropy.planning.planner import keeps_sum, peak_bytes, told
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind
+from lowtide.ops.linear_cross_entropy.planning.call_memory import position_bytes
+from lowtide.ops.linear_cross_entropy.planning.planner import keeps_sum, peak_bytes, with_graph_facts
 
 
 def _vector(head: Head, options: Options) -> Tensor:
@@ -33,31 +33,31 @@ def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
 
 @register_fake("lowtide::linear_cross_entropy")
 def _(*arguments: Any) -> list[Tensor]:
-    head, labels, wanted, options = parsed(arguments)
-    job = job_of(head, labels.target, labels.class_weight, wanted, log_probs=False)
+    head, labels, needs_grad, options = parsed(arguments)
+    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
     if options.reduction == "none":
         # The loss, and of each row the maximum, the sum, and with probabilities their mass.
-        return [_vector(head, options), *_statistics(head, options, 2 + job.probabilities)]
+        return [_vector(head, options), *_statistics(head, options, 2 + call_kind.probabilities)]
     number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
     waiting = []
     terms = len(head.inputs)
-    for place, (like, grad) in enumerate(zip(head.tensors, wanted)):
+    for place, (like, grad) in enumerate(zip(head.tensors, needs_grad)):
         if like is None or not grad:
             continue
         shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
         if head.by_position:
             dtype = kept_dtype(place, like.dtype, options.sum_dtype)
         else:
-            rounded = place < terms or (place == terms and not keeps_sum(head, options, job))
+            rounded = place < terms or (place == terms and not keeps_sum(head, options, call_kind))
             dtype = like.dtype if rounded else options.sum_dtype
         waiting += [like.new_empty(shape, dtype=dtype), torch.empty_like(number)]
     return [number, *waiting]
 
 
 @register_fake("lowtide::linear_cross_entropy_backward")
-def _(_upstream: Any, _statistics: Any, *arguments: Any) -> list[Tensor]:
-    head, _, wanted, _ = parsed(arguments)
-    return _fake_gradients(head.tensors, wanted)
+def _(_grad_output: Any, _statistics: Any, *arguments: Any) -> list[Tensor]:
+    head, _, needs_grad, _ = parsed(arguments)
+    return _fake_gradients(head.tensors, needs_grad)
 
 
 @register_fake("lowtide::linear_log_probs")
@@ -74,33 +74,33 @@ def _(*arguments: Any) -> list[Tensor]:
 
 @register_fake("lowtide::linear_log_probs_backward")
 def _(*arguments: Any) -> list[Tensor]:
-    head, _, wanted, _ = parsed(arguments[4:], log_probs=True)
-    return _fake_gradients(head.tensors, wanted)
+    head, _, needs_grad, _ = parsed(arguments[4:], log_probs=True)
+    return _fake_gradients(head.tensors, needs_grad)
 
 
-def _fake_gradients(tensors: Sequence[Any], wanted: Sequence[bool]) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like, grad in zip(tensors, wanted) if grad]
+def _fake_gradients(tensors: Sequence[Any], needs_grad: Sequence[bool]) -> list[Tensor]:
+    return [like.new_empty(like.shape) for like, grad in zip(tensors, needs_grad) if grad]
 
 
-def _products(inputs: Sequence[Any], weights: Sequence[Any], wanted: Sequence[bool]) -> int:
+def _products(inputs: Sequence[Any], weights: Sequence[Any], needs_grad: Sequence[bool]) -> int:
     """FLOPs of the logits, and of what the wanted gradients of inputs and weights take."""
     terms, total = len(inputs), 0
     for k, (input, weight) in enumerate(zip(inputs, weights)):
         tokens = math.prod(input[:-1])
-        total += 2 * tokens * math.prod(weight) * (1 + wanted[k] + wanted[terms + k])
+        total += 2 * tokens * math.prod(weight) * (1 + needs_grad[k] + needs_grad[terms + k])
     return total
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
 def _(*arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, wanted, options = parsed(arguments)
-    return _products(inputs, weights, [grad and options.reduction != "none" for grad in wanted])
+    (inputs, weights, *_), _, needs_grad, options = parsed(arguments)
+    return _products(inputs, weights, [grad and options.reduction != "none" for grad in needs_grad])
 
 
 @register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
-def _(_upstream: Any, _statistics: Any, *arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, wanted, _ = parsed(arguments)
-    return _products(inputs, weights, wanted)
+def _(_grad_output: Any, _statistics: Any, *arguments: Any, **_out: Any) -> int:
+    (inputs, weights, *_), _, needs_grad, _ = parsed(arguments)
+    return _products(inputs, weights, needs_grad)
 
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs)
@@ -111,8 +111,8 @@ def _(*arguments: Any, **_out: Any) -> int:
 
 @register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
 def _(*arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, wanted, _ = parsed(arguments[4:], log_probs=True)
-    return _products(inputs, weights, wanted)
+    (inputs, weights, *_), _, needs_grad, _ = parsed(arguments[4:], log_probs=True)
+    return _products(inputs, weights, needs_grad)
 
 
 # Where HEAD begins among the arguments of each operator.
@@ -130,22 +130,24 @@ def is_loss(operator: Any) -> bool:
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     """Bytes that a call holds beside what it is given and returns."""
-    head, options, job = _parsed(operator, arguments)
+    head, options, call_kind = _parsed(operator, arguments)
     if not head.by_position:
-        return peak_bytes(head, options, job)
-    wide = widened(head, job.wanted.all, options.sum_dtype)
-    beside = held_beside(head, job.wanted.all, options.sum_dtype)
-    return beside + max(peak_bytes(part, options, job) for part in wide.at_positions())
+        return peak_bytes(head, options, call_kind)
+    wide = widened(head, call_kind.needs_grad.all, options.sum_dtype)
+    beside = position_bytes(head, call_kind.needs_grad.all, options.sum_dtype)
+    return beside + max(peak_bytes(part, options, call_kind) for part in wide.at_positions())
 
 
-def told_anew(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
+def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments with what the caller would decide for these tensors, of the workspace that was
     asked for: they may stand for others, on another device than that of the call."""
-    head, options, job = _parsed(operator, arguments)
-    return (*arguments[: -len(options)], *told(head, options, job))
+    head, options, call_kind = _parsed(operator, arguments)
+    return (*arguments[: -len(options)], *with_graph_facts(head, options, call_kind))
 
 
-def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, Job]:
+def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, CallKind]:
     log_probs = "log_probs" in operator
-    head, (target, weight, *_), wanted, options = parsed(arguments[_HEAD[operator] :], log_probs=log_probs)
-    return head, options, job_of(head, target, weight, wanted, log_probs=log_probs)
+    head, (target, weight, *_), needs_grad, options = parsed(
+        arguments[_HEAD[operator] :], log_probs=log_probs
+    )
+    return head, options, call_kind_of(head, target, weight, needs_grad, log_probs=log_probs)

@@ -33,7 +33,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.operands import readable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.planner import make_plan
@@ -42,7 +42,7 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
 OPTIONS = (
-    "bool[] wanted, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
+    "bool[] needs_grad, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
     "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend"
 )
 
@@ -71,15 +71,15 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         ]
 
 
-@_operator("linear_cross_entropy_backward", f"Tensor upstream, Tensor[] statistics, {HEAD}, {LABELS}")
+@_operator("linear_cross_entropy_backward", f"Tensor grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
 def linear_cross_entropy_backward(
-    upstream: Tensor, statistics: Sequence[Tensor], *arguments: Any
+    grad_output: Tensor, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
     call = _call(*parsed(arguments), statistics=statistics)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
-        return _final(engine, engine.rows.coefs(upstream.flatten()), stats)
+        return _final(engine, engine.rows.coefs(grad_output.flatten()), stats)
 
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
@@ -98,13 +98,13 @@ def linear_log_probs(*arguments: Any) -> list[Tensor]:
 
 @_operator(
     "linear_log_probs_backward",
-    "Tensor? log_prob_upstream, Tensor? entropy_upstream, Tensor? logsumexp_upstream, "
+    "Tensor? grad_log_prob, Tensor? grad_entropy, Tensor? grad_logsumexp, "
     f"Tensor[] statistics, {HEAD}, Tensor target",
 )
 def linear_log_probs_backward(
-    log_prob_upstream: Tensor | None,
-    entropy_upstream: Tensor | None,
-    logsumexp_upstream: Tensor | None,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    grad_logsumexp: Tensor | None,
     statistics: Sequence[Tensor],
     *arguments: Any,
 ) -> list[Tensor]:
@@ -112,8 +112,8 @@ def linear_log_probs_backward(
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
-        upstream = (log_prob_upstream, entropy_upstream, logsumexp_upstream)
-        return _final(engine, engine.rows.log_prob_coefs(stats, *upstream), stats)
+        grad_output = (grad_log_prob, grad_entropy, grad_logsumexp)
+        return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
 
 
 # Pieces.
@@ -128,16 +128,16 @@ def parsed(
     return head, Labels(*rest[:count]), tuple(rest[count]), Options(*rest[count + 1 :])
 
 
-def _of_positions(head: Head, labels: Labels, wanted: tuple[bool, ...], options: Options) -> list[Tensor]:
+def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options) -> list[Tensor]:
     """A sum or mean. Each position's gradients are formed while its logits are there, and do not wait for the
     others': three products, as of a single head."""
-    wide, calls = widened(head, wanted, options.sum_dtype), []
+    wide, calls = widened(head, needs_grad, options.sum_dtype), []
     for part, part_labels in zip(wide.at_positions(), labels.at_positions()):
-        calls.append(_call(part, part_labels, wanted, options))
+        calls.append(_call(part, part_labels, needs_grad, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
         denominator, factor = _denominator(RowLoss(*call) for call in calls)
-        gradients = PositionGradients(head, plan.wanted, plan.sum_dtype)
+        gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
             of_one, found = _sum(_engine(*call), factor)
@@ -165,7 +165,7 @@ def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
 def _sum(engine: Engine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
     """Return the loss of all rows, and the gradients that are wanted, times factor."""
     gradients = None
-    if engine.plan.wanted.some:
+    if engine.plan.needs_grad.some:
         stats, gradients = engine.forward(factor)
     else:
         stats = engine.row_statistics()
@@ -178,7 +178,7 @@ Call = tuple[Plan, Head, Labels]
 def _call(
     head: Head,
     labels: Labels,
-    wanted: tuple[bool, ...],
+    needs_grad: tuple[bool, ...],
     options: Options,
     *,
     log_probs: bool = False,
@@ -189,17 +189,19 @@ def _call(
         options = options._replace(engine=engine_of(statistics))
     check_engine(options, head.device)
     head = readable(head, options)
-    job = job_of(head, labels.target, labels.class_weight, wanted, log_probs=log_probs)
-    return make_plan(head, options, job), head, labels
+    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
+    return make_plan(head, options, call_kind), head, labels
 
 
-def job_of(
-    head: Head, target: Tensor, class_weight: Tensor | None, wanted: Sequence[bool], *, log_probs: bool
-) -> Job:
+def call_kind_of(
+    head: Head, target: Tensor, class_weight: Tensor | None, needs_grad: Sequence[bool], *, log_probs: bool
+) -> CallKind:
     terms = len(head.inputs)
-    gradients = Wanted(tuple(wanted[:terms]), tuple(wanted[terms : 2 * terms]), *wanted[2 * terms :])
+    gradients = NeedsGrad(
+        tuple(needs_grad[:terms]), tuple(needs_grad[terms : 2 * terms]), *needs_grad[2 * terms :]
+    )
     soft_dtype = target.dtype if target.is_floating_point() else None
-    return Job(gradients, log_probs, soft_dtype, class_weight is not None)
+    return CallKind(gradients, log_probs, soft_dtype, class_weight is not None)
 
 
 def _engine(plan: Plan, *operands: Any) -> Engine:
@@ -207,7 +209,7 @@ def _engine(plan: Plan, *operands: Any) -> Engine:
     kind: type[Engine]
     if plan.exponentials:
         from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import ExponentialsEngine as kind
-    elif plan.distances:
+    elif plan.soft_targets:
         from lowtide.ops.linear_cross_entropy.engines.soft_targets.engine import SoftTargetsEngine as kind
     elif plan.cpu_exponentials:
         from lowtide.ops.linear_cross_entropy.engines.exponentials.cpu_engine import (

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.core.pending_gradient import PendingGradient, scale_into
 from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.planning.call import Wanted
+from lowtide.ops.linear_cross_entropy.planning.call import NeedsGrad
 
 # For input, weight, bias and scale: True if each position has a part of its own.
 OWN = False, True, True, False
@@ -31,16 +31,16 @@ def kept_dtype(place: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.
     return dtype if place == WEIGHT and dtype != torch.float16 else sum_dtype
 
 
-def widened(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> Head:
+def widened(head: Head, needs_grad: Sequence[bool], sum_dtype: torch.dtype) -> Head:
     """Return the head with its input in the sum's dtype, if the input gradient is wanted."""
     (input,) = head.inputs
-    return head._replace(inputs=(input.to(sum_dtype) if wanted[0] else input,))
+    return head._replace(inputs=(input.to(sum_dtype) if needs_grad[0] else input,))
 
 
 class PositionGradients:
     """Collect the gradients of a head of several positions."""
 
-    def __init__(self, head: Head, wanted: Wanted, sum_dtype: torch.dtype) -> None:
+    def __init__(self, head: Head, needs_grad: NeedsGrad, sum_dtype: torch.dtype) -> None:
         """Allocate the gradients; `head` is that of all positions."""
         one = torch.ones((), dtype=sum_dtype, device=head.device)
 
@@ -51,7 +51,7 @@ class PositionGradients:
             dtype = kept_dtype(place, like.dtype, sum_dtype)
             return PendingGradient(make(like.shape, dtype=dtype, device=like.device), None, one)
 
-        wants = (*wanted.inputs, *wanted.weights, wanted.bias, wanted.scale)
+        wants = (*needs_grad.inputs, *needs_grad.weights, needs_grad.bias, needs_grad.scale)
         dx, dw, db, dscale = (keep(*each) for each in zip(range(4), head.tensors, wants))
         self.gradients = Gradients((dx,), (dw,), db, dscale)
 

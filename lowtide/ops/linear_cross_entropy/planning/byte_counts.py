@@ -84,12 +84,12 @@ class ByteCounts:
     """Most rows of one dX GEMM (tokens, not bytes)."""
     further_terms: int = 0
     """Bytes of the float32 sums and the copies of further linear terms."""
-    split_sum: int = 0
+    packed_sum: int = 0
     """Bytes of a packed sum beyond the gradient's memory; 0 if the engine has no such sum."""
-    split_sum_20: int = 0
-    """The same with 20 bits, where `split_sum` is with 24; 0 if there is only one form."""
-    at_once: int = 0
-    """Bytes of a single GEMM over all tokens beyond its operands, freed before the dX GEMM.
+    packed_sum_20: int = 0
+    """The same with 20 bits, where `packed_sum` is with 24; 0 if there is only one form."""
+    target_rows_bytes: int = 0
+    """Bytes of the target classes' rows of a single GEMM over all tokens; freed before the dX GEMM.
 
     0 if the engine has no such GEMM.
     """
@@ -120,7 +120,7 @@ class ByteCounts:
 
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
-        return self.N * self.token_bytes + max(self.shared_buffer_bytes(self.N), self.at_once)
+        return self.N * self.token_bytes + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX GEMMs share.
@@ -141,9 +141,9 @@ class ByteCounts:
         most = max(whole, min(in_pieces, room // (self.token_bytes + self.partials_bytes)))
         return min(most, self.longest) if self.longest else most
 
-    def packed_sum(self, bits: int) -> int:
+    def packed_bytes(self, bits: int) -> int:
         """Return the bytes of a packed sum with this many bits."""
-        return (bits == 20 and self.split_sum_20) or self.split_sum
+        return (bits == 20 and self.packed_sum_20) or self.packed_sum
 
     @property
     def smallest_copy(self) -> int:

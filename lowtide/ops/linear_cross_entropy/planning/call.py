@@ -14,15 +14,15 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 # statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
 # row's sum. Append new ones: the shape of saved statistics tells the engine's place, and caches of
 # compiled graphs keep these shapes.
-ENGINES = ("torch", "triton", "exponentials", "distances", "cpu_exponentials")
+ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
 
 
 def backend_of(engine: str) -> str:
     """Return "triton" if the engine's kernels are Triton's, else "torch"."""
-    return "torch" if engine in ("torch", "cpu_exponentials") else "triton"
+    return "torch" if engine in ("logits_torch", "cpu_exponentials") else "triton"
 
 
-class Wanted(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Say which gradients are wanted, in the order of Head's tensors."""
 
     inputs: tuple[bool, ...]
@@ -39,10 +39,10 @@ class Wanted(NamedTuple):
         return any(self.all)
 
 
-class Job(NamedTuple):
+class CallKind(NamedTuple):
     """Say what a call computes from a head: which gradients, which outputs, from which target."""
 
-    wanted: Wanted
+    needs_grad: NeedsGrad
     log_probs: bool
     """True for log-probabilities and entropies, or their gradients; False for a loss."""
     soft_dtype: torch.dtype | None
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
     head: Head
     options: Options
-    job: Job
+    call_kind: CallKind
 
     @property
     def N(self) -> int:
@@ -84,8 +84,8 @@ class Call(NamedTuple):
         return self.head.device.type
 
     @property
-    def wanted(self) -> Wanted:
-        return self.job.wanted
+    def needs_grad(self) -> NeedsGrad:
+        return self.call_kind.needs_grad
 
     @property
     def sum_size(self) -> int:

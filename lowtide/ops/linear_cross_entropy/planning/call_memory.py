@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
 
-def tokens_decide(tokens: int) -> bool:
+def may_depend_on_tokens(tokens: int) -> bool:
     """Return True if a plan may depend on this number of tokens.
 
     In a compiled or an exported graph it may be a symbol, which Dynamo shows as an int. A decision
@@ -29,21 +29,21 @@ def tokens_decide(tokens: int) -> bool:
     return not torch.compiler.is_compiling() and isinstance(tokens, int)
 
 
-def dense_workspace(head: Head, options: Options, wanted: Sequence[bool]) -> int | None:
+def dense_workspace(head: Head, options: Options, needs_grad: Sequence[bool]) -> int | None:
     """Return the peak bytes of the dense computation beyond inputs, loss and gradients.
 
     None if the plan must not depend on N.
     """
-    if not tokens_decide(head.tokens):
+    if not may_depend_on_tokens(head.tokens):
         return None
     positions = head.weights[0].shape[1] if head.by_position else 1
-    tracked = [each for each, grad in zip(head.tensors, wanted) if grad and each is not None]
+    tracked = [each for each, grad in zip(head.tensors, needs_grad) if grad and each is not None]
     dtypes = {each.dtype for each in (*head.inputs, *head.weights)}
     dense = dense_bytes(
         head.tokens * positions * head.classes, dtypes, options.compute_dtype, options.sum_dtype, tracked
     )
     if head.by_position and options.reduction != "none":
-        dense -= held_beside(head, wanted, options.sum_dtype)
+        dense -= position_bytes(head, needs_grad, options.sum_dtype)
     return dense
 
 
@@ -73,12 +73,12 @@ def dense_bytes(
     return max(within * size * logits - sum(each.numel() * each.itemsize for each in tracked), last)
 
 
-def held_beside(head: Head, wanted: Sequence[bool], sum_dtype: torch.dtype) -> int:
+def position_bytes(head: Head, needs_grad: Sequence[bool], sum_dtype: torch.dtype) -> int:
     """Return the bytes of a K-dimensional loss beyond what a call of one position holds.
 
     These are its gradients, which that call would return, and an input in a wider dtype.
     """
     (input,), (weight,) = head.inputs, head.weights
-    shared = input.numel() * sum_dtype.itemsize * wanted[0]
+    shared = input.numel() * sum_dtype.itemsize * needs_grad[0]
     wide = shared if input.dtype != sum_dtype else 0
-    return shared + wide + weight.select(1, 0).numel() * sum_dtype.itemsize * wanted[1]
+    return shared + wide + weight.select(1, 0).numel() * sum_dtype.itemsize * needs_grad[1]

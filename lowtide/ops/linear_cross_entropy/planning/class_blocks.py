@@ -1,4 +1,4 @@
-"""Choose the sizes of chunks and blocks for the exponentials engine with "by_class".
+"""Choose the sizes of chunks and blocks for the exponentials engine with "class_blocks".
 
 There the weight gradient is formed class by class, in two sweeps. The first sweep forms what
 belongs to tokens: for a chunk of C tokens it takes blocks of B classes in turn, E [C, B], and dX_C

@@ -38,9 +38,9 @@ def memory_of(call: Call, operands: Operands) -> ByteCounts:
 
 def _logits_torch(call: Call, operands: Operands) -> ByteCounts:
     """Float32 logits, and the temporaries of a softmax in torch."""
-    options, job, logit = call.options, call.job, call.sum_size
+    options, call_kind, logit = call.options, call.call_kind, call.sum_size
     # Tensors as large as the logits that the softmax holds beside them.
-    several = (bool(options.softcap), job.log_probs, job.probabilities, call.wanted.scale)
+    several = (bool(options.softcap), call_kind.log_probs, call_kind.probabilities, call.needs_grad.scale)
     copies = 2 * sum(several) * call.sum_size
     # Only the Triton kernel rounds in place: it does so before it stores a number.
     if operands.dtype != options.sum_dtype:
@@ -48,7 +48,7 @@ def _logits_torch(call: Call, operands: Operands) -> ByteCounts:
     return _on_float32_sums(
         call,
         operands,
-        logits=call.V * ((logit if call.wanted.some else call.sum_size) + copies),
+        logits=call.V * ((logit if call.needs_grad.some else call.sum_size) + copies),
         block_logit=logit + copies,
     )
 
@@ -64,7 +64,7 @@ def _soft_targets(call: Call, operands: Operands) -> ByteCounts:
     The interpreter's tiles are smaller.
     """
     logits = call.V // 8 + 2048
-    if call.wanted.some:
+    if call.needs_grad.some:
         logits += (call.V + 8) * operands.dtype.itemsize
     counts = _on_float32_sums(call, operands, logits=logits, block_logit=call.sum_size)
     return _with_packed_sum(counts, call)
@@ -73,7 +73,7 @@ def _soft_targets(call: Call, operands: Operands) -> ByteCounts:
 def _cpu_exponentials(call: Call, operands: Operands) -> ByteCounts:
     """Bfloat16 exponentials; for each token the target's row of the weight, and its products."""
     size, features = operands.dtype.itemsize, sum(call.features)
-    logits = call.V * size if call.wanted.some else 0
+    logits = call.V * size if call.needs_grad.some else 0
     counts = _on_float32_sums(
         call,
         operands,
@@ -86,43 +86,43 @@ def _cpu_exponentials(call: Call, operands: Operands) -> ByteCounts:
 
 def _exponentials(call: Call, operands: Operands) -> ByteCounts:
     """Bfloat16 exponentials, and float32 partial sums for every 128 classes."""
-    wanted, size, sum_size = call.wanted, operands.dtype.itemsize, call.sum_size
+    needs_grad, size, sum_size = call.needs_grad, operands.dtype.itemsize, call.sum_size
     low_rank = _low_rank_bytes(call)
-    row = (call.V + 8) * size if wanted.some else 0
+    row = (call.V + 8) * size if needs_grad.some else 0
     row += sum(
         D_k * size
-        for D_k, grad, scales in zip(call.features, wanted.weights, operands.scales_in_gradient)
+        for D_k, grad, scales in zip(call.features, needs_grad.weights, operands.scales_in_gradient)
         if grad and not scales
     )
     if low_rank:  # the chunk's rows of dX, kept as long as the chunk lasts
         row += call.features[1] * sum_size
     counts = _counts(call, operands, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
-    fixed, at_once = counts.fixed + low_rank, 0
+    fixed, target_rows_bytes = counts.fixed + low_rank, 0
     if counts.weight_sum:
         fixed += 4 * call.V  # the place of each class in the sorted targets
     # Label smoothing adds to every row of the gradient, so a single GEMM would not be its only
     # writer.
     is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
-        at_once = TARGETS * (call.N * size + call.D * sum_size)
+        target_rows_bytes = TARGETS * (call.N * size + call.D * sum_size)
     return replace(
         _with_packed_sum(counts, call),
         fixed=fixed,
-        at_once=at_once,
+        target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in _with_gradient(call)), default=0),
-        longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if wanted.some else 0,
+        longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
         low_rank_bytes=low_rank,
         class_blocks=_class_blocks(call, operands) if counts.weight_sum else None,
     )
 
 
 MODELS: dict[str, Callable[[Call, Operands], ByteCounts]] = {
-    "distances": _soft_targets,
+    "soft_targets": _soft_targets,
     "exponentials": _exponentials,
     "cpu_exponentials": _cpu_exponentials,
-    "triton": _logits_triton,
-    "torch": _logits_torch,
+    "logits_triton": _logits_triton,
+    "logits_torch": _logits_torch,
 }
 
 
@@ -151,7 +151,7 @@ def _counts(
             of_row, of_part = copied_bytes(input, operands.dtype)
             token_bytes, gathered = token_bytes + of_row, max(gathered, of_part)
     further = 0
-    for other, grad in zip(others, call.wanted.weights[1:]):  # small, and always accumulated
+    for other, grad in zip(others, call.needs_grad.weights[1:]):  # small, and always accumulated
         further += _sum_bytes(call, other, grad)
         if other.dtype != operands.dtype or not multiplies(other):
             further += call.V * other.shape[1] * size
@@ -160,12 +160,12 @@ def _counts(
     fixed = (vectors + 16 * sum_size) * call.N + gathered + further + (65536 if device == "cuda" else 8192)
     if head.bias is not None:
         fixed += bias_vectors * call.V * sum_size
-    if call.job.class_weights:
+    if call.call_kind.class_weights:
         fixed += call.V * sum_size
     # On CUDA another dtype means autocast: one copy of the whole weight, which no workspace
     # includes.
     copies_weight = (weight.dtype != operands.dtype and device == "cpu") or not multiplies(weight)
-    weight_sum = _sum_bytes(call, weight, call.wanted.weights[0])
+    weight_sum = _sum_bytes(call, weight, call.needs_grad.weights[0])
     # On the CPU half of a packed sum lies in the gradient's memory (in_torch.py).
     packs = device == "cpu" and weight.dtype.itemsize * 2 == sum_size
     return ByteCounts(
@@ -182,7 +182,7 @@ def _counts(
         block_row=2 * size * sum(call.features),
         product_rows=PRODUCT_ROWS,
         further_terms=further,
-        split_sum=min(weight_sum, (call.V - call.V // 2) * call.D * sum_size) if packs else 0,
+        packed_sum=min(weight_sum, (call.V - call.V // 2) * call.D * sum_size) if packs else 0,
     )
 
 
@@ -198,8 +198,8 @@ def _with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:
     maps_sum = half > 0 and D % 16 == 0  # the tensor map of the lower bits requires it
     return replace(
         counts,
-        split_sum=min(counts.weight_sum, V * D),
-        split_sum_20=half,
+        packed_sum=min(counts.weight_sum, V * D),
+        packed_sum_20=half,
         pipelined=maps_sum
         and backend.pipelines_on(call.head.device)
         and backend.is_large_gemm(V, D, ENOUGH_ROWS),
@@ -208,7 +208,7 @@ def _with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:
 
 def _class_blocks(call: Call, operands: Operands) -> ClassBlocks:
     """Return the bytes of the two sweeps of the exponentials engine."""
-    size, sum_size, wanted = operands.dtype.itemsize, call.sum_size, call.wanted
+    size, sum_size, needs_grad = operands.dtype.itemsize, call.sum_size, call.needs_grad
     copies = sum(D_k * size for D_k, copied in zip(call.features, operands.copies_rows) if copied)
     return ClassBlocks(
         N=call.N,
@@ -216,18 +216,18 @@ def _class_blocks(call: Call, operands: Operands) -> ClassBlocks:
         V=call.V,
         step=ROW_TILE[call.device],
         exponential=size,
-        partials=2 * sum_size if wanted.scale else sum_size,
+        partials=2 * sum_size if needs_grad.scale else sum_size,
         statistics=call.V // 32 * _partial_sums(call),
         largest=(call.V // ROW_TILE[call.device] + 4) * sum_size,
         row=STATISTICS * sum_size + copies + sum(D_k * sum_size for D_k in _with_gradient(call)),
-        gradient_row=copies + (40 if wanted.bias else 0),  # the bias gradient is a GEMM with ones
-        class_sum=call.D * sum_size + (64 if wanted.bias else 0),
+        gradient_row=copies + (40 if needs_grad.bias else 0),  # the bias gradient is a GEMM with ones
+        class_sum=call.D * sum_size + (64 if needs_grad.bias else 0),
     )
 
 
 def _with_gradient(call: Call) -> list[int]:
     """Return the features of each input that gets a gradient."""
-    return [D_k for D_k, grad in zip(call.features, call.wanted.inputs) if grad]
+    return [D_k for D_k, grad in zip(call.features, call.needs_grad.inputs) if grad]
 
 
 def _sum_bytes(call: Call, weight: torch.Tensor, grad: bool) -> int:
@@ -238,7 +238,7 @@ def _sum_bytes(call: Call, weight: torch.Tensor, grad: bool) -> int:
 
 def _partial_sums(call: Call) -> int:
     """Return how many partial sums the exponentials engine keeps per row and half tile."""
-    return 1 + (3 if call.job.log_probs else 0) + (1 if call.wanted.scale else 0)
+    return 1 + (3 if call.call_kind.log_probs else 0) + (1 if call.needs_grad.scale else 0)
 
 
 def _low_rank_bytes(call: Call) -> int:
@@ -246,7 +246,7 @@ def _low_rank_bytes(call: Call) -> int:
 
     0 without a narrow term, or where not both of its gradients are wanted.
     """
-    if [*zip(call.wanted.inputs, call.wanted.weights)][1:] != [(True, True)]:
+    if [*zip(call.needs_grad.inputs, call.needs_grad.weights)][1:] != [(True, True)]:
         return 0
     R = call.features[1]
     return -(-call.V // STRIP) * R * call.sum_size if R <= NARROW else 0

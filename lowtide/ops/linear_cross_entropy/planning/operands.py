@@ -12,7 +12,7 @@ from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input,
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
 
-TILED = ("exponentials", "distances")  # engines that read operands through tensor maps
+TILED = ("exponentials", "soft_targets")  # engines that read operands through tensor maps
 
 
 class Operands(NamedTuple):
@@ -31,7 +31,7 @@ def operands_of(call: Call) -> Operands:
     head, dtype = call.head, _dtype(call.head, call.options)
     scaled = (
         grad and input.dtype.itemsize >= dtype.itemsize
-        for input, grad in zip(head.inputs, call.wanted.inputs)
+        for input, grad in zip(head.inputs, call.needs_grad.inputs)
     )
     return Operands(dtype, _copies(head, call.options, dtype), tuple(scaled))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.planning.call import Job, Wanted, backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
 
@@ -14,7 +14,7 @@ class Plan(Tiling):
     """Hold every decision about one call; forward and backward follow it."""
 
     options: Options
-    job: Job
+    call_kind: CallKind
     workspace: int
     """Bytes that the call may hold beyond inputs, outputs and gradients."""
     compute_dtype: torch.dtype
@@ -32,8 +32,8 @@ class Plan(Tiling):
     """
 
     @property
-    def wanted(self) -> Wanted:
-        return self.job.wanted
+    def needs_grad(self) -> NeedsGrad:
+        return self.call_kind.needs_grad
 
     @property
     def engine(self) -> str:
@@ -48,8 +48,8 @@ class Plan(Tiling):
         return self.engine == "exponentials"
 
     @property
-    def distances(self) -> bool:
-        return self.engine == "distances"
+    def soft_targets(self) -> bool:
+        return self.engine == "soft_targets"
 
     @property
     def cpu_exponentials(self) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.call import Call, Job
-from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, tokens_decide
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
+from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.memory_model import memory_of
 from lowtide.ops.linear_cross_entropy.planning.operands import Operands, operands_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -23,29 +23,29 @@ CLASSES_PER_TOKEN = 16  # decision 0016
 PRODUCT_PART = 40  # decision 0032
 
 
-def told(head: Head, options: Options, job: Job) -> Options:
+def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
     """Return the options plus the facts that a compiled graph is specialised on.
 
     Forward and backward share them: the engine, `few_tokens`, and the memory of the dense
     computation.
     """
     layout = head.first_position if head.by_position else head
-    engine = choose_engine(Call(layout, options, job)).engine
-    dense = dense_workspace(head, options, job.wanted.all)
+    engine = choose_engine(Call(layout, options, call_kind)).engine
+    dense = dense_workspace(head, options, call_kind.needs_grad.all)
     return options._replace(few_tokens=few_tokens(head), engine=engine, dense=dense)  # decision 0014
 
 
 def few_tokens(head: Head) -> bool:
     """Return True if a single GEMM over all tokens may form a weight gradient."""
-    return tokens_decide(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
+    return may_depend_on_tokens(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
 
 
-def make_plan(head: Head, options: Options, job: Job) -> Plan:
+def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
     """Return the plan of a call whose engine is chosen."""
-    operands, workspace, counts = _memory(Call(head, options, job))
+    operands, workspace, counts = _memory(Call(head, options, call_kind))
     return Plan(
         options=options,
-        job=job,
+        call_kind=call_kind,
         workspace=workspace,
         compute_dtype=operands.dtype,
         copies_rows=operands.copies_rows,
@@ -54,21 +54,21 @@ def make_plan(head: Head, options: Options, job: Job) -> Plan:
     )
 
 
-def keeps_sum(head: Head, options: Options, job: Job) -> bool:
+def keeps_sum(head: Head, options: Options, call_kind: CallKind) -> bool:
     """Return True if the first weight gradient is kept as a float32 sum until backward.
 
     The shapes and dtypes of the operator's outputs depend on nothing else of the plan.
     """
-    _, workspace, counts = _memory(Call(head, options, job))
+    _, workspace, counts = _memory(Call(head, options, call_kind))
     return choose_weight_gradient(workspace, counts) == "accumulate"
 
 
-def peak_bytes(head: Head, options: Options, job: Job) -> int:
+def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
     """Return the bytes that a call takes beyond its arguments and results.
 
     These are part of the workspace and, under autocast on CUDA, the copies of the weights.
     """
-    operands, workspace, counts = _memory(Call(head, options, job))
+    operands, workspace, counts = _memory(Call(head, options, call_kind))
     cast = [each for each in head.weights if each.is_cuda and each.dtype != operands.dtype]
     copies = sum(each.numel() * operands.dtype.itemsize for each in cast)
     return copies + sizes.peak_bytes(counts, sizes.choose_sizes(workspace, counts))

@@ -56,9 +56,9 @@ def _against_soft_targets(call: Call, backend: str) -> str | None:
     tell. The slope of a soft cap, and a sum of gradients times logits, need more digits as well.
     Rows whose length is no multiple of 16 would be loaded element by element.
     """
-    if call.job.soft_dtype not in EXPONENTIAL_DTYPES:  # decision 0018
+    if call.call_kind.soft_dtype not in EXPONENTIAL_DTYPES:  # decision 0018
         return "it takes class probabilities in bfloat16"
-    if call.options.softcap or call.wanted.scale:
+    if call.options.softcap or call.needs_grad.scale:
         return "it takes neither a soft cap nor a learned scale"
     if call.V % 16 != 0:
         return "it takes classes in a multiple of 16"
@@ -67,7 +67,7 @@ def _against_soft_targets(call: Call, backend: str) -> str | None:
 
 def _against_exponentials(call: Call, backend: str) -> str | None:
     reason = _against_tiles(call, backend)
-    if reason is None and call.job.probabilities:
+    if reason is None and call.call_kind.probabilities:
         return "it takes class indices"
     if reason is None and call.options.label_smoothing and call.options.softcap:
         # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
@@ -77,14 +77,14 @@ def _against_exponentials(call: Call, backend: str) -> str | None:
 
 def _against_cpu_exponentials(call: Call, backend: str) -> str | None:
     weight, *others = call.head.weights
-    options, job = call.options, call.job
+    options, call_kind = call.options, call.call_kind
     if call.device != "cpu" or backend != "torch":
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"
     if not lies_by_rows(weight):
         return "it takes a weight whose features lie side by side"
-    if others or job.log_probs or job.probabilities or job.wanted.scale:
+    if others or call_kind.log_probs or call_kind.probabilities or call_kind.needs_grad.scale:
         return "it takes one linear term, class indices and no learned scale, for a loss"
     if options.softcap or options.label_smoothing:
         return "it takes neither a soft cap nor label smoothing"
@@ -105,11 +105,11 @@ def _against_torch(_call: Call, _backend: str) -> str | None:
 
 # In order of preference.
 UNSUPPORTED_REASONS: dict[str, Callable[[Call, str], str | None]] = {
-    "distances": _against_soft_targets,
+    "soft_targets": _against_soft_targets,
     "exponentials": _against_exponentials,
     "cpu_exponentials": _against_cpu_exponentials,
-    "triton": _against_triton,
-    "torch": _against_torch,
+    "logits_triton": _against_triton,
+    "logits_torch": _against_torch,
 }
 
 
@@ -140,7 +140,9 @@ def check_engine(options: Options, device: torch.device) -> None:
     """Refuse a call whose engine was chosen elsewhere, for a saved graph, and cannot run here."""
     engine, reason = options.engine, None
     if engine not in ENGINES:
-        raise ArgumentError(f"engine must be one of {ENGINES}, got {engine!r}; choose one with planner.told")
+        raise ArgumentError(
+            f"engine must be one of {ENGINES}, got {engine!r}; choose one with planner.with_graph_facts"
+        )
     if backend_of(engine) == "triton":
         reason = _triton_refuses(device, options.compute_dtype)
     if engine in TILED and not _has_tensor_maps(device):

@@ -32,7 +32,7 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     way, bits = choose_weight_gradient(workspace, counts), choose_sum_bits(free, counts)
     tiling = _sizes(free, counts, way, bits)
     if counts.device == "cuda" and tiling.rows < min(counts.N, fewest_rows(counts, way, bits)):
-        return _sizes(free, counts, "by_class", bits)
+        return _sizes(free, counts, "class_blocks", bits)
     return tiling
 
 
@@ -48,15 +48,15 @@ def peak_bytes(counts: ByteCounts, tiling: Tiling) -> int:
     """Return the peak bytes of a call of these sizes, without a float32 sum that it returns."""
     way, two_sweeps = tiling.weight_gradient, counts.class_blocks
     copies = tiling.operand_classes * counts.weight_copy
-    if way == "by_class" and two_sweeps is not None:
+    if way == "class_blocks" and two_sweeps is not None:
         chunk = two_sweeps.of_chunk(tiling.rows, tiling.chunk_classes)
         return counts.fixed + max(chunk, two_sweeps.of_block(tiling.block_rows, tiling.block_classes))
-    if way == "by_class":
+    if way == "class_blocks":
         block = counts.class_block(tiling.block_rows, tiling.block_classes)
         return counts.fixed + max(counts.chunk(tiling.rows) + copies, block)
-    if way == "at_once":
+    if way == "single_product":
         return counts.fixed + counts.single_product() + copies
-    beside = accumulator_bytes(counts, way, tiling.sum_bits) if way == "split" else 0
+    beside = accumulator_bytes(counts, way, tiling.sum_bits) if way == "packed" else 0
     return counts.fixed + counts.chunk(tiling.rows) + copies + beside
 
 
@@ -72,18 +72,18 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
         copied = max(counts.smallest_copy, min(room // 8, room - counts.chunk(1)))
         operand_classes = _classes(copied, counts.weight_copy, V)
         room -= operand_classes * counts.weight_copy
-    if way == "by_class" and two_sweeps is not None and N:
+    if way == "class_blocks" and two_sweeps is not None and N:
         rows, chunk_classes = class_blocks.chunk(
             two_sweeps, room, _rows(room // two_sweeps.of_chunk(1, V), N, tile)
         )
         block = class_blocks.block(two_sweeps, free)
         return Tiling(rows, chunk_classes, operand_classes, rows, 0, way, bits, *block)
-    rows = max(N, 1) if way == "at_once" else _rows(counts.most_rows(room), N, tile)
+    rows = max(N, 1) if way == "single_product" else _rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
         added, most = added_bytes(counts, way, bits), counts.most_rows(room)
         rows = _quickest(counts, most, fewest_rows(counts, way, bits), added)
-    block = _class_block(free, counts) if way == "by_class" else (0, 0)
-    low_rank_rows = 0 if way == "by_class" else _low_rank_rows(counts, rows)
+    block = _class_block(free, counts) if way == "class_blocks" else (0, 0)
+    low_rank_rows = 0 if way == "class_blocks" else _low_rank_rows(counts, rows)
     return Tiling(rows, V, operand_classes, counts.product_rows, low_rank_rows, way, bits, *block)
 
 

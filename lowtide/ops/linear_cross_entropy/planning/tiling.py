@@ -6,7 +6,7 @@ from typing import Literal
 # How a weight gradient is formed: by a single GEMM over all tokens that rounds in its epilogue; by
 # adding each chunk's GEMM to a tensor of the sum's dtype; the same with a sum partly in the
 # gradient's memory; or by blocks of classes, each rounded once.
-WeightGradient = Literal["at_once", "accumulate", "split", "by_class"]
+WeightGradient = Literal["single_product", "accumulate", "packed", "class_blocks"]
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Tiling:
     rows: int
     """Tokens per chunk."""
     chunk_classes: int
-    """Classes of a chunk at a time; V, except in the exponentials engine with "by_class"."""
+    """Classes of a chunk at a time; V, except in the exponentials engine with "class_blocks"."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
-    """Most rows of one dX GEMM in the exponentials engine; with "by_class" the whole chunk."""
+    """Most rows of one dX GEMM in the exponentials engine; with "class_blocks" the whole chunk."""
     narrow_rows: int
     """Rows of a chunk at a time for which one kernel forms both GEMMs of a second, narrow term.
 
@@ -29,8 +29,8 @@ class Tiling:
     weight_gradient: WeightGradient
     """How the first term's weight gradient is formed; those of other terms are accumulated."""
     sum_bits: int
-    """Bits of a sum that lies partly in the gradient's memory ("split"), on CUDA."""
+    """Bits of a sum that lies partly in the gradient's memory ("packed"), on CUDA."""
     block_rows: int = 0
-    """Tokens per chunk of a class block ("by_class")."""
+    """Tokens per chunk of a class block ("class_blocks")."""
     block_classes: int = 0
-    """Classes per block ("by_class")."""
+    """Classes per block ("class_blocks")."""

@@ -43,37 +43,37 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
         return "accumulate"
     fewest = FEWEST_ROWS[counts.device] // counts.recomputed
     room = workspace - counts.fixed - counts.smallest_copy
-    if counts.at_once and room >= counts.single_product():
-        return "at_once"
-    if counts.pipelined and room >= counts.split_sum + counts.chunk(ENOUGH_ROWS):
-        return "split"
-    fewest_of_sum = FEWEST_ROWS_OF_SUM[counts.device] if counts.split_sum else fewest
+    if counts.target_rows_bytes and room >= counts.single_product():
+        return "single_product"
+    if counts.pipelined and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS):
+        return "packed"
+    fewest_of_sum = FEWEST_ROWS_OF_SUM[counts.device] if counts.packed_sum else fewest
     if room >= counts.weight_sum + counts.chunk(fewest_of_sum):
         return "accumulate"
-    packed = counts.packed_sum(20)
-    return "split" if packed and room >= packed + counts.chunk(fewest) else "by_class"
+    packed = counts.packed_bytes(20)
+    return "packed" if packed and room >= packed + counts.chunk(fewest) else "class_blocks"
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:
     """Return the bits of a packed sum: 24, unless only 20 leave room for chunks of enough rows."""
-    enough = counts.most_rows(free - counts.split_sum) >= min(counts.N, ENOUGH_ROWS)
-    return 24 if enough or not counts.split_sum_20 else 20
+    enough = counts.most_rows(free - counts.packed_sum) >= min(counts.N, ENOUGH_ROWS)
+    return 24 if enough or not counts.packed_sum_20 else 20
 
 
 def fewest_rows(counts: ByteCounts, way: WeightGradient, bits: int) -> int:
     """Return the fewest rows per chunk that are exact enough."""
-    return -(-counts.N // MOST_CHUNKS_OF_20_BITS) if way == "split" and bits == 20 else 1
+    return -(-counts.N // MOST_CHUNKS_OF_20_BITS) if way == "packed" and bits == 20 else 1
 
 
 def accumulator_bytes(counts: ByteCounts, way: WeightGradient, bits: int) -> int:
     """Return the bytes of the accumulator beyond the gradient's memory, in whatever form."""
     if way == "accumulate":
         return counts.weight_sum
-    return counts.packed_sum(bits) if way == "split" else 0
+    return counts.packed_bytes(bits) if way == "packed" else 0
 
 
 def added_bytes(counts: ByteCounts, way: WeightGradient, bits: int) -> int:
     """Return the bytes of the sum to which each chunk adds its share of dW; 0 if none is wanted."""
     if way == "accumulate":
         return counts.V * counts.class_sum
-    return 2 * counts.V * counts.D + counts.packed_sum(bits) if way == "split" else 0
+    return 2 * counts.V * counts.D + counts.packed_bytes(bits) if way == "packed" else 0

@@ -39,7 +39,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
     most = workspace_bytes(workspace, counts.device, beside)
     if workspace is not None or dense is None or dense >= most:
         return most
-    if counts.at_once:
+    if counts.target_rows_bytes:
         dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V)
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
@@ -51,7 +51,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:
     """Return True if chunks and blocks are large enough for GEMMs, or as large as the call."""
     rows, classes = min(max(ROWS, counts.N // CHUNKS), counts.N), min(CLASSES, counts.V)
-    if tiling.weight_gradient == "by_class":
+    if tiling.weight_gradient == "class_blocks":
         rows_at_once, classes_at_once = tiling.block_rows, tiling.block_classes
     else:
         rows_at_once, classes_at_once = tiling.rows, tiling.operand_classes

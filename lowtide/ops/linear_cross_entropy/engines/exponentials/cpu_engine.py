@@ -42,8 +42,8 @@ class CpuExponentialsEngine(Engine):
         plan, (operand,), (dw,), db = self.plan, self.operands, gradients.weights, gradients.bias
         sum = choose_accumulator(plan, 0, dw, gemm.multiply_transposed)
         dx = self.input_rows(gradients.inputs[0])
-        wanted = any(each is not None for each in (dx, sum, db))
-        exp_CV = self._empty(plan.rows, self.V) if wanted else None
+        needs_grad = any(each is not None for each in (dx, sum, db))
+        exp_CV = self._empty(plan.rows, self.V) if needs_grad else None
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
         for rows in blocks(self.M, plan.rows):

@@ -23,7 +23,7 @@ bfloat16 has the range of float32, so any r within 40 of the largest logit works
 does. A row where it does not shows it in S; then its tiles are computed again with r = max z. This
 is decided on the device, without asking the host.
 
-If dW is formed class by class ("by_class"), there are two sweeps, both by chunks of tokens and
+If dW is formed class by class ("class_blocks"), there are two sweeps, both by chunks of tokens and
 blocks of classes. The first computes what belongs to tokens; the second, which knows c, what
 belongs to classes. In the first, dX is summed over the blocks, and its marked row tiles are
 computed again, too.
@@ -73,17 +73,17 @@ class ExponentialsEngine(Engine):
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
     ) -> OfTokens:
         plan, smoothing = self.plan, coefs.smoothing_coef_N is not None
-        by_class = plan.weight_gradient == "by_class"
+        class_blocks = plan.weight_gradient == "class_blocks"
         linear = self._linear_terms(gradients, smoothing=smoothing)
-        db = None if by_class else gradients.bias
+        db = None if class_blocks else gradients.bias
         row_scale_N = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_N = torch.empty_like(row_scale_N)
         sums = any(each.sum is not None for each in linear)
-        wanted = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
-        width = plan.chunk_classes if wanted else self.V
+        needs_grad = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
+        width = plan.chunk_classes if needs_grad else self.V
         # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
         least = 2 * halves_of_tiles(self.V) if width < self.V else 0
-        buffer = self._exponentials_buffer(plan.rows, max(width, least)) if wanted else None
+        buffer = self._exponentials_buffer(plan.rows, max(width, least)) if needs_grad else None
         sorted_targets = self._sorted_targets(plan.rows) if db is not None or sums else None
         for rows in blocks(self.M, plan.rows):
             row, stat, target_C = coefs[rows], stats[rows], coefs.target_N[rows]
@@ -98,7 +98,7 @@ class ExponentialsEngine(Engine):
                 for classes in blocks(self.V, width)
             ]
             grad_dot_logit_C = None
-            if wanted or take_stats:
+            if needs_grad or take_stats:
                 grad_dot_logit_C = self._run(tiles, chunks, row, stat, logit_C, buffer, linear, take_stats)
             raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
             if take_stats and smoothing:
@@ -108,7 +108,7 @@ class ExponentialsEngine(Engine):
                 torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
             row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
             coefficients(row, stat, logit_C, slope_C, row_scale_C, target_weight_coef_C, take_nll=take_stats)
-            if not wanted and not by_class:
+            if not needs_grad and not class_blocks:
                 # Copies may be among them; free them before the next ones are made.
                 del chunks, tiles
                 continue
@@ -133,7 +133,7 @@ class ExponentialsEngine(Engine):
         """Return the terms of the head; with class blocks they form no dW."""
         plan, linear, class_weight_V = self.plan, [], self.class_weight_V
         for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, gradients.weights)):
-            sum = None if plan.weight_gradient == "by_class" else choose_accumulator(plan, k, dw)
+            sum = None if plan.weight_gradient == "class_blocks" else choose_accumulator(plan, k, dw)
             term = LinearTerm(operand, dx, sum, plan, class_weight_V, place=k, smoothing=smoothing)
             linear.append(term)
         return linear
@@ -249,7 +249,7 @@ class ExponentialsEngine(Engine):
         largest logit in rows where the target's is too far below it. Return the grad_dot_logit of all
         classes but the target's, or None if it is not wanted.
         """
-        if take_stats and self.plan.job.log_probs:
+        if take_stats and self.plan.call_kind.log_probs:
             (whole,) = tiles
             self._run_log_probs(whole, row, stat, logit_C)
             return None

@@ -78,7 +78,7 @@ class LinearTerm:
 
         `marks`: compute marked row tiles again.
         """
-        if self.dx is None or self.plan.weight_gradient != "by_class":
+        if self.dx is None or self.plan.weight_gradient != "class_blocks":
             return
         if self.product_CD is None:
             self.product_CD = self._empty(e_CB.shape[0], self.plan.sum_dtype)

@@ -47,16 +47,16 @@ def choose_accumulator(
     in torch.
     """
     kind = plan.weight_gradient if place == 0 else "accumulate"
-    if dw is None or kind == "by_class":
+    if dw is None or kind == "class_blocks":
         return None
-    if not (plan.exponentials or plan.distances):
-        if kind == "split":
+    if not (plan.exponentials or plan.soft_targets):
+        if kind == "packed":
             return in_torch.InPlaceSum(dw.tensor, dw.applied, multiply)
         return in_torch.FloatSum((slice(0, dw.tensor.shape[0]), dw.tensor), multiply=multiply)
     from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators  # imports Triton
 
-    if kind == "split":
+    if kind == "packed":
         return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits)
-    if kind == "at_once":
+    if kind == "single_product":
         return accumulators.RoundedProduct(dw.tensor, dw.applied)
     return accumulators.FloatSum(dw.tensor, dw.applied)
