@@ -37,7 +37,6 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(accumulators, "TARGETS", 16)
     monkeypatch.setattr(memory_model, "TARGETS", 16)
-    monkeypatch.setattr(memory_model, "STRIP", 32)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
     prepare = matmul.Operand.__init__
@@ -75,7 +74,6 @@ def silent(device, everywhere, monkeypatch):
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):
         monkeypatch.setattr(tiles, name, size)
-    monkeypatch.setattr(memory_model, "STRIP", 512)
 
 
 def kept_plans(monkeypatch, *, few_tokens: bool) -> list:

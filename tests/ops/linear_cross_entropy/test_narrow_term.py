@@ -1,7 +1,6 @@
-"""A second term of few features, whose two products with the exponentials are made at once. That the loss and
-its gradients are right with one is in test_exponentials_terms.py, too, where most terms are as narrow.
+"""A second term of few features, as an adapter has: the loss and its gradients in chunks and as a whole.
 
-Shapes: N tokens, D features, V classes; C tokens of a chunk, R features of the second term.
+Shapes: N tokens, D features, V classes; R features of the second term.
 """
 
 import pytest
@@ -17,7 +16,6 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
     kept_plans,
-    silent,  # noqa: F401
 )
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 

@@ -4,7 +4,7 @@
     per token   the logits of a token, and copies of its features and their gradient if dtypes or
                 strides require them
     shared      one buffer of the exponentials engine: first the partial sums of tiles, then the
-                rows of a dX GEMM, then the partial products of a narrow second term
+                rows of a dX GEMM
     sum         the accumulator of a rounded weight gradient (weight_gradient.py)
     copy        a block of the weight, if a GEMM cannot read its dtype or strides
 
@@ -18,10 +18,6 @@ ROW_TILE = {"cpu": 8, "cuda": 128}
 
 # Target classes whose rows of the gradient are formed at a time with a single GEMM over all tokens.
 TARGETS = 512  # decision 0016
-
-# Most features of a second term whose two GEMMs are formed together, and classes of a strip; each
-# strip yields one partial sum of a product (low_rank_triton.py).
-NARROW, STRIP = 16, 512  # decision 0045
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +100,6 @@ class ByteCounts:
 
     N is not asked, because it may be a symbol.
     """
-    low_rank_bytes: int = 0
-    """Bytes per token of a narrow term's partial products, one per strip; 0 without one."""
     recomputed: int = 1
     """Number of GEMMs that class blocks recompute (not bytes)."""
     class_blocks: ClassBlocks | None = None
@@ -123,10 +117,7 @@ class ByteCounts:
         return self.N * self.token_bytes + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
 
     def shared_buffer_bytes(self, rows: int) -> int:
-        """Return the bytes of the buffer that tile partial sums and then dX GEMMs share.
-
-        The partial products of a narrow term use it too, as many rows at a time as fit.
-        """
+        """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""
         return max(rows * self.partials_bytes, min(rows, self.product_rows) * self.product)
 
     def class_block(self, rows: int, classes: int) -> int:

@@ -13,9 +13,7 @@ from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
-    NARROW,
     ROW_TILE,
-    STRIP,
     TARGETS,
     ByteCounts,
     ClassBlocks,
@@ -87,17 +85,14 @@ def _cpu_exponentials(call: Call, operands: Operands) -> ByteCounts:
 def _exponentials(call: Call, operands: Operands) -> ByteCounts:
     """Bfloat16 exponentials, and float32 partial sums for every 128 classes."""
     needs_grad, size, sum_size = call.needs_grad, operands.dtype.itemsize, call.sum_size
-    low_rank = _low_rank_bytes(call)
     row = (call.V + 8) * size if needs_grad.some else 0
     row += sum(
         D_k * size
         for D_k, grad, scales in zip(call.features, needs_grad.weights, operands.scales_in_gradient)
         if grad and not scales
     )
-    if low_rank:  # the chunk's rows of dX, kept as long as the chunk lasts
-        row += call.features[1] * sum_size
     counts = _counts(call, operands, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
-    fixed, target_rows_bytes = counts.fixed + low_rank, 0
+    fixed, target_rows_bytes = counts.fixed, 0
     if counts.weight_sum:
         fixed += 4 * call.V  # the place of each class in the sorted targets
     # Label smoothing adds to every row of the gradient, so a single GEMM would not be its only
@@ -112,7 +107,6 @@ def _exponentials(call: Call, operands: Operands) -> ByteCounts:
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in _with_gradient(call)), default=0),
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
-        low_rank_bytes=low_rank,
         class_blocks=_class_blocks(call, operands) if counts.weight_sum else None,
     )
 
@@ -239,14 +233,3 @@ def _sum_bytes(call: Call, weight: torch.Tensor, grad: bool) -> int:
 def _partial_sums(call: Call) -> int:
     """Return how many partial sums the exponentials engine keeps per row and half tile."""
     return 1 + (3 if call.call_kind.log_probs else 0) + (1 if call.needs_grad.scale else 0)
-
-
-def _low_rank_bytes(call: Call) -> int:
-    """Return the bytes per token of a narrow term's partial products, one per strip of classes.
-
-    0 without a narrow term, or where not both of its gradients are wanted.
-    """
-    if [*zip(call.needs_grad.inputs, call.needs_grad.weights)][1:] != [(True, True)]:
-        return 0
-    R = call.features[1]
-    return -(-call.V // STRIP) * R * call.sum_size if R <= NARROW else 0

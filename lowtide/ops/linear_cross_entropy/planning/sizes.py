@@ -77,14 +77,13 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
             two_sweeps, room, _rows(room // two_sweeps.of_chunk(1, V), N, tile)
         )
         block = class_blocks.block(two_sweeps, free)
-        return Tiling(rows, chunk_classes, operand_classes, rows, 0, way, bits, *block)
+        return Tiling(rows, chunk_classes, operand_classes, rows, way, bits, *block)
     rows = max(N, 1) if way == "single_product" else _rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
         added, most = added_bytes(counts, way, bits), counts.most_rows(room)
         rows = _quickest(counts, most, fewest_rows(counts, way, bits), added)
     block = _class_block(free, counts) if way == "class_blocks" else (0, 0)
-    low_rank_rows = 0 if way == "class_blocks" else _low_rank_rows(counts, rows)
-    return Tiling(rows, V, operand_classes, counts.product_rows, low_rank_rows, way, bits, *block)
+    return Tiling(rows, V, operand_classes, counts.product_rows, way, bits, *block)
 
 
 def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
@@ -96,16 +95,6 @@ def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
     classes = _classes(free // 2, of_a_class, counts.V)
     of_a_row = classes * counts.block_logit + counts.block_row
     return _rows((free - classes * of_a_class) // of_a_row, counts.N, ROW_TILE[counts.device]), classes
-
-
-def _low_rank_rows(counts: ByteCounts, rows: int) -> int:
-    """Return the rows at a time for which both GEMMs of a narrow term are formed together."""
-    if not counts.low_rank_bytes:
-        return 0
-    most, tile = counts.shared_buffer_bytes(rows) // counts.low_rank_bytes, ROW_TILE[counts.device]
-    if most >= rows:
-        return rows
-    return max(1, most - most % tile if most > tile else most)
 
 
 def _classes(room: int, size: int, V: int) -> int:

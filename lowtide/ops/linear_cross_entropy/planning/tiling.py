@@ -21,11 +21,6 @@ class Tiling:
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
     """Most rows of one dX GEMM in the exponentials engine; with "class_blocks" the whole chunk."""
-    narrow_rows: int
-    """Rows of a chunk at a time for which one kernel forms both GEMMs of a second, narrow term.
-
-    See exponentials/low_rank.py. 0: two separate GEMMs.
-    """
     weight_gradient: WeightGradient
     """How the first term's weight gradient is formed; those of other terms are accumulated."""
     sum_bits: int
