@@ -1,4 +1,5 @@
-"""From checked arguments to one of three ways: the operators, the transforms' way, or the dense reference.
+"""Run checked arguments in one of three ways: as an operator, as a row function, or densely.
+
 The public functions call it with one linear term; a head with adapters calls it with several.
 
 Shapes: N tokens, D_k features of term k, V classes.
@@ -37,12 +38,12 @@ from lowtide.ops.linear_cross_entropy.operator import (
 
 
 class LogProbs(NamedTuple):
-    """Of each row, in float32 (float64 for float64); of an ignored row 0, 0, 0 and -1."""
+    """Hold four results a row, float32 (float64 for float64); 0, 0, 0, -1 for ignored rows."""
 
     log_prob: Tensor
-    """Of the target: z_t - logsumexp(z)."""
+    """The target's log-probability: z_t - logsumexp(z)."""
     entropy: Tensor
-    """Of the distribution, in nats: - sum_v p_v log p_v."""
+    """The entropy of the distribution, in nats: - sum_v p_v log p_v."""
     logsumexp: Tensor
     """log sum_v exp(z_v)."""
     argmax: Tensor
@@ -86,7 +87,7 @@ def cross_entropy(
 
 
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
-    """Compute the loss of checked arguments by the way that can serve it."""
+    """Compute the loss of checked arguments in the way that supports them."""
     if head.by_position and 0 in head.weights[0].shape[:2]:
         return reference.without_classes_or_positions(head, labels, options)
     by_definition = _by_definition(head, options)
@@ -139,7 +140,10 @@ def log_probs(
 
 
 def _by_definition(head: Head, options: Options) -> bool:
-    """Where it is asked for, and where all logits take no memory: there are no classes, or no data."""
+    """Return True if the dense reference runs: it is asked for, or no logits take memory.
+
+    They take none if there are no classes or no data (meta tensors).
+    """
     return options.backend == "reference" or head.classes == 0 or head.device.type == "meta"
 
 

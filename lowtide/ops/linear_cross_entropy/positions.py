@@ -103,5 +103,5 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
 
 
 def _like(tensor: Tensor, *shape: int) -> Tensor:
-    """Of the same dtype on the same device, without its data."""
+    """Return an empty tensor of this shape, of the same dtype and device."""
     return tensor.new_empty(()).expand(shape)

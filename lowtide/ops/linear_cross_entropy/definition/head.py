@@ -1,9 +1,11 @@
-"""What is computed: a head's tensors, and the options of the loss on top. No tensor data is looked at here.
+"""Define what is computed: a head's tensors, and the options of the loss on top.
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
-A head is a sum of linear terms: the weight, and whatever an adapter adds (LoRA: x W^T + (s x A^T) B^T). That
-of a K-dimensional loss has one, and a weight for each position.
+A head is a sum of linear terms: the weight, and those that an adapter adds (LoRA:
+x W^T + (s x A^T) B^T). The head of a K-dimensional loss has one term, and a weight for each
+position. Nothing here reads a tensor's data.
+
 Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
@@ -47,29 +49,32 @@ class Head(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All of them, in the order of the fields."""
+        """Return all tensors, in the order of the fields."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
     @property
     def first_position(self) -> "Head":
-        """The head of the first position; the others have the same layout."""
+        """Return the head of the first position; the others have the same layout."""
         bias = None if self.bias is None else self.bias.select(1, 0)
         return Head(self.inputs, (self.weights[0].select(1, 0),), bias, self.scale)
 
     def at_positions(self) -> list["Head"]:
-        """The head of each position. One unbind a tensor: its gradient is put together once."""
+        """Return the head of each position.
+
+        Each tensor is unbound once, so that autograd stacks its gradient once.
+        """
         weights = self.weights[0].unbind(1)
         biases: Any = (None,) * len(weights) if self.bias is None else self.bias.unbind(1)
         return [Head(self.inputs, (weight,), bias, self.scale) for weight, bias in zip(weights, biases)]
 
     def of(self, tensors: Sequence[Any]) -> "Head":
-        """A head of these, in the same order."""
+        """Return a head of these tensors, in the order of the fields."""
         terms = len(self.inputs)
         return Head(tuple(tensors[:terms]), tuple(tensors[terms : 2 * terms]), *tensors[2 * terms :])
 
 
 class Labels(NamedTuple):
-    """The tensors that the loss holds the logits against, in the order of the operators' schema."""
+    """Hold the tensors that the logits are compared with, in the order of the operators' schema."""
 
     target: Tensor  # [...], or class probabilities [..., V]; of a K-dimensional loss [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
@@ -77,7 +82,7 @@ class Labels(NamedTuple):
 
     @property
     def by_row(self) -> dict[str, Tensor]:
-        """Those with an entry for each row."""
+        """Return the tensors that have an entry for each row."""
         rows = {"target": self.target, "row_weight": self.row_weight}
         return {name: each for name, each in rows.items() if each is not None}
 
@@ -86,32 +91,38 @@ class Labels(NamedTuple):
         return tuple(each for each in self if each is not None)
 
     def at_positions(self) -> list["Labels"]:
-        """The labels of each position."""
+        """Return the labels of each position."""
         names, tensors = self.by_row.keys(), self.by_row.values()
         parts = zip(*(each.unbind(-1) for each in tensors))
         return [self._replace(**dict(zip(names, each))) for each in parts]
 
 
 class Options(NamedTuple):
-    """Everything about a call that is no tensor, in the order of the operators' schema."""
+    """Hold the arguments of a call that are not tensors, in the order of the operators' schema."""
 
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float = 0.0
-    """0 for none."""
+    """The soft cap; 0 for none."""
     few_tokens: bool = False
-    """Whether the tokens are few beside the classes (planner.few_tokens). The caller says so, since a
-    number of tokens that is a symbol should not decide it."""
+    """True if there are few tokens beside the classes (planner.few_tokens).
+
+    The caller decides it, because a symbolic number of tokens should not.
+    """
     engine: str = ""
-    """The engine that runs the call, one of ENGINES in planning/call.py: the caller chooses it once
-    (planner.with_graph_facts), and forward and backward obey. "" before that."""
+    """The engine that runs the call, one of ENGINES in planning/call.py; "" until it is chosen.
+
+    The caller chooses it once (planner.with_graph_facts); forward and backward obey.
+    """
     dense: int | None = None
-    """Bytes that the dense computation would hold in place of a workspace (call_memory.py), which bound the
-    default one: said by the caller, as they depend on the number of tokens. None in a graph, and before."""
+    """The bytes that the dense computation would hold (call_memory.py): a limit of the default.
+
+    The caller sets it, because it depends on the number of tokens. None in a graph, and until then.
+    """
     compute_dtype: torch.dtype = torch.float32
-    """What the operands of the products are rounded to: the input's dtype, or autocast's."""
+    """The dtype that the products' operands are rounded to: the input's, or autocast's."""
     workspace: int | None = None
     backend: str = "auto"
 
@@ -128,12 +139,12 @@ class Options(NamedTuple):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
     ) -> "Options":
-        """Of arguments that are checked: numbers of any type as Python's own, and what None stands for."""
+        """Make options of checked arguments: plain numbers, and what None stands for."""
         smoothing = float(label_smoothing)
         return cls(
             reduction=reduction,
             ignore_index=-100 if ignore_index is None else operator.index(ignore_index),
-            label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0 and NaN are none at all in torch
+            label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0, or NaN: as 0
             z_loss=float(z_loss),
             softcap=float(softcap or 0),
             compute_dtype=compute_dtype(input),
@@ -143,7 +154,7 @@ class Options(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of logits, statistics and accumulators."""
+        """Return the dtype of logits, statistics and accumulators."""
         return torch.promote_types(self.compute_dtype, torch.float32)
 
 
@@ -157,7 +168,7 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
 
 
 def capped(workspace: int | None) -> int | None:
-    """What the operators' schema takes: 64 bits."""
+    """Limit the bytes to the 64 bits of the operators' schema."""
     return None if workspace is None else min(operator.index(workspace), 1 << 60)
 
 

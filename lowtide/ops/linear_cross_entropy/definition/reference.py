@@ -1,4 +1,4 @@
-"""The definition, in the fewest lines: any dtype, any device, any order of derivative, all logits at once.
+"""Define the loss in the fewest lines: any dtype, device and derivative, all logits at once.
 
 Shapes: N tokens, V classes; D_k features of term k.
 """
@@ -27,7 +27,7 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
 
 
 def without_classes_or_positions(head: Head, labels: Labels, options: Options) -> Tensor:
-    """Compute a K-dimensional loss, of whose V and P one is 0."""
+    """Compute a K-dimensional loss with V = 0 or P = 0."""
     V, P = head.weights[0].shape[:2]
     if not labels.target.is_floating_point():
         check_classes(labels.target, V, options.ignore_index)
@@ -41,7 +41,7 @@ def without_logits(
     labels: Labels,
     options: Options,
 ) -> Tensor:
-    """What torch makes of no logits: rows of 0, NaN where it divides by what is not there."""
+    """Return torch's loss of no logits: rows of 0, and NaN for a division by nothing."""
     target, class_weight_V, _ = labels
     V, probabilities = logits.shape[1], target.is_floating_point()
     if V == 0 and options.z_loss:
@@ -66,7 +66,7 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tens
 
 
 def flat(head: Head, options: Options) -> Head:
-    """As [N, D_k], with operands rounded as products take them, in the dtype in which they are summed."""
+    """Return the head as [N, D_k], operands rounded as for products, in the dtype of the sums."""
 
     def exact(tensor: Tensor) -> Tensor:
         rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see Plan.compute_dtype
@@ -81,7 +81,7 @@ def flat(head: Head, options: Options) -> Head:
 
 
 def flat_target(target: Tensor) -> Tensor:
-    """[N] class indices, or [N, V] class probabilities."""
+    """Return [N] class indices or [N, V] class probabilities."""
     # In a narrower dtype a comparison would wrap ignore_index.
     if not target.is_floating_point():
         return target.flatten().long()
@@ -94,7 +94,7 @@ def flat_labels(labels: Labels) -> Labels:
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
-    meta = head.device.type == "meta"  # which knows no autocast
+    meta = head.device.type == "meta"  # autocast does not know this device
     with contextlib.nullcontext() if meta else torch.autocast(head.device.type, enabled=False):
         logits_NV = F.linear(head.inputs[0], head.weights[0], head.bias)
         for input, weight in zip(head.inputs[1:], head.weights[1:]):
@@ -107,7 +107,7 @@ def logits(head: Head, options: Options) -> Tensor:  # [N, V]
 
 
 def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
-    """[N], 0 for ignored rows, NaN for a target that is no class."""
+    """Return the loss of each row [N]: 0 for ignored rows, NaN for a target that is no class."""
     target, class_weight_V, _ = labels
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
@@ -126,7 +126,7 @@ def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
 
 
 def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
-    """The loss of each row times its weight; that of an ignored row counts as 0, whatever it is."""
+    """Multiply each row's loss by its weight; an ignored row's weight counts as 0, even if NaN."""
     if labels.row_weight is None:
         return loss
     weight = labels.row_weight.to(loss.dtype)
@@ -136,7 +136,7 @@ def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log_prob, entropy, logsumexp: 0 for ignored rows; argmax: -1."""
+    """Return log_prob, entropy, logsumexp (0 for ignored rows) and argmax (-1)."""
     ignored_N, foreign_N, class_N = classes(target_N, logits_NV.shape[1], options.ignore_index)
     logsumexp_N = logits_NV.logsumexp(1)
     log_prob_NV = logits_NV.log_softmax(1)
@@ -153,7 +153,7 @@ def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, option
         return loss_N
     if options.reduction == "sum":
         return loss_N.sum()
-    total_1 = loss_N.sum(0, keepdim=True)  # not 0-d, which vmap over a batch of none cannot divide
+    total_1 = loss_N.sum(0, keepdim=True)  # vmap over an empty batch cannot divide 0-d
     if target.is_floating_point():
         return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
     if class_weight_V is None:
@@ -163,14 +163,14 @@ def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, option
         ignored_N, _, class_N = classes(target, class_weight_V.shape[0], options.ignore_index)
         weight_N = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0)
         counted_1 = weight_N.sum(0, keepdim=True)
-    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
     nothing_1 = ignored_N.all(0, keepdim=True)
     mean_1 = total_1 / counted_1.masked_fill(nothing_1, 1)
     return (mean_1 + torch.where(nothing_1, torch.nan, 0.0)).squeeze(0)
 
 
 def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows are ignored, which have a target that is no class, and a class to index with."""
+    """Return which rows are ignored, which targets are no class, and a valid class of each row."""
     ignored_N = target_N == ignore_index
     foreign_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
     return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0)

@@ -1,4 +1,7 @@
-"""What a call must look like, said once: the argument, what was expected, what came, and what to do."""
+"""Check a call's arguments.
+
+An error names the argument, what was expected, what was given, and what to do.
+"""
 
 import math
 import operator
@@ -86,7 +89,7 @@ def check_loss_options(
 
 
 def check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
-    """`rows`: the shape that there is one number for each entry of."""
+    """Check row weights, which need one number for each entry of the shape `rows`."""
     if row_weight is None:
         return
     check_tensors({"row_weight": row_weight})
@@ -146,7 +149,10 @@ def check_class_target(target: Tensor) -> None:
 
 
 def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
-    """On the CPU; elsewhere looking would mean waiting, and such a target makes NaN instead."""
+    """Raise for a target that is no class, on the CPU.
+
+    Elsewhere the check would wait for the device; such a target makes NaN instead.
+    """
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     target = target.long()
@@ -174,7 +180,7 @@ def _check_head_options(logit_scale: object, softcap: object, workspace: object,
 
 
 def _check_smoothing(value: Any) -> None:
-    """A bool, a NumPy scalar, a 0-d tensor that needs no gradient: all that torch takes for a float."""
+    """Accept what torch takes for a float: bool, NumPy scalar, 0-d tensor without gradient."""
     number = value
     if not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
         number = None if getattr(value, "requires_grad", False) else value.item()
@@ -185,7 +191,7 @@ def _check_smoothing(value: Any) -> None:
 
 
 def _has_index(value: Any) -> bool:
-    """Whether torch takes it for an int: a NumPy integer and a tensor of one are, a bool is not."""
+    """Return True if torch takes it for an int: a NumPy integer, an integer tensor, no bool."""
     if isinstance(value, int):
         return not isinstance(value, bool)
     if isinstance(value, Tensor) and value.dtype == torch.bool:
@@ -229,7 +235,8 @@ def _check_shapes(
             f"target must have shape {[*leading, V]} where it holds class probabilities, "
             f"got {list(target.shape)}"
         )
-    # One row without a batch may have a target of shape [1], as in torch, but where that is a probability's.
+    # One row without a batch may have a target of shape [1], as in torch, unless V = 1: then that
+    # is a probability.
     one_class = len(leading) == 0 and target.shape == (1,) and V != 1
     if not (probabilities or one_class or target.shape == leading):
         raise ArgumentError(
@@ -249,7 +256,7 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
         raise _no_target(target)
     for name, tensor in named.items():
         if name == "weight" and probabilities and not tensor.is_complex():
-            continue  # a factor like any other
+            continue  # it only multiplies; any real dtype will do
         if name in ("input", "weight", "logit_scale") and tensor.dtype not in DTYPES:
             raise ArgumentTypeError(
                 f"{name} must be a floating-point tensor ({listed(DTYPES)}), got {tensor.dtype}"
@@ -259,7 +266,7 @@ def _check_dtypes(named: dict[str, Tensor]) -> None:
         if name in ("input", "weight", "logit_scale", "target") or tensor.dtype == input.dtype:
             continue
         if name == "linear_bias" and tensor.dtype == torch.promote_types(input.dtype, torch.float32):
-            continue  # which the sums are in anyway
+            continue  # the sums are in that dtype
         if not (autocast and tensor.is_floating_point() and torch.float64 not in (tensor.dtype, input.dtype)):
             raise ArgumentTypeError(
                 f"{name} must have the dtype of input ({input.dtype}), got {tensor.dtype}; "
