@@ -1,13 +1,13 @@
-"""The derivatives of the operators, registered with them. What backward needs depends on the reduction:
+"""Register the derivatives of the operators. What backward needs depends on the reduction:
 
-mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it holds each
-            chunk of logits (three products in all). Backward multiplies them by the upstream gradient: in
-            place where the graph is freed behind it, out of place where the caller retains it.
-none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward computes the
-log_probs   logits again (four products).
+mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it
+            holds each chunk of logits (three products in all). Backward multiplies them by the
+            upstream gradient: in place where the graph is freed behind it, out of place where the
+            caller retains it.
+none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward
+log_probs   computes the logits again (four products).
 
-A backward that is itself to be differentiated, or is batched, goes the transforms' way, from the saved
-inputs.
+A backward that is itself differentiated, or batched, runs higher_order.py from the saved inputs.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
-    """[N] for none, else 0-d."""
+    """Run the loss operator; the result is [N] for none, else 0-d."""
     needs_grad = _needs_grad(head)
     call_kind = ops.call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
     loss, *_ = ops.linear_cross_entropy(
@@ -40,7 +40,7 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tensor, ...]:
-    """Four times [N]."""
+    """Run the operator of log-probabilities; its four results are [N]."""
     needs_grad = _needs_grad(head)
     options = with_graph_facts(
         head, options, ops.call_kind_of(head, target, None, needs_grad, log_probs=True)
@@ -109,7 +109,7 @@ derivative(ops.linear_cross_entropy, _loss_gradients, setup_context=_save_loss)
 derivative(ops.linear_log_probs, _log_probs_gradients, setup_context=_save_log_probs)
 
 
-# Between the schema's arguments and Head, Options, and a gradient for each of Head's tensors.
+# Convert between the schema's arguments and Head and Options, and place each gradient.
 
 
 def _save(
@@ -118,7 +118,7 @@ def _save(
     rest: Sequence[Tensor],
     labels: int = len(Labels._fields),
 ) -> None:
-    """`labels`: how many of them the operator takes."""
+    """Save the call for backward; the operator takes the first `labels` of its labels."""
     head, own, ctx.needs_grad, ctx.options = call
     ctx.terms, ctx.labels = len(head.inputs), labels
     ctx.set_materialize_grads(False)
@@ -127,16 +127,16 @@ def _save(
 
 
 def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
-    """The head, its labels, and what forward kept."""
-    terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # to be read once
+    """Return the head, its labels, and the tensors that forward kept."""
+    terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # reading unpacks
     tensors, rest = saved[:count], saved[count:]
     head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
-    # As outputs, the kept ones would lead back here.
+    # The kept tensors are outputs; undetached they would lead back to this node.
     return head, Labels(*rest[: ctx.labels]), [each.detach() for each in rest[ctx.labels :]]
 
 
 def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
-    """Gradients of all arguments, as the schema has them."""
+    """Return a gradient or None for each argument of the schema."""
     terms, others = ctx.terms, ctx.labels + 1 + len(ctx.options)
     weights = gradients[terms : 2 * terms]
     return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)

@@ -1,5 +1,6 @@
-"""What is known of the operators without running them: the shapes and dtypes of their outputs, FLOPs, and the
-workspace that they take.
+"""Register what is known of the operators without running them.
+
+These are the shapes and dtypes of their outputs, their FLOPs, and the workspace they hold.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -36,7 +37,7 @@ def _(*arguments: Any) -> list[Tensor]:
     head, labels, needs_grad, options = parsed(arguments)
     call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
     if options.reduction == "none":
-        # The loss, and of each row the maximum, the sum, and with probabilities their mass.
+        # The loss; then each row's maximum and sum, and for probabilities their mass.
         return [_vector(head, options), *_statistics(head, options, 2 + call_kind.probabilities)]
     number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
     waiting = []
@@ -64,7 +65,7 @@ def _(_grad_output: Any, _statistics: Any, *arguments: Any) -> list[Tensor]:
 def _(*arguments: Any) -> list[Tensor]:
     head, _, _, options = parsed(arguments, log_probs=True)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
-    # log_prob, entropy, logsumexp; argmax; of each row the maximum, the sum and the mean.
+    # log_prob, entropy, logsumexp; argmax; then each row's maximum, sum and mean.
     return [
         *(_vector(head, options) for _ in range(3)),
         argmax_N,
@@ -83,7 +84,7 @@ def _fake_gradients(tensors: Sequence[Any], needs_grad: Sequence[bool]) -> list[
 
 
 def _products(inputs: Sequence[Any], weights: Sequence[Any], needs_grad: Sequence[bool]) -> int:
-    """FLOPs of the logits, and of what the wanted gradients of inputs and weights take."""
+    """Count the FLOPs of the logits and of the wanted gradients of inputs and weights."""
     terms, total = len(inputs), 0
     for k, (input, weight) in enumerate(zip(inputs, weights)):
         tokens = math.prod(input[:-1])
@@ -115,7 +116,7 @@ def _(*arguments: Any, **_out: Any) -> int:
     return _products(inputs, weights, needs_grad)
 
 
-# Where HEAD begins among the arguments of each operator.
+# The index of a head's first argument in each operator's arguments.
 _HEAD = {
     "lowtide::linear_cross_entropy": 0,
     "lowtide::linear_cross_entropy_backward": 2,
@@ -129,7 +130,7 @@ def is_loss(operator: Any) -> bool:
 
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
-    """Bytes that a call holds beside what it is given and returns."""
+    """Return the bytes that a call holds beside its arguments and results."""
     head, options, call_kind = _parsed(operator, arguments)
     if not head.by_position:
         return peak_bytes(head, options, call_kind)
@@ -139,8 +140,11 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
 
 
 def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with what the caller would decide for these tensors, of the workspace that was
-    asked for: they may stand for others, on another device than that of the call."""
+    """Return the arguments with engine and options chosen again for these tensors.
+
+    The tensors may stand for others, on another device than that of the call. The workspace that
+    was asked for stays.
+    """
     head, options, call_kind = _parsed(operator, arguments)
     return (*arguments[: -len(options)], *with_graph_facts(head, options, call_kind))
 

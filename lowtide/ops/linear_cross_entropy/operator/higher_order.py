@@ -1,8 +1,8 @@
-"""Compute what a fused operator cannot know: derivatives of higher order, forward mode, vmap, and
-gradients of a target or of class weights.
+"""Compute what the fused operators cannot.
 
-The dense definition runs here, a chunk of rows at a time (core/row_function.py). It is exact and in
-bounded memory, but not fast.
+These are derivatives of higher order, forward mode, vmap, and gradients of a target or of class
+weights. The dense definition runs here, a chunk of rows at a time
+(core/row_function.py). It is exact and in bounded memory, but not fast.
 
 Shapes: N tokens, V classes, P positions.
 """
@@ -25,7 +25,7 @@ COPIES = 12
 def rows_of_copies(
     V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
 ) -> int:
-    """Rows at a time, each of whose logits a derivative holds so many times."""
+    """Return how many rows fit at a time if a derivative holds their logits `copies` times."""
     row, bytes = copies * V * dtype.itemsize, workspace_bytes(workspace, device.type)
     if bytes < row:
         several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
@@ -51,7 +51,7 @@ def by_position(
     labels: Labels,
     options: Options,
 ) -> Tensor:
-    """[N, P] for none, else 0-d: the losses of each position, by that function."""
+    """Compute the function position by position and combine it: [N, P] for none, else 0-d."""
     (input,), scale = head.inputs, head.scale
     wide = head._replace(  # their gradients are sums, to be rounded once
         inputs=(input.to(options.sum_dtype),),

@@ -1,19 +1,19 @@
-"""The registered operators: what a graph sees of lowtide. fake.py says what comes out of them, without
-running them; autograd.py registers their derivatives.
+"""Register the operators that a graph sees of lowtide.
 
-    linear_cross_entropy            the loss of a mean or sum, and the gradients that wait for its upstream
-                                    gradient; of none, the loss and the statistics of each row
-    linear_cross_entropy_backward   gradients, from the upstream gradient and the statistics of each row
-    linear_log_probs                log_prob, entropy, logsumexp, argmax, and the statistics of each row
-    linear_log_probs_backward       gradients, from up to three upstream gradients and these statistics
+    linear_cross_entropy            mean or sum: the loss and the pending gradients;
+                                    none: the loss and each row's statistics
+    linear_cross_entropy_backward   gradients, from the upstream gradient and each row's statistics
+    linear_log_probs                log_prob, entropy, logsumexp, argmax, each row's statistics
+    linear_log_probs_backward       gradients, from up to three upstream gradients and statistics
 
-All obey the engine among their options, but for a backward from statistics: these say which engine they are
-from (engines/saved_stats.py), and that one runs. It chooses nothing.
+Each operator runs the engine in its options and chooses nothing. A backward from statistics runs
+the engine that made them; the statistics name it (engines/saved_stats.py).
 
-A gradient that waits comes as two tensors: the sum of the products, or that sum rounded, and the factor still
-to be applied. Gradients come in the order of Head's tensors, only those that are wanted.
+A pending gradient is two tensors: the sum of the products, or that sum rounded, and the factor
+still to be applied. Only the wanted gradients are returned, in the order of Head's tensors. The
+first operator also takes the head of a K-dimensional loss, for a mean or sum.
 
-The first takes the head of a K-dimensional loss, too, for a mean or sum.
+fake.py registers the shapes of the outputs, autograd.py the derivatives.
 
 Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
@@ -116,21 +116,23 @@ def linear_log_probs_backward(
         return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
 
 
-# Pieces.
+# Convert arguments, choose the engine's class, add up positions.
 
 
 def parsed(
     arguments: Sequence[Any], *, log_probs: bool = False
 ) -> tuple[Head, Labels, tuple[bool, ...], Options]:
-    """Return what an operator's arguments stand for, from the head on."""
+    """Parse an operator's arguments, from the head on: head, labels, needs_grad, options."""
     inputs, weights, bias, scale, *rest = arguments
     head, count = Head(tuple(inputs), tuple(weights), bias, scale), 1 if log_probs else len(Labels._fields)
     return head, Labels(*rest[:count]), tuple(rest[count]), Options(*rest[count + 1 :])
 
 
 def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options) -> list[Tensor]:
-    """A sum or mean. Each position's gradients are formed while its logits are there, and do not wait for the
-    others': three products, as of a single head."""
+    """Compute a sum or mean over positions, and its gradients.
+
+    Each position's gradients are formed while its logits are there, as three products.
+    """
     wide, calls = widened(head, needs_grad, options.sum_dtype), []
     for part, part_labels in zip(wide.at_positions(), labels.at_positions()):
         calls.append(_call(part, part_labels, needs_grad, options))
@@ -144,26 +146,26 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
-            del found  # before the next are made
+            del found  # free it before the next one is made
         waiting = _waiting(gradients.gradients)
         return [loss if denominator is None else loss / denominator, *waiting]
 
 
 def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
-    """Of the mean over all of them, None for a sum; and the factor of their gradients."""
+    """Return the mean's divisor over all positions (None for a sum) and the gradients' factor."""
     weights, ignored = [], []
-    for rows in calls:  # vectors of one at a time
+    for rows in calls:  # one position's vectors at a time
         if rows.plan.options.reduction == "sum":
             return None, torch.ones((), dtype=rows.plan.sum_dtype, device=rows.device)
         weights.append(rows.denominator())
         ignored.append(rows.ignored_N.all())
     denominator = torch.stack(weights).sum()
-    # With every row ignored the loss is NaN and the gradients are zero, as in torch.
+    # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
     return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
 
 
 def _sum(engine: Engine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
-    """Return the loss of all rows, and the gradients that are wanted, times factor."""
+    """Return the loss of all rows, and the wanted gradients, times factor."""
     gradients = None
     if engine.plan.needs_grad.some:
         stats, gradients = engine.forward(factor)
@@ -184,7 +186,7 @@ def _call(
     log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
 ) -> Call:
-    """What an engine takes: its plan, and operands that it can read."""
+    """Return what an engine takes: its plan, and operands that it can read."""
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
     check_engine(options, head.device)
