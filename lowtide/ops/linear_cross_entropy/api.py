@@ -103,10 +103,10 @@ def linear_cross_entropy(
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
         logits, the statistics and the weight gradient are float32; float64 stays float64.
         On Hopper the weight gradient is summed in 24 bits where a pipelined kernel forms that sum,
-        or where four bytes a weight leave too little room for the rows of a chunk, and in 20 bits
-        where there is room for one byte only: each chunk rounds by at most 2^-16 or 2^-12 of what
-        it adds up to. There a float32 weight's gradient of bfloat16 products, which autocast itself
-        rounds to bfloat16, may also be in 24 bits between chunks.
+        or where four bytes a weight leave too little room for the rows of a chunk; in 20 bits where
+        one byte a weight leaves too little as well. Each chunk rounds by at most 2^-16 or 2^-12 of
+        what it adds up to. There a float32 weight's gradient of bfloat16 products, which autocast
+        itself rounds to bfloat16, may also be in 24 bits between chunks.
         Each gradient is rounded once; for mean and sum twice if the upstream gradient is no power
         of two. The loss is float32 for half-precision input: a bfloat16 loss has three digits.
         Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient has a relative
@@ -256,9 +256,9 @@ def linear_log_probs(
     logits once more (four products in all). Backward costs nothing for a result that has no
     upstream gradient.
 
-    Precision: backward takes the probabilities from recomputed logits and forward's logsumexp. An
-    error of a logit z becomes a relative error of about eps * max|z| of p and of the entropy's
-    gradient. It matters for logits of 1e5 and more, since float32 has 7 digits.
+    Precision: backward forms the probabilities p from forward's statistics and recomputed logits z,
+    which may be rounded differently. So p and the entropy's gradient have an error of up to about
+    eps * max|z| of p. That matters for logits of 1e5 and more, since float32 has 7 digits.
 
     Raises: as :func:`linear_cross_entropy`.
 

@@ -1,9 +1,9 @@
 """Check the arguments of a K-dimensional loss, and make a head of them.
 
-It has a head [V, D] for each of P = d1 ... dK positions, which are computed one after the other over
-the same rows. One position is the loss of one head. A mean or sum of several is one call of the
-operator, which accumulates the input gradient over positions; with reduction="none" each position is
-a call of its own.
+It has a head [V, D] for each of P = d1 ... dK positions, which are computed one after the other
+over the same rows. One position is the loss of one head. A mean or sum of several is one call of
+the operator, which accumulates the input gradient over positions. With reduction="none" each
+position is a call of its own.
 
 Shapes: N rows, D features, V classes, P positions.
 """
@@ -47,7 +47,7 @@ def call_of(
     workspace: int | None,
     backend: Backend,
 ) -> tuple[Head, Labels, Options]:
-    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] for one position."""
+    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] if P = 1."""
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:
         check_tensors({"linear_bias": linear_bias})
