@@ -1,4 +1,4 @@
-"""Compute what each row counts for: its target and weight, its loss, and its gradient's coefficients.
+"""Compute each row's target and weight, its loss, and the coefficients of its gradient.
 
 row_math.py has the formulas.
 
@@ -165,7 +165,7 @@ class RowLoss:
 
     @functools.cached_property
     def target_weight_N(self) -> Tensor:
-        """The class weight of each row's target.
+        """Return the class weight of each row's target.
 
         It is 0 for ignored rows, and NaN where a CUDA target is no class.
         """

@@ -1,9 +1,9 @@
 """Define the arithmetic of a row: from logits to its loss, and to the coefficients of its gradient.
 
-All engines share these formulas; row_math_triton.py has those that kernels need in Triton. A product
-gives u, to which the bias is added. The logits are
+All engines share these formulas; row_math_triton.py has those that kernels need in Triton. A
+product gives u, to which the bias is added. The logits are
 
-    z = s u,  or with a soft cap  z = c tanh(s u / c),  whose slope is  dz/du / s = 1 / cosh^2(s u / c)
+    z = s u,  or with a soft cap  z = c tanh(s u / c),  slope  dz/du / s = 1 / cosh^2(s u / c)
 
 With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient,
 each row i with target t contributes
@@ -18,13 +18,13 @@ each row i with target t contributes
           softmax_coef   = target_coef + smoothing_coef sum_v w_v
                            + soft_target_coef sum_v w_v y_v + lse_coef lse
 
-Class probabilities, smoothed to y = (1 - e) y + e/V, make sum_v y_v w_v (lse - z_v) of the first two
-terms of the loss, and soft_target_coef = upstream takes the place of target_coef and smoothing_coef.
+For class probabilities, smoothed to y = (1 - e) y + e/V, the first two terms of the loss become
+sum_v y_v w_v (lse - z_v), and soft_target_coef = upstream replaces target_coef and smoothing_coef.
 entropy_coef is what an entropy's gradient adds. In `RowCoefs`, softmax_coef has only what is known
 before the row's statistics are.
 
-That is the gradient of u_v but for the factor s, which is common to all and applied to the gradients
-of input and weight. The gradient of s itself is the sum over v of this one times u_v
+That is the gradient of u_v without the factor s, which all rows share; it is applied to the
+gradients of input and weight. The gradient of s itself is the sum over v of this one times u_v
 (`grad_dot_logit_N`).
 
 Shapes: N tokens, V classes; C rows and B columns of one tile.
@@ -155,7 +155,7 @@ class LogitTransform:
         return self if self.bias_V is None else replace(self, bias_V=self.bias_V[classes])
 
     def apply(self, u: Tensor, *, in_place: bool, sloped: bool) -> tuple[Tensor, Tensor | None]:
-        """Return z of u, which includes the bias, and the slope if `sloped` and not 1 everywhere."""
+        """Return z of u, which includes the bias; and if `sloped` the slope, None if it is 1."""
         out = u if in_place else None
         z = u if self.scale is None else torch.mul(u, self.scale, out=out)
         if not self.softcap:

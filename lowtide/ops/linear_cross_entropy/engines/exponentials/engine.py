@@ -8,16 +8,16 @@ needs nothing else, since in each row
     G = c E + h [v = t] - smoothing_coef w
     where c = softmax_coef / (e + S),   h = c e - target_coef,   e = exp(z_t - r)
 
-(row_math.py defines w and the coefficients; c is `row_scale`, h `target_weight_coef`), and therefore
+(row_math.py defines w and the coefficients; c is `row_scale`, h `target_weight_coef`). Therefore
 
     dX = c (E W) + h W_t - smoothing_coef (w W)
     dW = E^T (c X) + (the rows h X, added at their targets) - w (smoothing_coef X)
 
 So c scales the rows of products, not logits. The target's column, where p - 1 would lose its digits
 in bfloat16, is exact in float32. r = z_t makes loss = log(1 + S) and h = -target_coef S / (1 + S):
-there is no difference of large numbers, even for a token with p = 1 - 1e-9. With a soft cap or an entropy's
-gradient, each p_v has a further factor. E is multiplied by it as it is stored, after S has been
-summed.
+there is no difference of large numbers, even for a token with p = 1 - 1e-9. With a soft cap or an
+entropy's gradient, each p_v has a further factor. E is multiplied by it as it is stored, after S
+has been summed.
 
 bfloat16 has the range of float32, so any r within 40 of the largest logit works. z_t nearly always
 does. A row where it does not shows it in S; then its tiles are computed again with r = max z. This
@@ -246,8 +246,8 @@ class ExponentialsEngine(Engine):
         """Compute E, and with `take_stats` the row statistics that are wanted.
 
         With blocks of classes this computes the products that become dX too. r is replaced by the
-        largest logit in rows where the target's is too far below it. Return the grad_dot_logit of all
-        classes but the target's, or None if it is not wanted.
+        largest logit in rows where the target's is too far below it. Return the grad_dot_logit of
+        all classes but the target's, or None if it is not wanted.
         """
         if take_stats and self.plan.call_kind.log_probs:
             (whole,) = tiles

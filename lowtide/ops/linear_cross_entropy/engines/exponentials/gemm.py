@@ -78,10 +78,10 @@ class Exponentials:
     ) -> None:
         """Fill the given partial results, and store E if it has memory.
 
-        `marks`: compute only the row tiles that are marked. Sums and grad_dot_logits are added to those of
-        the blocks of classes before this one. Without `guarded`, an ignored row whose logits are
-        not finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit
-        gets a wrong place for its maximum.
+        `marks`: compute only the row tiles that are marked. Sums and grad_dot_logits are added to
+        those of the blocks of classes before this one. Without `guarded`, an ignored row whose
+        logits are not finite gets NaN as its sum and has to be recomputed, and a row with an
+        infinite logit gets a wrong place for its maximum.
         """
         programs = tiles.multiprocessors(self.device)
         arguments: dict[str, Any] = {

@@ -164,8 +164,8 @@ def exponentials_kernel(
     E, the sum of E (z - reference), the sum of the stored value times u, and the largest z with its
     class. With means, which require maxima, the reference is the largest z of the half.
 
-    RECOMPUTE: only the row tiles that are marked. The first number of marks_ptr tells if any is; the
-    others belong to the row tiles. GUARDED: an ignored row, whose reference is infinite, adds 0
+    RECOMPUTE: only the row tiles that are marked. The first number of marks_ptr tells if any is;
+    the others belong to the row tiles. GUARDED: an ignored row, whose reference is infinite, adds 0
     even if its logits are not finite. MASKED: the target is excluded in every half tile, not only
     in those that hold one.
 

@@ -54,8 +54,8 @@ class LinearTerm:
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         if sum is not None and not plan.scales_in_gradient[place]:
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
-        # Only with label smoothing: sum_v w_v W_v and sum_i spread_i x_i, which are all that it
-        # adds to dX and dW.
+        # Only with label smoothing: sum_v w_v W_v and sum_i smoothing_coef_i x_i. It adds nothing
+        # else to dX and dW.
         self.total_weight_D: Tensor | None = None
         self.smoothing_row_D: Tensor | None = None
         if smoothing:

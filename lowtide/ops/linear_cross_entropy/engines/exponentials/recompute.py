@@ -71,7 +71,7 @@ def _recomputed_product_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """sum (+)= exp weight in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D)."""
+    """Compute sum (+)= exp weight in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D)."""
     tile_c, tile_d = tl.program_id(0), tl.program_id(1)
     if tl.load(marks_ptr + 1 + tile_c) != 0:
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)

@@ -72,7 +72,7 @@ def softmax_gradient_(
 def _take_sums_of_shifts(
     shift_cb: Tensor, stat: SoftmaxStats, soft_cb: Tensor | None, class_weight_B: Tensor | None
 ) -> None:
-    """Of z - max, weighted; what is missing is the log of the sum, which is not known yet."""
+    """Compute weighted sums of z - max; the log of the sum, not known yet, is subtracted later."""
     if stat.smooth_nll_N is not None:
         stat.smooth_nll_N.copy_(shift_cb.sum(1) if class_weight_B is None else shift_cb @ class_weight_B)
     if soft_cb is not None:

@@ -109,8 +109,8 @@ def _softmax_gradient_kernel(
 ):
     """Compute the row statistics, the gradient, or both. Grid: one program per row.
 
-    row_math.py explains every vector; they are the fields of RowCoefs and SoftmaxStats, in order. One
-    that is not wanted, or has no part in this call, is None.
+    The vectors are the fields of RowCoefs and SoftmaxStats, in order; row_math.py explains them. A
+    vector that is not wanted, or has no part in this call, is None.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr = logits_CB_ptr + row * logits_stride

@@ -26,7 +26,7 @@ class WeightAccumulator(Protocol):
         """Add g_CV^T x_CD; the first chunk overwrites what was there."""
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Rows) -> None:
-        """Add coef[n] x[n] to the class of each row n in `order`; class_N has them in that order."""
+        """Add coef[n] x[n] to the class of each row n in `order`; class_N is in that order."""
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         """Subtract the outer product of the class weights, or of ones, and a row."""

@@ -159,7 +159,7 @@ def _add_product_pipelined_kernel(
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
+    """Compute sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
 
     For the last chunk, a factor means that the sum is rounded to the gradient.
     """

@@ -114,7 +114,7 @@ def _add_product_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """sum (+)= exp^T x; with a factor, for the last chunk, the sum is rounded to the gradient.
+    """Compute sum (+)= exp^T x; a factor, for the last chunk, rounds the sum to the gradient.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """
@@ -152,7 +152,10 @@ def _add_product_kernel(
 def _round_kernel(
     pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, D, BLOCK: tl.constexpr
 ):
-    """gradient = bfloat16(factor (sum - class_weight smoothing_coef)). Grid: one program per class."""
+    """Compute gradient = bfloat16(factor (sum - class_weight smoothing_coef)).
+
+    Grid: one program per class.
+    """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr)
     for start in range(0, D // 2, BLOCK):

@@ -21,7 +21,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
 def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, logit_C_ptr, x_stride, weight_stride, D, BLOCK: tl.constexpr
 ):
-    """logit[c] = x[c] . weight[target[c]]. Grid: one program per row."""
+    """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
     dot_d = tl.zeros([BLOCK], tl.float32)
@@ -35,7 +35,7 @@ def _target_logits_kernel(
 
 @triton.jit
 def _scale_rows_kernel(x_CD_ptr, row_scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
-    """out[c] = row_scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
+    """Compute out[c] = row_scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(row_scale_C_ptr + row)
     for start in range(0, D, BLOCK):
@@ -160,11 +160,11 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sum[v] += sum over rows n with target v of target_weight_coef[n] x[n]. Grid: (T, D / BLOCK).
+    """Add target_weight_coef[n] x[n] of the rows n with target v to sum[v]. Grid: (T, D / BLOCK).
 
-    With low_VP_ptr the sum is packed as in packed_triton.py. The program at the first row of a class
-    adds all its rows. With sum_TD, the previous sum is read from there, at the place of that row,
-    for the targets from first_target on. T = N without sum_TD.
+    With low_VP_ptr the sum is packed as in packed_triton.py. The program at the first row of a
+    class adds all its rows. With sum_TD, the previous sum is read from there, at the place of that
+    row, for the targets from first_target on. T = N without sum_TD.
     """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
@@ -218,7 +218,8 @@ def _round_block_kernel(
 ):
     """Compute a block of the gradient from the block's sum. Grid: (B, D / BLOCK).
 
-    out[v] = factor (sum[v - first_class] + sum over rows n with target v of target_weight_coef[n] x[n]
+    out[v] = factor (sum[v - first_class]
+                     + sum over rows n with target v of target_weight_coef[n] x[n]
                      - class_weight[v] smoothing_coef)
 
     first_V is where each class begins among the sorted targets; N for a class that is no target.
