@@ -138,7 +138,7 @@ class ByteCounts:
 
     @property
     def smallest_copy(self) -> int:
-        """Bytes of the smallest copy of classes.
+        """Return the bytes of the smallest copy of classes.
 
         One smaller than a row of logits would divide one large GEMM into many small ones.
         """
@@ -146,7 +146,7 @@ class ByteCounts:
 
     @property
     def smallest_workspace(self) -> int:
-        """Bytes of the smallest workspace that the call runs in."""
+        """Return the bytes of the smallest workspace that the call runs in."""
         row = self.chunk(1)
         if self.class_blocks is not None:
             row = max(row, self.class_blocks.of_chunk(1, self.V))

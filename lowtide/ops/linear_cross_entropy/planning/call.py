@@ -76,7 +76,7 @@ class Call(NamedTuple):
 
     @property
     def features(self) -> list[int]:
-        """The features of each linear term."""
+        """Return the features of each linear term."""
         return [input.shape[-1] for input in self.head.inputs]
 
     @property
@@ -89,5 +89,5 @@ class Call(NamedTuple):
 
     @property
     def sum_size(self) -> int:
-        """Bytes of a logit, a row statistic or an element of an accumulator."""
+        """Return the bytes of a logit, a row statistic or an element of an accumulator."""
         return self.options.sum_dtype.itemsize

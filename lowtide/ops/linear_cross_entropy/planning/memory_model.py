@@ -35,7 +35,7 @@ def memory_of(call: Call, operands: Operands) -> ByteCounts:
 
 
 def _logits_torch(call: Call, operands: Operands) -> ByteCounts:
-    """Float32 logits, and the temporaries of a softmax in torch."""
+    """Count float32 logits, and the temporaries of a softmax in torch."""
     options, call_kind, logit = call.options, call.call_kind, call.sum_size
     # Tensors as large as the logits that the softmax holds beside them.
     several = (bool(options.softcap), call_kind.log_probs, call_kind.probabilities, call.needs_grad.scale)
@@ -52,12 +52,12 @@ def _logits_torch(call: Call, operands: Operands) -> ByteCounts:
 
 
 def _logits_triton(call: Call, operands: Operands) -> ByteCounts:
-    """Float32 logits, which become their gradient in place."""
+    """Count float32 logits, which become their gradient in place."""
     return _on_float32_sums(call, operands, logits=call.V * call.sum_size, block_logit=call.sum_size)
 
 
 def _soft_targets(call: Call, operands: Operands) -> ByteCounts:
-    """16-bit distances, and four float32 partial sums for every 128 classes.
+    """Count 16-bit distances, and four float32 partial sums for every 128 classes.
 
     The interpreter's tiles are smaller.
     """
@@ -69,7 +69,7 @@ def _soft_targets(call: Call, operands: Operands) -> ByteCounts:
 
 
 def _cpu_exponentials(call: Call, operands: Operands) -> ByteCounts:
-    """Bfloat16 exponentials; for each token the target's row of the weight, and its products."""
+    """Count bfloat16 exponentials; and per token its products and its target's weight row."""
     size, features = operands.dtype.itemsize, sum(call.features)
     logits = call.V * size if call.needs_grad.some else 0
     counts = _on_float32_sums(
@@ -83,7 +83,7 @@ def _cpu_exponentials(call: Call, operands: Operands) -> ByteCounts:
 
 
 def _exponentials(call: Call, operands: Operands) -> ByteCounts:
-    """Bfloat16 exponentials, and float32 partial sums for every 128 classes."""
+    """Count bfloat16 exponentials, and float32 partial sums for every 128 classes."""
     needs_grad, size, sum_size = call.needs_grad, operands.dtype.itemsize, call.sum_size
     row = (call.V + 8) * size if needs_grad.some else 0
     row += sum(
@@ -214,7 +214,7 @@ def _class_blocks(call: Call, operands: Operands) -> ClassBlocks:
         statistics=call.V // 32 * _partial_sums(call),
         largest=(call.V // ROW_TILE[call.device] + 4) * sum_size,
         row=STATISTICS * sum_size + copies + sum(D_k * sum_size for D_k in _with_gradient(call)),
-        gradient_row=copies + (40 if needs_grad.bias else 0),  # the bias gradient is a GEMM with ones
+        gradient_row=copies + (40 if needs_grad.bias else 0),  # db is a GEMM with ones
         class_sum=call.D * sum_size + (64 if needs_grad.bias else 0),
     )
 

@@ -57,5 +57,5 @@ class Plan(Tiling):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Dtype of logits, row statistics and accumulators: float64 for float64, else float32."""
+        """Return float64 for float64, else float32: the dtype of logits, statistics and sums."""
         return self.options.sum_dtype

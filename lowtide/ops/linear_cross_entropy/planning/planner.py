@@ -75,7 +75,7 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
 
 
 def _memory(call: Call) -> tuple[Operands, int, ByteCounts]:
-    """Return how operands are read, the workspace in bytes, and what each part of the call takes."""
+    """Return how operands are read, the workspace in bytes, and the bytes of each part."""
     operands = operands_of(call)
     counts = memory_of(call, operands)
     workspace = granted_bytes(call.options.workspace, call.options.dense, counts)

@@ -114,7 +114,7 @@ UNSUPPORTED_REASONS: dict[str, Callable[[Call, str], str | None]] = {
 
 
 def _against_tiles(call: Call, backend: str) -> str | None:
-    """Return why the engines that read operands through tensor maps cannot run the call, or None."""
+    """Return why engines that read operands through tensor maps cannot run the call, or None."""
     head = call.head
     reason = _against_triton(call, backend)
     if reason is not None:

@@ -13,9 +13,9 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
 # The default has at least this much above the smallest plan: on CUDA, the allocation granularity.
 LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
-# And at least this much where it would be spent on few rows or few classes at a time. Such a plan was
-# 10 to 100 times slower on the CPU; with this room it takes at most 1.5 times as long as with the
-# whole default.
+# And at least this much where it would be spent on few rows or few classes at a time. Such a plan
+# was 10 to 100 times slower on the CPU; with this room it takes at most 1.5 times as long as with
+# the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
 # With a single GEMM over all tokens, the dense computation may hold nothing but their exponentials
 # beside a larger weight gradient. This GEMM takes as many bytes more per token, per feature and per
