@@ -13,9 +13,9 @@ from torch import Tensor
 from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import lies_by_rows, multiplies
 
-# cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple of
-# 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first and
-# the rest after them, from so many multiplications on (decision 0053).
+# cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple
+# of 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first
+# and the rest after them, from so many multiplications on (decision 0053).
 VECTOR_BYTES, FEWEST_MULTIPLICATIONS = 16, 1 << 30
 
 # On the CPU rows are gathered and converted in parts of this many bytes (at least one row), so that
@@ -147,8 +147,8 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 def whole_vectors(out: Tensor, a: Tensor, b: Tensor) -> list[tuple[slice, ...]]:
     """Return the two parts of a GEMM whose first has whole vectors, as (rows, columns, inner).
 
-    There is none if each size that lies side by side is whole, if rows are not aligned anyway, or if
-    a sum over two parts would be rounded between them.
+    There are none if each size that lies side by side is whole, if rows are not aligned anyway, or
+    if a sum over two parts would be rounded between them.
     """
     if a.dtype.itemsize != 2 or not all(_rows_are_aligned(each) for each in (out, a, b)):
         return []

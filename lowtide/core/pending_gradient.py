@@ -60,7 +60,7 @@ def finish_gradient(tensor: Tensor, factor: Tensor, like: Tensor, backend: str) 
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest coefficient near 2^14; None without float16."""
+    """Return the power of two that brings the largest coefficient near 2^14; None if no float16."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()

@@ -39,8 +39,8 @@ class RowFunction:
     def gradients(self, wanted: Sequence[int], grad_output: Sequence[int]) -> "RowFunction":
         """Return the function that computes the gradients of the arguments at places `wanted`.
 
-        It takes the gradients of the outputs at places `upstream`. Its arguments are those that are
-        cut (this function's rows, then the gradients of its results), then those that are whole
+        It takes the gradients of the outputs at places `grad_output`. Its arguments are those that
+        are cut (this function's rows, then the gradients of its results), then those that are whole
         (this function's, then the gradients of its sums).
         """
         raise NotImplementedError

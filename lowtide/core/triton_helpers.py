@@ -31,7 +31,7 @@ def slope_of_tanh(room):
 
 @triton.jit
 def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = factor tensor, rounded once. Grid: programs that take the blocks in turn."""
+    """Compute out = factor tensor, rounded once. Grid: programs that take the blocks in turn."""
     factor = tl.load(factor_ptr)
     if IN_PLACE:  # loss.backward() passes 1 as the gradient of the loss, the usual factor
         count = tl.where(factor == 1.0, 0, count)
