@@ -1,5 +1,4 @@
-"""Compute contrastive losses of pairs of embeddings: the rows of one side are the classes of the
-other."""
+"""Compute contrastive losses of pairs of embeddings; one side's rows are the other's classes."""
 
 import torch
 from torch import Tensor
@@ -80,8 +79,7 @@ def contrastive(
     workspace: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    r"""Compute CLIP's loss, the mean of :func:`info_nce` from images to texts and from texts to
-    images.
+    r"""Compute CLIP's loss, the mean of :func:`info_nce` from images to texts and back.
 
     Example::
 
@@ -91,8 +89,8 @@ def contrastive(
     With s the logit scale, x the images and y the texts,
 
     .. math::
-        L = -\frac{1}{2B} \sum_i \left(\log \frac{\exp(s\, x_i \cdot y_i)}{\sum_j \exp(s\, x_i \cdot
-        y_j)}
+        L = -\frac{1}{2B} \sum_i \left(
+            \log \frac{\exp(s\, x_i \cdot y_i)}{\sum_j \exp(s\, x_i \cdot y_j)}
             + \log \frac{\exp(s\, y_i \cdot x_i)}{\sum_j \exp(s\, y_i \cdot x_j)}\right).
 
     Shapes: image [B, D], text [B, D]; row i of image belongs to row i of text. The result is 0-d.
@@ -131,8 +129,7 @@ def contrastive(
 
 
 def _check_sides(**sides: Tensor) -> None:
-    """Raise unless the two named tensors are matrices of one dtype, or of dtypes that autocast
-    casts, on one device."""
+    """Raise unless the two named tensors are matrices on one device, of one dtype or autocast."""
     (first_name, first), (name, second) = sides.items()
     check_tensors(sides)
     if first.dim() != 2:

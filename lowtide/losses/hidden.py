@@ -31,8 +31,7 @@ def z_loss(
     ignore_index: int | None = -100,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
-    r"""Compute the mean of the squared logsumexp of the logits, a penalty that keeps logits from
-    drifting.
+    r"""Compute the mean of the logits' squared logsumexp, a penalty that stops logits drifting.
 
     Example::
 
@@ -82,8 +81,8 @@ def sequence_log_probs(
     With :math:`n_b` the number of targets :math:`t_{bi}` of sequence b that are not `ignore_index`,
     `"sum"` and `"mean"` are
 
-    .. math:: \sum_i \log p_b(t_{bi}) \qquad \text{and} \qquad \frac{1}{n_b} \sum_i \log
-    p_b(t_{bi}).
+    .. math::
+        \sum_i \log p_b(t_{bi}) \qquad \text{and} \qquad \frac{1}{n_b} \sum_i \log p_b(t_{bi}).
 
     Shapes: input [B, T, D], linear_weight [V, D], target [B, T]; the result is [B].
 

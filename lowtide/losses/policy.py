@@ -31,8 +31,8 @@ def grpo(
 
     Example::
 
-        found = lowtide.linear_log_probs(hidden, head.weight, target, logit_scale=1 / temperature)
-        loss = grpo(found.log_prob, old, advantages, target != -100, epsilon_high=0.28)
+        out = lowtide.linear_log_probs(hidden, head.weight, target, logit_scale=1 / temperature)
+        loss = grpo(out.log_prob, old, advantages, target != -100, epsilon_high=0.28)
 
     The loss of a token is
 

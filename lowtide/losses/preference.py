@@ -81,16 +81,15 @@ def simpo(
 
     Example::
 
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target,
-        reduction="mean").chunk(2)
+        log_prob = sequence_log_probs(hidden, head.weight, target, reduction="mean")
+        chosen, rejected = log_prob.chunk(2)
         loss = simpo(chosen, rejected, beta=2.0, gamma=0.5)
 
     It needs no reference:
 
     .. math::
-        \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w) - \frac{\beta}{|y_l|} \log
-        \pi(y_l)
-               - \gamma\right)
+        \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w)
+               - \frac{\beta}{|y_l|} \log \pi(y_l) - \gamma\right)
 
     Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
     ``reduction="none"``.
@@ -117,19 +116,18 @@ def simpo(
 def orpo(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""Compute ORPO's loss, the chosen sequence's negative log-likelihood and the odds ratio of the
-    pair.
+    r"""Compute ORPO's loss, the chosen sequence's negative log-likelihood plus an odds ratio.
 
     Example::
 
-        chosen, rejected = sequence_log_probs(hidden, head.weight, target,
-        reduction="mean").chunk(2)
+        log_prob = sequence_log_probs(hidden, head.weight, target, reduction="mean")
+        chosen, rejected = log_prob.chunk(2)
         loss = orpo(chosen, rejected, beta=0.1)
 
     .. math::
         \log p = \frac{1}{|y|} \log \pi(y), \qquad
-        \ell = -\log p_w - \beta \log \sigma\!\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 -
-        p_l}\right)
+        \ell = -\log p_w
+               - \beta \log \sigma\!\left(\log \frac{p_w}{1 - p_w} - \log \frac{p_l}{1 - p_l}\right)
 
     :math:`\beta` is the paper's :math:`\lambda`. The first term is the mean over the sequence's own
     tokens. For a mean over all tokens of the batch, or over the prompt too, add the difference
