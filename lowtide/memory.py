@@ -1,7 +1,7 @@
 """Measure the memory that a block of code allocates, from the allocator itself.
 
-CUDA's figures come from the trace of the caching allocator, the CPU's from the profiler's allocation
-events. `peak_memory` is public; `cpu_allocations` lists the CPU's events one by one.
+CUDA's figures come from the trace of the caching allocator, the CPU's from the profiler's
+allocation events. `peak_memory` is public; `cpu_allocations` lists the CPU's events one by one.
 """
 
 import contextlib

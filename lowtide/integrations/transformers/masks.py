@@ -28,7 +28,7 @@ ELEMENTS = 1 << 22
 
 
 class DenseMaskWarning(UserWarning):
-    """Warns that a mask of [B, 1, M, N] has been made."""
+    """Warn that a mask of [B, 1, M, N] has been made."""
 
 
 class Handed:

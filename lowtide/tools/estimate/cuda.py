@@ -153,7 +153,7 @@ class Operators(TorchDispatchMode):
         return results
 
     def _scales(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether this is a step of `finished`, (kept.to(float32) * factor).to(dtype).
+        """Return True for a step of `finish_gradient`, (tensor.to(float32) * factor).to(dtype).
 
         On CUDA that is one kernel, in place where the dtypes allow.
         """

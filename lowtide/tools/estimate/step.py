@@ -73,7 +73,7 @@ def estimate(
 
 
 def _assumed(device: str) -> str:
-    """Name the device whose bytes are estimated: the card at hand decides how the loss is computed."""
+    """Name the device whose bytes are estimated: the card at hand decides how the loss runs."""
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return "a CUDA device that is not a Hopper card" if device == "cuda" else "the CPU"
