@@ -87,7 +87,7 @@ def cross_entropy(
 
 
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
-    """Compute the loss of checked arguments in the way that supports them."""
+    """Compute the loss of checked arguments by the operators, the row function or densely."""
     if head.by_position and 0 in head.weights[0].shape[:2]:
         return reference.without_classes_or_positions(head, labels, options)
     by_definition = _by_definition(head, options)

@@ -103,5 +103,5 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
 
 
 def _like(tensor: Tensor, *shape: int) -> Tensor:
-    """Return an empty tensor of this shape, of the same dtype and device."""
+    """Return a tensor of this shape, of the same dtype and device, without memory for its data."""
     return tensor.new_empty(()).expand(shape)

@@ -76,7 +76,7 @@ class Head(NamedTuple):
 class Labels(NamedTuple):
     """Hold the tensors that the logits are compared with, in the order of the operators' schema."""
 
-    target: Tensor  # [...], or class probabilities [..., V]; of a K-dimensional loss [N, P] or [N, V, P]
+    target: Tensor  # [...] or probabilities [..., V]; K-dimensional [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
     row_weight: Tensor | None = None  # [...]; of a K-dimensional loss [N, P]
 
@@ -117,7 +117,7 @@ class Options(NamedTuple):
     The caller chooses it once (planner.with_graph_facts); forward and backward obey.
     """
     dense: int | None = None
-    """The bytes that the dense computation would hold (call_memory.py): a limit of the default.
+    """The bytes of the dense computation (call_memory.py), which limit the default workspace.
 
     The caller sets it, because it depends on the number of tokens. None in a graph, and until then.
     """

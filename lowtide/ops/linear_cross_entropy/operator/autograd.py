@@ -128,7 +128,7 @@ def _save(
 
 def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
     """Return the head, its labels, and the tensors that forward kept."""
-    terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # reading unpacks
+    terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # each read unpacks
     tensors, rest = saved[:count], saved[count:]
     head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
     # The kept tensors are outputs; undetached they would lead back to this node.

@@ -1,8 +1,8 @@
 """Compute what the fused operators cannot.
 
 These are derivatives of higher order, forward mode, vmap, and gradients of a target or of class
-weights. The dense definition runs here, a chunk of rows at a time
-(core/row_function.py). It is exact and in bounded memory, but not fast.
+weights. The dense definition runs here, a chunk of rows at a time (core/row_function.py). It is
+exact and in bounded memory, but not fast.
 
 Shapes: N tokens, V classes, P positions.
 """
