@@ -110,7 +110,7 @@ class Engine:
             self.walk_classes(coefs, stats, gradients, of_tokens)
 
     def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
-        """Compute all but what is formed class by class, a chunk of tokens at a time.
+        """Compute what is not formed class by class, a chunk of tokens at a time.
 
         Return what the walk over classes needs of it.
         """
@@ -197,7 +197,7 @@ class Engine:
     # What engines use.
 
     def columns(self, rows: slice, classes: slice = slice(0, None)) -> Columns:
-        """Return what the softmax needs to know about a tile's columns."""
+        """Return what the softmax needs of a tile's columns."""
         smoothing, soft_NV = self.plan.options.label_smoothing, self.rows.soft_NV
         return Columns(
             first_class=classes.start,

@@ -49,7 +49,7 @@ def no_gradients(head: Head) -> Gradients:
 def allocate(
     plan: "Plan", head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
 ) -> Gradients:
-    """Allocate memory for the wanted gradients; they will be factor times what is computed into it.
+    """Allocate memory for the wanted gradients, which will be factor times its contents.
 
     `final`: no upstream gradient follows. `empty`: nothing will be written. `some_rows`: not every
     row of an input gradient will be written.
@@ -118,7 +118,7 @@ class InputRows:
     def __init__(
         self, dx: PendingGradient, rows: int, sum_dtype: torch.dtype, backend: str, kept_rows: Tensor | None
     ) -> None:
-        """Allocate the buffer, for so many rows; kept_rows are given if not all rows are."""
+        """Allocate a buffer of `rows` rows; kept_rows is None if all rows are kept."""
         self.dx, self.backend, self.kept_rows = dx, backend, kept_rows
         self.buffer_CD = None
         if dx.applied is not None or kept_rows is not None:

@@ -28,8 +28,8 @@ Stats = TypeVar("Stats", bound=RowStats)
 class RowLoss:
     """Hold the labels of each kept row.
 
-    On the CPU these are the rows that are not ignored. On CUDA, where counting those would mean
-    waiting for the device, they are all rows.
+    On the CPU these are the rows that are not ignored. On CUDA they are all rows, because counting
+    would wait for the device.
     """
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
@@ -62,7 +62,7 @@ class RowLoss:
         self.invalid_target_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
         self.target_N = target_N.masked_fill(ignored_N | self.invalid_target_N, 0)
 
-    # From vectors of all rows to those of kept rows, and back.
+    # Convert vectors of all rows to those of kept rows, and back.
 
     def of_kept(self, vector_N: Tensor) -> Tensor:  # [M]
         return vector_N if self.kept_rows is None else vector_N[self.kept_rows]
@@ -87,9 +87,9 @@ class RowLoss:
         return loss_N if self.row_weight_N is None else loss_N.mul_(self.row_weight_N)
 
     def denominator(self) -> Tensor:
-        """Return what a mean is divided by: the sum of the kept targets' class weights.
+        """Return what a mean is divided by, whatever the weights of the rows.
 
-        The weights of rows are not in it.
+        This is the sum of the targets' class weights, or for probabilities the number of rows.
         """
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
@@ -98,8 +98,8 @@ class RowLoss:
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         """Return the coefficients of the gradient of sum(upstream_N * loss_N).
 
-        All upstream gradients are 1 where none are given. The row's weight, a factor of its loss,
-        joins its upstream gradient.
+        All upstream gradients are 1 if none are given. The row's weight, a factor of its loss,
+        multiplies its upstream gradient.
         """
         options = self.plan.options
         smoothing = options.label_smoothing

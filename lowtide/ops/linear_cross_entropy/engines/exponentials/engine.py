@@ -334,7 +334,7 @@ class ExponentialsEngine(Engine):
         return raw_C
 
     def _sorted_targets(self, rows: int) -> Targets:
-        """Sort the targets of each chunk of so many rows."""
+        """Sort the targets of each chunk of `rows` rows."""
         class_N = self.rows.target_N.masked_fill(self.rows.ignored_N, self.V)
         chunk_N = torch.arange(self.M, device=self.device).div_(max(rows, 1), rounding_mode="floor")
         place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)

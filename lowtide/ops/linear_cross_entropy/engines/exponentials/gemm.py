@@ -20,7 +20,7 @@ NO_TRANSFORM = LogitTransform()
 
 
 def halves_of_tiles(classes: int) -> int:
-    """Return the number of half tiles in a row of so many classes."""
+    """Return the number of half tiles in a row of `classes` classes."""
     return 2 * triton.cdiv(classes, tiles.BLOCK_B)
 
 

@@ -168,7 +168,7 @@ def multiply(
     a_s, b_s, full, empty, step, steps,
     WHICH: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Return the sum of so many stages' products for one consumer's rows, [HALF, WIDTH] in float32.
+    """Return the sum of `steps` stages' products for a consumer's rows, [HALF, WIDTH] in float32.
 
     The next product starts while one still runs, so a stage is released one step later.
     """

@@ -64,7 +64,7 @@ class SoftTargetsEngine(Engine):
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
     """Return the partial results of each part of a row, [C, T, 4].
 
-    The distances are written to out_CV, if it is given.
+    The distances are written to out_CV, if it is given. The kernel is Triton's or a Gluon pipeline.
     """
     if not fits_pipeline(columns.soft_CB, out_CV):
         return gemm_triton.distances(terms, columns, out_CV)

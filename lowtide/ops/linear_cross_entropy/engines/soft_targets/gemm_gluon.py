@@ -168,10 +168,7 @@ def _distance_pipeline_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """Return the partial results of each part of a row, [C, T, 4].
-
-    The distances are written to out_CV, if it is given.
-    """
+    """Run the kernel on the operands of a chunk; engine.py has the contract."""
     operands: Any = [_described(term) for term in terms]
     (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]
     soft: Any = columns.soft_CB

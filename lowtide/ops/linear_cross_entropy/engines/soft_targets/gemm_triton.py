@@ -229,10 +229,7 @@ def _distances_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
-    """Return the partial results of each part of a row, [C, T, 4].
-
-    The distances are written to out_CV, if it is given.
-    """
+    """Run the kernel on the operands of a chunk; engine.py has the contract."""
     (x_CD, weight_VD), *others = (described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB

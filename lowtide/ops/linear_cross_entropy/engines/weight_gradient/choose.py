@@ -32,7 +32,7 @@ class WeightAccumulator(Protocol):
         """Subtract the outer product of the class weights, or of ones, and a row."""
 
     def finish(self) -> None:
-        """Leave the gradient in its memory, but for the remaining factor."""
+        """Leave the gradient in its memory, without the remaining factor."""
 
 
 def choose_accumulator(
