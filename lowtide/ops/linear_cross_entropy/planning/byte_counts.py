@@ -106,7 +106,7 @@ class ByteCounts:
     """Memory of the two sweeps, in the exponentials engine."""
 
     def chunk(self, rows: int) -> int:
-        """Return the bytes of a chunk of so many rows."""
+        """Return the bytes of a chunk of `rows` rows."""
         return rows * self.token_bytes + self.shared_buffer_bytes(rows)
 
     def single_product(self) -> int:

@@ -55,7 +55,7 @@ def dense_bytes(
     tracked: Sequence[Tensor],
     tensors: tuple[int, int] = (2, 3),
 ) -> int:
-    """Return the peak bytes of the dense computation of so many logits.
+    """Return the peak bytes of the dense computation of `logits` logits.
 
     `dtypes` are those of the operands, and the `tracked` tensors get gradients. `tensors` is how
     many tensors of the logits' size exist without and with gradients. Autocast's copies are not

@@ -39,7 +39,7 @@ def product_of_rows(rows: int, columns: int, summed: int, *, most: int = PRODUCT
 
 
 def addition(bytes: int) -> float:
-    """Return the seconds of adding to a sum of so many bytes."""
+    """Return the seconds of adding to a sum of `bytes` bytes."""
     return 2 * bytes / BYTES_A_SECOND + LAUNCHES
 
 

@@ -24,7 +24,7 @@ BESIDE_ONE_PRODUCT = 256
 
 
 def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
-    """Return the workspace asked for, or the default and what it does not include."""
+    """Return the workspace asked for, or the default plus `beside`, which it does not include."""
     return DEFAULT_WORKSPACE[device] + beside if workspace is None else workspace
 
 
