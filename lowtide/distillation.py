@@ -1,6 +1,6 @@
-"""Distillation between two heads without the logits of either.
+"""Distil one head into another without the logits of either.
 
-Arguments that do not fit are a ValueError or a TypeError, each also a RuntimeError.
+An argument that does not fit raises a ValueError or a TypeError, each also a RuntimeError.
 """
 
 from lowtide.ops.distillation import forward_kl, jensen_shannon, reverse_kl

@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     """Hold what shapes, dtypes and device decide for a call."""
 
     backend: str
-    """Of the pass: "triton" or "torch"."""
+    """Backend of the pass: "triton" or "torch"."""
     at_once: int
     """Logits that the pass in torch takes at a time."""
     rows: int
@@ -54,7 +54,6 @@ class Plan(NamedTuple):
 
 
 def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
-    """Return the plan of a call."""
     workspace, needs, backend, at_once = _needs(heads, options, wanted)
     sizes = choose_sizes(workspace, needs)
     return Plan(

@@ -107,7 +107,7 @@ class Engine:
                 tensor.zero_()
             if summed:
                 return PendingGradient(tensor, None, self.factor)
-            # There is no lift beyond that of the logits' gradient, which the factor contains.
+            # The factor contains the scale of the logits' gradient; no further scale is needed.
             if self.final:
                 return PendingGradient(tensor, self.factor, None)
             return PendingGradient(tensor, *pending_gradient.split_factor(self.factor, like.dtype, 0))
@@ -217,7 +217,7 @@ class Engine:
 
 
 class _Head(Operand):
-    """Hold the operands of student or teacher, and the way from a product to its logits."""
+    """Hold the operands of student or teacher, and what turns a product into logits."""
 
     def __init__(self, side: Side, dtype: torch.dtype, softcap: float | None, engine: Engine) -> None:
         input, weight_VD, bias_V = side
@@ -239,6 +239,6 @@ class _Head(Operand):
         product(out_CB, x_CD, self.weight(classes).t())
 
     def logits(self, product_CB: Tensor, classes: slice) -> Logits:
-        """Return the logits of a product, described by what is still to be applied."""
+        """Return the logits of a product: the product, and what is still to be applied to it."""
         bias_B = None if self.bias_V is None else self.bias_V[classes]
         return Logits(product_CB, bias_B, self.temperature, self.softcap)

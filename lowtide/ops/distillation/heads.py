@@ -40,7 +40,6 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, student: Side, teacher: Side, ignored: Tensor | None) -> "Heads":
-        """Return the tensors of two sides."""
         return cls(*student, *teacher, ignored)
 
     @property
@@ -50,12 +49,10 @@ class Heads(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
         return math.prod(self.leading)
 
     @property
     def classes(self) -> int:
-        """Return the number of classes."""
         return self.student_weight.shape[0]
 
     @property
@@ -83,7 +80,7 @@ class Heads(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Hold everything about a call that is no tensor, in the order of the operators' schema."""
+    """Hold the arguments of a call that are not tensors, in the order of the operators' schema."""
 
     beta: float
     """The divergence: 0 is forward KL, 1 reverse KL, Jensen-Shannon between."""
