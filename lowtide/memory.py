@@ -68,7 +68,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     `torch.cuda.memory` history.
 
     Raises:
-        ValueError, TypeError: for what is neither a CPU nor a CUDA device.
+        ValueError, TypeError: for a device that is neither a CPU nor CUDA.
         RuntimeError: within another `peak_memory`, on the CPU within torch's profiler, and for a
             CUDA device on a machine without one.
     """

@@ -49,7 +49,7 @@ class RowFunction:
         """Return the function that computes the tangents of the outputs at places `wanted`.
 
         It takes the tangents of the arguments at places `moved`. Its arguments are those that are
-        cut (this function's rows, then their tangents), then those that are whole, likewise.
+        cut (this function's rows, then their tangents), then those that are whole, in that order.
         """
         raise NotImplementedError
 
