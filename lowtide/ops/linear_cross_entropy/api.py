@@ -263,8 +263,8 @@ def linear_log_probs(
     Raises: as :func:`linear_cross_entropy`.
 
     Source: the per-token quantities of PPO (arxiv.org/abs/1707.06347), DPO
-    (arxiv.org/abs/2305.18290) and GRPO (arxiv.org/abs/2402.03300); asked for in Liger-Kernel issue
-    873 and TRL issue 7244.
+    (arxiv.org/abs/2305.18290) and GRPO (arxiv.org/abs/2402.03300); asked for in
+    Liger-Kernel issue 873 and TRL issue 7244.
     """
     return dispatch.log_probs(
         (input,),

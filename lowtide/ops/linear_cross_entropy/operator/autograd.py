@@ -4,8 +4,8 @@ mean, sum   One number multiplies every row's gradient, so forward forms the gra
             holds each chunk of logits (three products in all). Backward multiplies them by the
             upstream gradient: in place where the graph is freed behind it, out of place where the
             caller retains it.
-none, and   Every row has its own upstream gradient. Forward keeps two numbers a row, backward
-log_probs   computes the logits again (four products).
+none, and   Every row has its own upstream gradient. Forward keeps two or three numbers a row,
+log_probs   backward computes the logits again (four products).
 
 A backward that is itself differentiated, or batched, runs higher_order.py from the saved inputs.
 
