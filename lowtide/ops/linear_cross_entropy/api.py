@@ -157,9 +157,9 @@ def linear_cross_entropy(
         or class weights.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss. Whether
-    it reaches gradients depends on the path: the CPU leaves the row out; elsewhere it is multiplied
-    by 0, which keeps the NaN. An upstream gradient that is not finite makes an ignored row's
-    gradient NaN for mean and sum. Where all targets have class weight 0, smoothing makes the mean
+    it reaches gradients depends on the path: the CPU leaves the row out; a path that multiplies the
+    row by 0 keeps the NaN. An upstream gradient that is not finite makes an ignored row's gradient
+    NaN for mean and sum. Where all targets have class weight 0, smoothing makes the mean
     infinite; in torch it is NaN. The mean over one ignored row without a batch is NaN here; in
     torch it is 0 on CUDA and NaN everywhere else.
 
