@@ -63,6 +63,12 @@ def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredL
     )
 
 
+@handles("dropout", "alpha_dropout")
+def dropout(input: DeferredLogits, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Return the logits themselves where dropout is off, as torch does."""
+    return input if p == 0 or (not training and 0 <= p <= 1) else NotImplemented
+
+
 @handles("__getitem__")
 def getitem(input: DeferredLogits, index: Any) -> Any:
     """Select rows by any index; of the classes a range, or one target for each row."""

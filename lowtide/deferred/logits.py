@@ -12,12 +12,14 @@ from lowtide.deferred import expression
 from lowtide.deferred.expression import Node
 from lowtide.deferred.proxy import (
     Proxy,
-    find_function,
+    describe_function,
     flat,
     in_function,
     is_in_place,
+    is_running,
     is_torchs,
     replaced,
+    running_forward,
     spelled,
 )
 from lowtide.deferred.reporting import Counts
@@ -72,12 +74,12 @@ class Source:
         """How many of them are real."""
         self.changed: str | None = None
         """The operation that changed real ones in place."""
-        self.in_function = in_function()
-        """True if they were made in the forward of an autograd.Function."""
+        self.forward = running_forward()
+        """The frame of the innermost autograd.Function's forward in which they were made, if any."""
         self.function: str | None = None
         """That Function, if it gave them no gradient and its results may need one."""
-        if self.in_function and not torch.is_grad_enabled():
-            function, needs_grad = find_function()
+        if in_function() and not torch.is_grad_enabled():
+            function, needs_grad = describe_function(self.forward)
             self.function = function if needs_grad else None
 
 
@@ -161,9 +163,10 @@ class DeferredLogits(Proxy):
 
     def check_function(self) -> None:
         """Raise an error if these have left an autograd.Function, which gave them no gradient."""
-        if self.source.function is not None and torch.is_grad_enabled() and not in_function():
+        source = self.source
+        if source.function is not None and torch.is_grad_enabled() and not is_running(source.forward):
             raise RuntimeError(
-                f"these logits have left {self.source.function}, without their gradient; compute the loss in "
+                f"these logits have left {source.function}, without their gradient; compute the loss in "
                 "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
                 "use_reentrant=False)"
             )
@@ -231,6 +234,8 @@ class DeferredLogits(Proxy):
         return super().__getattr__(name)
 
     def attribute(self, name: str) -> Any:
+        if not hasattr(Tensor, name):
+            raise AttributeError(f"{name!r}: not an attribute of a tensor")
         if name == "mT" or (name == "T" and self.dim() == 2):
             return self.transpose(-1, -2)
         return getattr(self.real("Tensor.T" if name == "T" else spelled(name)), name)
@@ -299,8 +304,9 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     """
     if torch.is_grad_enabled() or not in_function():
         return
-    if any(each.requires_grad and not each.source.in_function for each in deferred):
+    here = running_forward()
+    if any(each.requires_grad and (here is None or each.source.forward is not here) for each in deferred):
         raise RuntimeError(
-            f"{find_function()[0]}, was given deferred logits, and would lose their gradient; pass "
+            f"{describe_function(here)[0]}, was given deferred logits, and would lose their gradient; pass "
             "logits.materialize(), or undo() the deferral"
         )

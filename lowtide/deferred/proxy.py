@@ -6,6 +6,7 @@ Torch functions, methods and Python's operators on a proxy all arrive in its cla
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ OTHERS = (
     *("ne", "neg", "pos"),
 )
 OPERATORS = (*BINARY, *(f"r{name}" for name in BINARY), *IN_PLACE, *OTHERS)
+APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 OWNERS = (torch, Tensor, torch.nn.functional, torch.autograd)
 
 
@@ -44,9 +46,9 @@ class Proxy:
         return cls.call(function, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        if name[:2] == "__" or not hasattr(Tensor, name):
+        if name[:2] == "__":
             raise AttributeError(f"{name!r}: not an attribute of a tensor")
-        method = getattr(Tensor, name)
+        method = getattr(Tensor, name, None)
         if callable(method):
             return functools.partial(_call_method, type(self), method, self)
         return self.attribute(name)
@@ -128,16 +130,38 @@ def in_function() -> bool:
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def find_function() -> tuple[str, bool]:
-    """Describe the autograd.Function whose forward is running, and whether its inputs need gradients.
+def running_forward() -> FrameType | None:
+    """Return the frame of the innermost forward of an autograd.Function, or None without one.
+
+    It is found by its context, or by Function.apply, where that is written in Python. From torch
+    2.14 on it is not, and a forward without a context is not found.
+    """
+    frame = sys._getframe(1) if in_function() else None
+    while frame is not None and not (frame.f_code is APPLY or _context(frame) is not None):
+        frame = frame.f_back
+    return frame
+
+
+def is_running(forward: FrameType | None) -> bool:
+    """Return True if the call of this frame has not ended."""
+    frame = None if forward is None else sys._getframe(1)
+    while frame is not None and frame is not forward:
+        frame = frame.f_back
+    return frame is not None
+
+
+def describe_function(forward: FrameType | None) -> tuple[str, bool]:
+    """Describe the Function of this frame, and whether its inputs need gradients.
 
     A forward without a context does not tell; that counts as True.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        context: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
-        function = getattr(type(context), "_forward_cls", None)
-        if function is not None:
-            return f"{function.__name__}, an autograd.Function", any(context.needs_input_grad)
-    return "an autograd.Function", True
+    context = None if forward is None else _context(forward)
+    if context is None:
+        return "an autograd.Function", True
+    return f"{context._forward_cls.__name__}, an autograd.Function", any(context.needs_input_grad)
+
+
+def _context(frame: FrameType) -> Any:
+    """Return the context that a Function's forward has as its first argument, or None."""
+    first: Any = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
+    return None if getattr(type(first), "_forward_cls", None) is None else first

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
@@ -375,3 +376,64 @@ def test_nothing_is_detached_in_place(name):
                 part.detach_()
         assert logits.requires_grad
         assert deferral.materialized == {}
+
+
+class Forwards(torch.autograd.Function):
+    """Runs what it is given with gradients, as an outer Function that differentiates by itself does."""
+
+    @staticmethod
+    def forward(ctx, run, hidden):
+        with torch.enable_grad():
+            return run(hidden).detach()
+
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, head, hidden):
+        return head(hidden)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return None, upstream
+
+
+@pytest.mark.parametrize("leaves", ["a Function", "a reentrant checkpoint", "is given to a Function"])
+def test_functions_within_a_function_would_lose_the_gradient(leaves):
+    head = torch.nn.Linear(8, V)
+
+    def run(hidden):
+        if leaves == "a Function":
+            logits = Inner.apply(head, hidden)
+        elif leaves == "a reentrant checkpoint":
+            logits = checkpoint(head, hidden, use_reentrant=True)
+        else:
+            return OwnLoss.apply(head(hidden))
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+    hidden = torch.randn(5, 8, requires_grad=True)
+    with lowtide.defer_logits(head, head=head), pytest.raises(RuntimeError, match="gradient"):
+        Forwards.apply(run, hidden)
+
+
+def test_dropout_that_is_off_keeps_logits_deferred():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        with torch.no_grad():
+            assert F.dropout(logits, 0.0, True) is logits
+            assert F.dropout(logits, 0.3, training=False) is logits
+        assert logits.requires_grad
+
+
+def test_attribute_of_hidden_states_is_the_tensors():
+    class Scaled(torch.nn.Linear):
+        def forward(self, hidden):
+            return super().forward(hidden) * getattr(hidden, "own_scale", 7.0)
+
+    head, hidden = Scaled(8, V, bias=False), torch.randn(4, 8)
+    hidden.own_scale = 0.5
+    target = torch.arange(4)
+    expected = F.cross_entropy(head(hidden), target)
+    with lowtide.defer_logits(head, head=head):
+        found = F.cross_entropy(head(hidden), target)
+    torch.testing.assert_close(found, expected)
