@@ -57,7 +57,11 @@ def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the rows of a chunk are copied, because of their dtype or their strides."""
     if input.dtype != dtype or not _flattens(input):
         return True
-    return not multiplies(input.view(math.prod(input.shape[:-1]), input.shape[-1]))
+    # The strides of the view [N, D]; a fake tensor of another mode could not make it.
+    N, D, inner = math.prod(input.shape[:-1]), input.shape[-1], input.stride(-1)
+    rows = _rows(input)
+    outer = rows[-1][1] if rows else D
+    return not ((inner == 1 and outer >= D) or (outer == 1 and inner >= N))
 
 
 def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
@@ -67,5 +71,10 @@ def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
 
 def _flattens(input: Tensor) -> bool:
     """Return True if [..., D] can be viewed as [N, D]."""
-    rows = [(size, stride) for size, stride in zip(input.shape[:-1], input.stride()) if size != 1]
+    rows = _rows(input)
     return all(rows[i][1] == rows[i + 1][0] * rows[i + 1][1] for i in range(len(rows) - 1))
+
+
+def _rows(input: Tensor) -> list[tuple[int, int]]:
+    """Return size and stride of each leading dimension of more than one."""
+    return [each for each in zip(input.shape[:-1], input.stride()) if each[0] != 1]

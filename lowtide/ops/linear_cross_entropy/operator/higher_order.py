@@ -85,7 +85,10 @@ def _by_rows(
     options: Options,
 ) -> Tensors:
     head = reference.flat(head, options)
-    terms, by_row = len(head.inputs), labels.by_row
+    # Not labels.by_row: Dynamo of torch 2.11 fails on that property.
+    terms, by_row = len(head.inputs), {"target": labels.target}
+    if labels.row_weight is not None:
+        by_row["row_weight"] = labels.row_weight
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
         rest = iter(whole[terms:])
