@@ -41,11 +41,14 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
         return most
     if counts.target_rows_bytes:
         dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V)
-    smallest = counts.smallest_workspace
+    room, smallest = ROOM[counts.device], counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
+    one_product = counts.fixed + counts.smallest_copy + counts.single_product()
+    if counts.target_rows_bytes and limited < one_product <= min(most, limited + room):
+        return one_product  # one GEMM less than with class blocks
     if _has_large_pieces(choose_sizes(limited, counts), counts):
         return limited
-    return min(most, max(limited, smallest + ROOM[counts.device]))
+    return min(most, max(limited, smallest + room))
 
 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:
