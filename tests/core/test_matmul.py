@@ -71,11 +71,16 @@ def test_product_of_an_odd_vocabulary_is_as_quick_and_exact(V: int, add: bool) -
         product(dx_CD, exp_CP[:, :V], weight_PD[:V], add=add)
         product(dw_PD[:V], exp_CP[:, :V].t(), x_CD, add=add)
 
-    both(V)
-    exact = exp_CP[:, :V].double() @ weight_PD[:V].double() + add
-    assert (dx_CD - exact).norm() / exact.norm() < 1e-5
-    exact = exp_CP[:, :V].t().double() @ x_CD.double() + add
-    assert (dw_PD[:V] - exact).norm() / exact.norm() < 1e-5
+    # Tensor cores truncate as they add up, so a long product errs by 1e-4 with whole vectors, too.
+    errors = []
+    for size in (padded, V):
+        dx_CD.fill_(1), dw_PD.fill_(1)
+        both(size)
+        exact_CD = exp_CP[:, :size].double() @ weight_PD[:size].double() + add
+        exact_VD = exp_CP[:, :size].t().double() @ x_CD.double() + add
+        pairs = ((dx_CD, exact_CD), (dw_PD[:size], exact_VD))
+        errors.append([((found - exact).norm() / exact.norm()).item() for found, exact in pairs])
+    assert max(errors[1]) <= 1.2 * max(errors[0]) + 1e-6 < 1e-3
     rounds = [(_milliseconds(both, V), _milliseconds(both, padded)) for _ in range(9)]
     assert statistics.median(odd / even for odd, even in rounds) < 1.3
 

@@ -247,10 +247,14 @@ def _tanh_kernel(x_ptr, tanh_ptr, slope_ptr, BLOCK: tl.constexpr):
 
 
 def test_tanh_and_its_slope(device):
-    """Each to a few units in the last place, also where 1 - tanh^2 is 0 in float32."""
+    """Each to a few units in the last place, also where 1 - tanh^2 is 0 in float32.
+
+    On a card exp(-2 x) errs by as many units as the argument rounds: half of 2 |x|.
+    """
     x = torch.cat([torch.linspace(-20, 20, 3000), torch.logspace(-6, 0, 1096)]).to(device)
     tanh, slope = torch.empty_like(x), torch.empty_like(x)
     _tanh_kernel[(1,)](x, tanh, slope, BLOCK=4096)
     exact = x.double()
+    units = 8 + (x.abs() if device == "cuda" else 0)
     for got, want in ((tanh, exact.tanh()), (slope, exact.cosh() ** -2)):
-        assert ((got - want) / want).abs().max() <= 8 * torch.finfo(torch.float32).eps
+        assert (((got - want) / want).abs() <= units * torch.finfo(torch.float32).eps).all()
