@@ -31,7 +31,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_a_step_without_the_head_warns_once():
+def test_step_without_head_warns_once():
     model, tokens, targets = make()
     optimizer = sgd(model)
     with lowtide.defer_logits(model) as deferral:
@@ -43,7 +43,7 @@ def test_a_step_without_the_head_warns_once():
         assert deferral.fused == 0
 
 
-def test_a_head_that_is_only_asked_without_gradients_warns():
+def test_step_with_head_no_grad_warns():
     model, tokens, targets = make()
     optimizer = sgd(model)
     with lowtide.defer_logits(model):
@@ -55,7 +55,7 @@ def test_a_head_that_is_only_asked_without_gradients_warns():
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_step_with_the_head_does_not(optimizer):
+def test_step_with_head_no_warning(optimizer):
     model, tokens, targets = make()
     own = optimizer(model.parameters(), lr=0.1)
     with lowtide.defer_logits(model):
@@ -63,7 +63,7 @@ def test_a_step_with_the_head_does_not(optimizer):
         train(model, past_the_head(model, tokens, targets), own)
 
 
-def test_a_step_that_has_a_closure_does_not():
+def test_step_with_closure_no_warning():
     """Lightning's, in which the head is called."""
     model, tokens, targets = make()
     optimizer = sgd(model)
@@ -78,7 +78,7 @@ def test_a_step_that_has_a_closure_does_not():
         optimizer.step(closure)
 
 
-def test_a_step_of_another_model_does_not():
+def test_step_of_other_model_no_warning():
     model, tokens, targets = make()
     other, _, _ = make()
     with lowtide.defer_logits(model):
@@ -86,7 +86,7 @@ def test_a_step_of_another_model_does_not():
         train(other, other(tokens, targets)[1], sgd(other))
 
 
-def test_steps_of_other_parameters_do_not():
+def test_step_of_other_parameters_no_warning():
     """Of a model whose head is trained by another optimizer, or later."""
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
@@ -96,7 +96,7 @@ def test_steps_of_other_parameters_do_not():
             )
 
 
-def test_a_step_that_makes_an_optimizers_states_does_not():
+def test_step_creating_optimizer_state_no_warning():
     model, tokens, targets = make()
     optimizer = torch.optim.AdamW(model.parameters())
     with lowtide.defer_logits(model):
@@ -105,7 +105,7 @@ def test_a_step_that_makes_an_optimizers_states_does_not():
         train(model, model(tokens, targets)[1], optimizer)
 
 
-def test_a_frozen_head_is_told_by_any_step():
+def test_step_with_frozen_head_warns():
     model, tokens, targets = make()
     model.lm_head.requires_grad_(False)
     optimizer = sgd(model)
@@ -115,7 +115,7 @@ def test_a_frozen_head_is_told_by_any_step():
             train(model, past_the_head(model, tokens, targets), optimizer)
 
 
-def test_a_deferral_that_is_undone_or_gone_does_not():
+def test_step_after_deferral_no_warning():
     model, tokens, targets = make()
     optimizer = sgd(model)
     lowtide.defer_logits(model).undo()
@@ -130,7 +130,7 @@ COMPILED = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"]
 
 
 @COMPILED
-def test_compiled_losses_count_when_they_run(backend):
+def test_count_compiled_losses(backend):
     model, tokens, targets = make()
     optimizer = sgd(model)
     torch._dynamo.reset()
@@ -142,7 +142,7 @@ def test_compiled_losses_count_when_they_run(backend):
 
 
 @COMPILED
-def test_compiled_real_logits_count_when_they_run(backend):
+def test_count_compiled_real_logits(backend):
     model, tokens, _ = make()
     torch._dynamo.reset()
     expected = model(tokens)[0].sigmoid().mean()
@@ -159,7 +159,7 @@ def test_compiled_real_logits_count_when_they_run(backend):
             assert (deferral.fused, deferral.materialized) == (0, {"torch.sigmoid": runs})
 
 
-def test_a_compiled_step_without_the_head_warns():
+def test_step_compiled_without_head_warns():
     model, tokens, targets = make()
     torch._dynamo.reset()
     compiled = torch.compile(past_the_head, fullgraph=True, backend="eager")
@@ -180,11 +180,11 @@ class PositionsAsWideAsLayers(nn.Module):
             self.lm_head.weight = self.wte.weight
 
 
-def test_a_head_is_told_by_its_tied_weight():
+def test_head_found_by_tied_weight():
     with lowtide.defer_logits(model := PositionsAsWideAsLayers(True)) as deferral:
         assert deferral.head is model.lm_head
 
 
-def test_without_one_the_layers_are_named():
+def test_head_ambiguous_error_names_layers():
     with pytest.raises(ValueError, match=r"mlp, lm_head all have as many outputs .* pass head="):
         lowtide.defer_logits(PositionsAsWideAsLayers(False))

@@ -16,7 +16,7 @@ from tests.deferred.helpers import GPT, D, V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 
 
-def test_only_in_training():
+def test_deferred_only_in_training():
     model, tokens, _ = make()
     expected = model(tokens)[0]
     with lowtide.defer_logits(model):
@@ -38,7 +38,7 @@ def test_undo():
     lowtide.defer_logits(model).undo()
 
 
-def test_undo_under_a_class_of_somebody_else():
+def test_undo_under_foreign_class():
     """fully_shard makes a class of the module's."""
     model, tokens, _ = make()
     deferral = lowtide.defer_logits(model)
@@ -49,7 +49,7 @@ def test_undo_under_a_class_of_somebody_else():
     lowtide.defer_logits(model).undo()
 
 
-def test_the_model_looks_the_same():
+def test_model_looks_unchanged():
     model, _, _ = make(tied=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     text = repr(model)
@@ -63,7 +63,7 @@ def test_the_model_looks_the_same():
 
 
 @pytest.mark.parametrize("how", ["copy", "pickle", "old pickle", "save"])
-def test_a_copy_is_the_plain_model(how, tmp_path):
+def test_copy_is_plain_model(how, tmp_path):
     model, tokens, _ = make(tied=True)
     expected = model(tokens)[0]
     lowtide.defer_logits(model)
@@ -81,7 +81,7 @@ def test_a_copy_is_the_plain_model(how, tmp_path):
     assert isinstance(model(tokens)[0], DeferredLogits)
 
 
-def test_a_pickle_loads_without_this_package():
+def test_pickle_loads_without_lowtide():
     model, _, _ = make()
     lowtide.defer_logits(model)
     assert b"lowtide" not in pickle.dumps(model.lm_head)
@@ -98,7 +98,7 @@ def test_forward_hooks():
     assert (deferral.fused, deferral.materialized) == (1, {})
 
 
-def test_a_backward_hook_of_the_head_has_its_gradient():
+def test_backward_hook_of_head():
     model, tokens, targets = make()
     seen = []
     model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
@@ -111,7 +111,7 @@ def test_a_backward_hook_of_the_head_has_its_gradient():
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing"
 )  # of the embedding, whose inputs are integers
-def test_a_backward_hook_of_all_modules_has_its_gradient():
+def test_backward_hook_of_all_modules():
     model, tokens, targets = make()
     seen = []
 
@@ -126,7 +126,7 @@ def test_a_backward_hook_of_all_modules_has_its_gradient():
     assert torch.equal(*seen)
 
 
-def test_called_by_name():
+def test_head_called_by_name():
     model, tokens, _ = make()
     hidden = torch.randn(*tokens.shape, D, dtype=model.lm_head.weight.dtype, requires_grad=True)
     with lowtide.defer_logits(model) as deferral:
@@ -137,7 +137,7 @@ def test_called_by_name():
     assert deferral.materialized == {}
 
 
-def test_backward_hooks_of_the_weight():
+def test_backward_hook_of_weight():
     model, tokens, targets = make(tied=True)
     seen = []
     model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
@@ -157,14 +157,14 @@ def test_backward_hooks_of_the_weight():
 
 
 @pytest.mark.parametrize("why", ["dtype", "features"])
-def test_a_product_that_torch_refuses(why):
+def test_product_refused_by_torch(why):
     model, _, _ = make(dtype=torch.float32)
     x = torch.randn(2, D, dtype=torch.float64) if why == "dtype" else torch.randn(2, D + 1)
     with lowtide.defer_logits(model), pytest.raises(RuntimeError, match=r"dtype|shapes"):
         model.lm_head(x)
 
 
-def test_a_head_that_makes_no_such_product():
+def test_head_without_product():
     class Other(nn.Linear):
         def forward(self, x):
             return x.sin()
@@ -190,7 +190,7 @@ class Product(torch.autograd.Function):
         return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-def test_a_head_with_a_function_of_its_own():
+def test_head_with_autograd_function():
     """Which would not see the hidden states within an object, and lose their gradient."""
 
     class Quantised(nn.Linear):
@@ -209,7 +209,7 @@ def test_a_head_with_a_function_of_its_own():
     close(found, expected)
 
 
-def test_a_weight_that_wraps_others():
+def test_head_weight_wrapper_subclass():
     """Like DTensor: it knows how to be multiplied, and the fused operator does not."""
     model, tokens, targets = make()
     weight = model.lm_head.weight.detach()
@@ -225,12 +225,12 @@ def test_a_weight_that_wraps_others():
 
 
 @pytest.mark.parametrize("model", [GPT, torch.zeros(2), None])
-def test_a_model_that_is_none(model):
+def test_model_not_module(model):
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got"):
         lowtide.defer_logits(model)
 
 
-def test_a_head_of_another_model():
+def test_head_of_other_model():
     model, other = GPT(), GPT()
     with pytest.raises(ValueError, match="head must be a module of the model"):
         lowtide.defer_logits(model, head=other.lm_head)
@@ -248,7 +248,7 @@ class Positive(nn.Linear):
         return super().forward(x)
 
 
-def test_a_head_with_any_operator_of_python():
+def test_head_with_python_operators():
     model, tokens, targets = make()
     head = Positive(model.lm_head.in_features, V, bias=False).to(model.lm_head.weight.dtype)
     head.weight, model.lm_head = model.lm_head.weight, head

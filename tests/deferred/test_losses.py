@@ -107,7 +107,7 @@ LOSSES = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_spellings(name, dtype, bias):
+def test_loss_spellings(name, dtype, bias):
     model, tokens, targets = make(dtype=dtype, bias=bias)
     fused = {"in parts": T, "in splits": 2}.get(name, 1)
     check(model, lambda model: LOSSES[name](model(tokens)[0], targets), fused=fused, dtype=dtype)
@@ -115,13 +115,13 @@ def test_spellings(name, dtype, bias):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_models_own_loss(tied, dtype):
+def test_loss_of_model(tied, dtype):
     model, tokens, targets = make(dtype=dtype, tied=tied)
     check(model, lambda model: model(tokens, targets)[1], dtype=dtype)
 
 
 @pytest.mark.parametrize("name", ["scaled", "after a soft cap"])
-def test_a_learned_scale(name):
+def test_learned_scale(name):
     model, tokens, targets = make()
     model.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
 
@@ -134,7 +134,7 @@ def test_a_learned_scale(name):
 
 @pytest.mark.parametrize("shape", [(V,), (1, V), (1, 1, V)])
 @pytest.mark.parametrize("place", ["first", "after a scale", "before a soft cap", "subtracted"])
-def test_a_bias_that_is_added(shape, place):
+def test_bias_added(shape, place):
     model, tokens, targets = make(bias=place == "first")
     model.extra = nn.Parameter(torch.randn(shape, dtype=torch.float64))
 
@@ -165,7 +165,7 @@ class Adapted(nn.Linear):
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_adapter_on_the_head(dtype, frozen):
+def test_adapter_on_head(dtype, frozen):
     model, tokens, targets = make()
     model.lm_head = Adapted(16, V, bias=True)
     model.to(dtype)
@@ -173,7 +173,7 @@ def test_an_adapter_on_the_head(dtype, frozen):
     check(model, lambda model: model(tokens, targets)[1], dtype=dtype)
 
 
-def test_an_adapter_of_another_dtype():
+def test_adapter_of_other_dtype():
     """bfloat16 below, float32 adapters, as peft makes them."""
     model, tokens, targets = make(dtype=torch.bfloat16)
     model.lm_head = Adapted(16, V).bfloat16()
@@ -195,7 +195,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("matmul", [False, True])
-def test_a_head_that_is_more_than_a_product(matmul):
+def test_head_more_than_product(matmul):
     model, tokens, targets = make()
     model.lm_head = Normed(model.wte.weight, matmul).double()
     expected = model(tokens, targets)[1]
@@ -204,7 +204,7 @@ def test_a_head_that_is_more_than_a_product(matmul):
     assert (deferral.fused, deferral.materialized) == (1, {})
 
 
-def test_the_loss_of_half_precision_is_float32():
+def test_half_precision_loss_in_float32():
     model, tokens, targets = make(dtype=torch.bfloat16)
     with lowtide.defer_logits(model):
         assert model(tokens, targets)[1].dtype == torch.float32
@@ -234,7 +234,7 @@ ERRORS = {
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_torch_refuses_is_refused(name):
+def test_errors_of_torch(name):
     model, tokens, targets = make()
     targets = targets.clamp(min=0)
     errors = (RuntimeError, ValueError, IndexError)

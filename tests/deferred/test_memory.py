@@ -61,7 +61,7 @@ def step(model, tokens, targets, use):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("cross_entropy", torch.bfloat16), *((name, torch.float32) for name in USES)]
 )
-def test_no_logits(device, name, dtype):
+def test_memory_without_logits(device, name, dtype):
     model, tokens, targets = prepared(device, dtype)
     logits = ROWS[device] * V * 4
     with lowtide.defer_logits(model) as deferral:
@@ -76,7 +76,7 @@ def test_no_logits(device, name, dtype):
 
 
 @pytest.mark.parametrize("what", ["argmax", "topk", "accuracy"])
-def test_no_logits_beside_the_loss(device, what):
+def test_memory_without_logits_outside_loss(device, what):
     model, tokens, targets = prepared(device, torch.float32)
     uses = {
         "argmax": lambda z: z.argmax(-1),
@@ -90,7 +90,7 @@ def test_no_logits_beside_the_loss(device, what):
     assert peak.largest < ROWS[device] * V * 4
 
 
-def test_what_is_held_between_forward_and_backward(device):
+def test_memory_between_forward_and_backward(device):
     """One gradient of the head and of its input, which the loss has formed already; nothing of a row's."""
     model, tokens, targets = prepared(device, torch.float32)
     with lowtide.defer_logits(model), peak_memory(device) as peak:
@@ -101,7 +101,7 @@ def test_what_is_held_between_forward_and_backward(device):
     assert logits.shape == (*tokens.shape, V)
 
 
-def test_real_logits_are_seen(device):
+def test_memory_detects_real_logits(device):
     model, tokens, _ = prepared(device, torch.float32)
     warns = pytest.warns(RealLogitsWarning, match="sigmoid")
     with lowtide.defer_logits(model), peak_memory(device) as peak, warns:

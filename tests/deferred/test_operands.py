@@ -38,7 +38,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_of_logits_after_a_step(name):
+def test_slices_after_step(name):
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
@@ -49,7 +49,7 @@ def test_parts_of_logits_after_a_step(name):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_taken_before_a_step(name):
+def test_slices_before_step(name):
     """A view of the hidden states or the weight is told from what it was, a copy needs none of that."""
     model, tokens, targets = make()
     expected = PARTS[name](model(tokens)[0])
@@ -61,7 +61,7 @@ def test_parts_taken_before_a_step(name):
     assert torch.equal(found, expected) or torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_hidden_states_that_change():
+def test_hidden_changed():
     model, tokens, _targets = make()
     with lowtide.defer_logits(model):
         hidden = torch.tanh(model.wte(tokens)).detach()
@@ -73,7 +73,7 @@ def test_hidden_states_that_change():
                 loss_of(each, torch.zeros(each.shape[:2], dtype=torch.long))
 
 
-def test_hidden_states_of_inference_mode_that_change():
+def test_hidden_changed_in_inference_mode():
     """Their versions are not counted, so they are copied."""
     model, tokens, targets = make()
     with torch.inference_mode():
@@ -132,14 +132,14 @@ def changed_bias(z, dtype):
     [filled_again, refilled_number, refilled_row, exchanged_data, changed_bias],
     ids=lambda f: f.__name__,
 )
-def test_operands_are_those_of_their_time(use):
+def test_operands_as_recorded(use):
     model, tokens, _ = make()
     expected = use(model(tokens)[0], torch.float64)
     with lowtide.defer_logits(model):
         torch.testing.assert_close(use(model(tokens)[0], torch.float64), expected, rtol=1e-12, atol=0)
 
 
-def test_a_learned_temperature_that_steps():
+def test_temperature_changed_by_step():
     model, tokens, targets = make()
 
     def use():
@@ -156,7 +156,7 @@ def test_a_learned_temperature_that_steps():
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("which", ["weight", "bias"])
-def test_data_that_is_exchanged(which, frozen):
+def test_data_exchanged(which, frozen):
     """As for an evaluation with averaged weights."""
     model, tokens, targets = make(bias=True)
     model.lm_head.requires_grad_(not frozen)
@@ -172,7 +172,7 @@ def test_data_that_is_exchanged(which, frozen):
     check(model, use)
 
 
-def test_data_of_logits_cannot_be_exchanged():
+def test_data_of_logits_exchange_refused():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]

@@ -29,7 +29,7 @@ class AdaptedHead(nn.Module):
 
 @pytest.mark.parametrize("adapter", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_an_adapter_of_more_digits(half, adapter):
+def test_adapter_of_higher_precision(half, adapter):
     model, tokens, targets = make(dtype=half)
     model.lm_head = AdaptedHead(model.lm_head, dtype=adapter)
 
@@ -58,7 +58,7 @@ FAR = {
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("name", FAR)
-def test_a_vector_of_more_digits(name, learned):
+def test_vector_of_higher_precision(name, learned):
     half, far = FAR[name]
     model, tokens, targets = make(dtype=half, bias=True)
     model.prior = nn.Parameter(torch.linspace(-far, far + 1.3, V), requires_grad=learned)
@@ -120,7 +120,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains(name):
+def test_chain_precision(name):
     model, tokens, _ = make()
     expected = differentiated(model, CHAINS[name](model, tokens))
     with lowtide.defer_logits(model) as deferral:
@@ -131,7 +131,7 @@ def test_chains(name):
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_a_divisor_of_half_precision(half):
+def test_divisor_of_half_precision(half):
     """1 / 3 is not rounded to it."""
     model, tokens, targets = make(dtype=half)
     divisor = torch.tensor(3.0, dtype=half)
@@ -151,7 +151,7 @@ WIDENED = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WIDENED)
-def test_a_loss_of_float64(name, dtype):
+def test_loss_in_float64(name, dtype):
     model, tokens, targets = make(dtype=dtype, bias=True)
 
     def use(model):
@@ -169,7 +169,7 @@ def test_a_loss_of_float64(name, dtype):
 
 
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
-def test_class_weights_of_another_dtype_are_refused_as_by_torch(weight):
+def test_class_weight_of_other_dtype_refused(weight):
     model, tokens, targets = make()
     weights = torch.ones(V, dtype=weight)
 
@@ -186,7 +186,7 @@ def test_class_weights_of_another_dtype_are_refused_as_by_torch(weight):
         use()
 
 
-def test_many_chunks_add_up_in_float32(monkeypatch):
+def test_chunks_summed_in_float32(monkeypatch):
     """A half-precision weight's gradient, of as many terms as there are rows."""
     from lowtide.deferred import chunks
 

@@ -32,7 +32,7 @@ MAPPED = {
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", MAPPED)
-def test_mapped(name, bias):
+def test_map_over_outputs(name, bias):
     model, tokens, _ = make(bias=bias)
 
     def use(model):
@@ -47,7 +47,7 @@ def test_mapped(name, bias):
         assert norm(ours - want) <= 1e-12 * max(1.0, norm(want))
 
 
-def test_a_leaf_is_the_logits():
+def test_map_leaf_is_logits():
     model, tokens, _ = make(bias=True)
     expected = model(tokens)[0]
     with lowtide.defer_logits(model):
@@ -63,7 +63,7 @@ def test_a_leaf_is_the_logits():
     torch.testing.assert_close(total, expected.sum())
 
 
-def test_leaves_of_real_logits_are_they():
+def test_map_leaf_is_real_logits():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
@@ -73,14 +73,14 @@ def test_leaves_of_real_logits_are_they():
         assert tree_map(lambda each: each, logits) is logits
 
 
-def test_types_can_be_asked_for():
+def test_map_type_only():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         assert tree_map(lambda each: 7, model(tokens)[0]) == 7
         assert tree_map(lambda each: None, model(tokens)[0]) is None
 
 
-def test_fake_logits_are_left_alone():
+def test_map_leaves_fake_logits():
     """As of an estimate, which looks through a model's outputs."""
     model, tokens, _ = make()
     with lowtide.defer_logits(model), FakeTensorMode(allow_non_fake_inputs=True):
@@ -88,7 +88,7 @@ def test_fake_logits_are_left_alone():
         assert tree_map(lambda each: each, logits) is logits
 
 
-def test_an_unchanged_map_keeps_the_loss_fused():
+def test_map_identity_keeps_fused():
     model, tokens, targets = make()
 
     def use(model):
@@ -124,7 +124,7 @@ class Copying(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("function", [Passing, Copying])
-def test_a_function_that_passes_leaves_on(function):
+def test_map_function_passes_leaves(function):
     """As DistributedDataParallel's, whose backward is to be called."""
     function.passed = 0
     model, tokens, targets = make()
@@ -142,7 +142,7 @@ def test_a_function_that_passes_leaves_on(function):
         assert norm(ours - want) <= 1e-12 * norm(want)
 
 
-def test_a_hook_on_a_leaf_is_refused():
+def test_map_leaf_hook_refused():
     model, tokens, _ = make()
     with (
         lowtide.defer_logits(model),
@@ -161,7 +161,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transform_cannot_return_them(name):
+def test_transform_returns_logits_refused(name):
     model, tokens, _ = make()
     with (
         lowtide.defer_logits(model),

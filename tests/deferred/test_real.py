@@ -54,7 +54,7 @@ PARTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_exactly_with_one_warning(name, dtype):
+def test_materialized_exact_with_one_warning(name, dtype):
     use, operation = OPERATIONS[name]
     model, tokens, _ = make(bias=True, dtype=dtype)
     expected = use(model(tokens)[0])
@@ -75,7 +75,7 @@ def test_exactly_with_one_warning(name, dtype):
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 @pytest.mark.parametrize("name", PARTS)
-def test_parts(name):
+def test_materialized_slices(name):
     model, tokens, _ = make(bias=True)
     expected, found, deferral = plain_and_deferred(model, lambda model: PARTS[name](model(tokens)[0]))
     assert sum(deferral.materialized.values()) == 1
@@ -91,7 +91,7 @@ def _quiet():
 
 @pytest.mark.usefixtures("_quiet")
 class TestRealLogits:
-    def test_are_made_once(self):
+    def test_made_once(self):
         model, tokens, targets = make()
         with lowtide.defer_logits(model) as deferral:
             logits = model(tokens)[0]
@@ -101,7 +101,7 @@ class TestRealLogits:
         assert deferral.materialized == {"torch.sin": 1}
         assert deferral.fused == 0, "they are there already"
 
-    def test_keep_their_graph(self):
+    def test_graph_kept(self):
         """Made under no_grad they still belong to the graph that they were recorded in."""
         model, tokens, targets = make()
 
@@ -128,7 +128,7 @@ class TestRealLogits:
         expected, found, _ = plain_and_deferred(model, use)
         close(found, expected, torch.float32)
 
-    def test_a_clone_is_one(self):
+    def test_clone_is_real(self):
         """What is changed is not what exp() needs for its gradient."""
         model, tokens, _ = make()
         expected, found, _ = plain_and_deferred(
@@ -136,7 +136,7 @@ class TestRealLogits:
         )
         close(found, expected, torch.float32)
 
-    def test_share_memory_with_their_views(self):
+    def test_views_share_memory(self):
         model, tokens, _ = make()
         with lowtide.defer_logits(model):
             logits = model(tokens)[0]
@@ -144,7 +144,7 @@ class TestRealLogits:
             logits.view(-1, V)[0] = 5.0
             assert (logits[0, 0] == 5).all()
 
-    def test_others_of_the_call_are_refused_after_a_change(self):
+    def test_other_logits_refused_after_change(self):
         model, tokens, targets = make()
         with lowtide.defer_logits(model):
             logits = model(tokens)[0]
@@ -154,7 +154,7 @@ class TestRealLogits:
                 F.cross_entropy(flat, targets.view(-1))
 
     @pytest.mark.parametrize("operator", ["+=", "-=", "*=", "/=", "//=", "%=", "**="])
-    def test_every_operator_that_changes_is_seen(self, operator):
+    def test_in_place_operators_seen(self, operator):
         model, tokens, _ = make()
         with lowtide.defer_logits(model), torch.no_grad():
             logits = model(tokens)[0]
@@ -163,7 +163,7 @@ class TestRealLogits:
             with pytest.raises(RuntimeError, match="changed in place"):
                 names["u"].sum()
 
-    def test_a_change_is_refused_after_others_were_made(self):
+    def test_change_refused_after_others_made(self):
         model, tokens, _ = make()
         with lowtide.defer_logits(model):
             logits = model(tokens)[0]
@@ -171,7 +171,7 @@ class TestRealLogits:
             with pytest.raises(RuntimeError, match="other forms have been made already"):
                 logits.mul_(2)
 
-    def test_leave_by_copy_and_pickle(self):
+    def test_copy_and_pickle(self):
         model, tokens, _ = make(dtype=torch.float32)
         expected = model(tokens)[0]
         with lowtide.defer_logits(model):
@@ -182,7 +182,7 @@ class TestRealLogits:
             assert torch.equal(pickle.loads(pickle.dumps(copied)), expected)
             assert (copied.detach().numpy() == expected.detach().numpy()).all()
 
-    def test_an_out_argument(self):
+    def test_out_argument(self):
         model, tokens, _ = make()
         with lowtide.defer_logits(model), torch.no_grad():
             logits = model(tokens)[0]
@@ -191,7 +191,7 @@ class TestRealLogits:
 
 
 @pytest.mark.parametrize("name", ["retain_grad", "register_hook", "grad"])
-def test_gradients_of_logits_are_refused(name):
+def test_gradient_of_logits_refused(name):
     model, tokens, _ = make()
     with (
         lowtide.defer_logits(model),
@@ -200,7 +200,7 @@ def test_gradients_of_logits_are_refused(name):
         getattr(model(tokens)[0], name)
 
 
-def test_gradients_with_respect_to_logits_are_refused():
+def test_gradient_wrt_logits_refused():
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
         logits, loss = model(tokens, targets)
@@ -209,7 +209,7 @@ def test_gradients_with_respect_to_logits_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
-def test_gradients_from_logits():
+def test_gradient_from_logits():
     model, tokens, _ = make()
     expected = torch.autograd.grad(model(tokens)[0], model.wte.weight, torch.ones(B, T, V).double())
     with lowtide.defer_logits(model):
@@ -217,7 +217,7 @@ def test_gradients_from_logits():
     close(found, expected, torch.float32)
 
 
-def test_the_weight_must_not_have_changed():
+def test_weight_changed_refused():
     model, tokens, targets = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lowtide.defer_logits(model):
@@ -232,7 +232,7 @@ def test_the_weight_must_not_have_changed():
             logits.argmax(-1)
 
 
-def test_no_attribute_of_a_tensor():
+def test_attribute_unknown():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
@@ -256,7 +256,7 @@ class OwnLoss(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("derived", [False, True])
-def test_a_function_would_lose_the_gradient(derived):
+def test_autograd_function_refused(derived):
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
@@ -264,7 +264,7 @@ def test_a_function_would_lose_the_gradient(derived):
             OwnLoss.apply(logits[:, 1:] * 2 if derived else logits)
 
 
-def test_a_function_without_a_context_has_no_name():
+def test_autograd_function_without_context():
     class Own(torch.autograd.Function):
         @staticmethod
         def forward(logits):
@@ -286,7 +286,7 @@ def test_a_function_without_a_context_has_no_name():
         Own.apply(model(tokens)[0])
 
 
-def test_a_function_takes_what_is_materialized():
+def test_autograd_function_takes_materialized():
     model, tokens, _ = make()
 
     def use(model):
@@ -298,7 +298,7 @@ def test_a_function_takes_what_is_materialized():
     close(found, expected, torch.float32)
 
 
-def test_a_metric_within_a_function_is_none_of_that():
+def test_autograd_function_with_metric():
     """Logits that a function makes itself are not lost in it."""
 
     class Whole(torch.autograd.Function):
@@ -315,7 +315,7 @@ def test_a_metric_within_a_function_is_none_of_that():
         assert torch.equal(Whole.apply(tokens, lambda tokens: model(tokens)[0]), expected)
 
 
-def test_the_entropy_beside_a_class_that_cannot_be():
+def test_entropy_with_impossible_class():
     logits = torch.tensor([[0.3, -torch.inf, 1.0]], requires_grad=True)
     possible = logits.detach()[:, [0, 2]].requires_grad_()
     found = log_probs(logits, torch.tensor([2])).entropy
@@ -347,7 +347,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_strides_are_those_of_torch(name):
+def test_strides_match_torch(name):
     """They decide whether a later reshape is a view, and changes with what it is a view of."""
     model, tokens, _ = make()
     expected = VIEWS[name](model(tokens)[0])
@@ -367,7 +367,7 @@ def test_strides_are_those_of_torch(name):
 
 
 @pytest.mark.parametrize("name", ["all", "some classes", "a sequence"])
-def test_nothing_is_detached_in_place(name):
+def test_detach_in_place_refused(name):
     model, tokens, _ = make()
     with lowtide.defer_logits(model) as deferral:
         logits = VIEWS[name](model(tokens)[0])

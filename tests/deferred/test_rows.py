@@ -72,7 +72,7 @@ def _chunks(request, monkeypatch):
 @pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_of_each_row(name, tied):
+def test_values_per_row(name, tied):
     model, tokens, _ = make(tied=tied, bias=True)
 
     def use(model):
@@ -84,7 +84,7 @@ def test_of_each_row(name, tied):
 
 
 @pytest.mark.parametrize("name", INDICES)
-def test_indices(name):
+def test_row_indices(name):
     model, tokens, _ = make(bias=True, dtype=torch.float32)
     expected = INDICES[name](model(tokens)[0])
     with lowtide.defer_logits(model) as deferral:
@@ -95,7 +95,7 @@ def test_indices(name):
 
 
 @pytest.mark.parametrize("result", ["topk", "max"])
-def test_named_results(result):
+def test_row_named_results(result):
     model, tokens, _ = make()
     arguments = (2,) if result == "topk" else (-1,)
     expected = getattr(model(tokens)[0], result)(*arguments)
@@ -105,13 +105,13 @@ def test_named_results(result):
     assert torch.equal(found.indices, expected.indices)
 
 
-def test_a_negative_index_is_refused():
+def test_row_negative_index_refused():
     model, tokens, _ = make()
     with lowtide.defer_logits(model), pytest.raises(IndexError, match="target must hold classes"):
         model(tokens)[0].log_softmax(-1).gather(-1, torch.full((B, T, 1), -100))
 
 
-def test_without_gradients():
+def test_row_values_no_grad():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]
@@ -124,7 +124,7 @@ def test_without_gradients():
         assert not detached.logsumexp(-1).requires_grad
 
 
-def test_metadata():
+def test_row_metadata():
     model, tokens, _ = make(dtype=torch.bfloat16)
     with lowtide.defer_logits(model) as deferral:
         logits = model(tokens)[0]

@@ -80,7 +80,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_as_by_torch(name):
+def test_errors_of_torch(name):
     model, tokens, _ = make()
     with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)) as refused:
         REFUSED[name](model(tokens)[0])
@@ -92,7 +92,7 @@ def test_refused_as_by_torch(name):
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_as_of_torch(name):
+def test_checks_of_torch(name):
     model, tokens, _ = make(bias=True)
     expected = SAME[name](model(tokens)[0])
     with lowtide.defer_logits(model), warnings.catch_warnings():
@@ -104,21 +104,21 @@ def test_the_same_as_of_torch(name):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_the_name_of_a_type():
+def test_type_name():
     model, tokens, _ = make()
     with lowtide.defer_logits(model), pytest.warns(RealLogitsWarning):
         assert model(tokens)[0].type() == "torch.DoubleTensor"
 
 
 @pytest.mark.parametrize("read", [torch.as_tensor, torch.tensor, torch.asarray], ids=lambda f: f.__name__)
-def test_a_reader_of_numbers_would_lose_the_gradient(read):
+def test_read_of_numbers_refused_with_gradient(read):
     model, tokens, _ = make()
     with lowtide.defer_logits(model), pytest.raises(RuntimeError, match=r"pass logits.materialize\(\)"):
         read(model(tokens)[0])
 
 
 @pytest.mark.parametrize("read", [torch.as_tensor, torch.from_dlpack, np.asarray], ids=lambda f: f.__name__)
-def test_what_has_no_gradient_can_be_read(read):
+def test_read_of_numbers_no_grad(read):
     model, tokens, _ = make()
     expected = model(tokens)[0].detach()
     with lowtide.defer_logits(model), pytest.warns(RealLogitsWarning):
@@ -126,7 +126,7 @@ def test_what_has_no_gradient_can_be_read(read):
     assert torch.equal(torch.as_tensor(found), expected)
 
 
-def test_a_namesake_of_another_library_has_real_logits():
+def test_namesake_of_other_library_materializes():
     """Functions are told by what they are, not by their names alone."""
 
     def softmax(input, dim=None):

@@ -45,7 +45,7 @@ def loop(model, step):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_plain_loop(tied):
+def test_plain_loop(tied):
     model, tokens, targets = make(tied=tied)
 
     def step(model):
@@ -56,7 +56,7 @@ def test_a_plain_loop(tied):
     loop(model, step)
 
 
-def test_accumulated_gradients():
+def test_gradients_accumulate():
     model, tokens, targets = make()
 
     def step(model):
@@ -74,7 +74,7 @@ def test_accumulated_gradients():
     loop(model, step)
 
 
-def test_a_loss_outside_with_accuracy():
+def test_loss_outside_model_with_accuracy():
     model, tokens, targets = make()
     criterion = nn.CrossEntropyLoss(ignore_index=-1)
 
@@ -88,7 +88,7 @@ def test_a_loss_outside_with_accuracy():
     loop(model, step)
 
 
-def test_a_retained_graph():
+def test_retained_graph():
     model, tokens, targets = make()
 
     def gradients():
@@ -101,7 +101,7 @@ def test_a_retained_graph():
         close(gradients(), expected)
 
 
-def test_two_losses_of_the_same_logits():
+def test_two_losses_of_same_logits():
     model, tokens, targets = make()
 
     def use(model):
@@ -121,7 +121,7 @@ def test_frozen(frozen):
     check(model, lambda model: model(tokens, targets)[1])
 
 
-def test_everything_below_the_head_is_frozen():
+def test_frozen_below_head():
     model, tokens, targets = make()
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
@@ -157,7 +157,7 @@ def test_checkpointing(what, reentrant):
     assert deferral.materialized == {}
 
 
-def test_the_head_alone_checkpointed():
+def test_checkpointing_head():
     model, tokens, targets = make()
 
     def use(model):
@@ -168,7 +168,7 @@ def test_the_head_alone_checkpointed():
 
 
 @pytest.mark.parametrize("what", ["head", "layer and head"])
-def test_the_head_alone_checkpointed_reentrantly(what):
+def test_checkpointing_head_reentrant(what):
     """Its first pass has no gradients, and must not be taken for a loss without them, beside another term
     neither."""
     model, tokens, targets = make()
@@ -182,7 +182,7 @@ def test_the_head_alone_checkpointed_reentrantly(what):
             logits.argmax(-1)
 
 
-def test_made_real_within_a_reentrant_checkpoint():
+def test_checkpointing_reentrant_materialized():
     """They are there when the checkpoint ends, but without a gradient."""
     model, tokens, _ = make()
     with lowtide.defer_logits(model), warnings.catch_warnings():
@@ -225,7 +225,7 @@ def test_autocast(where, half):
         within_eager(ours, eager, want, half)
 
 
-def test_float16_with_a_scaler():
+def test_float16_with_grad_scaler():
     """Steps that are taken, of gradients that would be 0 in float16 without the scaler."""
     model, tokens, targets = make(dtype=torch.float32)
 
@@ -251,7 +251,7 @@ def test_float16_with_a_scaler():
         within_eager(*(each.detach() - start.detach() for each in (ours, theirs, want)), torch.float16)
 
 
-def test_off_within_autocast():
+def test_autocast_disabled_inside():
     model, tokens, _ = make(dtype=torch.float32)
     with lowtide.defer_logits(model), torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = torch.tanh(model.mlp(model.wte(tokens)))
@@ -263,7 +263,7 @@ def test_off_within_autocast():
     within_eager(found, exact.float().logsumexp(-1), exact.logsumexp(-1), torch.float32, size=norm(exact))
 
 
-def test_no_grad_while_training():
+def test_no_grad_in_training_mode():
     model, tokens, targets = make()
     with torch.no_grad():
         expected = model(tokens, targets)[1]
@@ -276,7 +276,7 @@ def test_no_grad_while_training():
     close([loss], [expected])
 
 
-def test_inference_mode_while_training():
+def test_inference_mode_in_training_mode():
     model, tokens, targets = make()
     with torch.inference_mode(), lowtide.defer_logits(model):
         logits, loss = model(tokens, targets)
@@ -300,7 +300,7 @@ def test_torch_func():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_as_one_graph(backend):
+def test_compile_one_graph(backend):
     model, tokens, targets = make(tied=True)
     loss = model(tokens, targets)[1]
     expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
@@ -316,7 +316,7 @@ def test_compiled_as_one_graph(backend):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards do not look at a submodule's class")
-def test_what_is_compiled_already_sees_the_deferral_and_its_end():
+def test_compile_before_deferral():
     model, tokens, _ = make()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -355,7 +355,7 @@ BREAKS = {
 # torch.compile's own, where a graph breaks
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", [*GRAPH, *REAL, *BREAKS])
-def test_compiled(name):
+def test_compile(name):
     """In one graph, or right nevertheless."""
     use = (GRAPH | REAL | BREAKS)[name]
     model, tokens, targets = make()

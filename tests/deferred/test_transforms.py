@@ -88,7 +88,7 @@ def test_forward_mode(name):
         torch.testing.assert_close(tangent(), expected, rtol=1e-11, atol=1e-13)
 
 
-def test_class_weights_that_change_before_backward():
+def test_class_weight_changed_before_backward():
     model, tokens, targets = make()
     weight = torch.linspace(0.5, 2, V, dtype=torch.float64)
     with lowtide.defer_logits(model):
@@ -139,7 +139,7 @@ def test_products_of_other_kinds(name):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-def test_a_reentrant_checkpoint_without_gradients():
+def test_checkpointing_reentrant_no_grad():
     """As of an evaluation in training mode: nothing is lost where nothing is differentiated."""
     model, tokens, targets = make()
 
@@ -155,7 +155,7 @@ def test_a_reentrant_checkpoint_without_gradients():
     assert (deferral.fused, deferral.materialized) == (1, {})
 
 
-def test_the_warning_of_a_product_of_another_kind():
+def test_product_of_other_kind_warns():
     model, tokens, _ = make()
     model.lm_head = Head(OTHERS["einsum"], model.lm_head)
     with lowtide.defer_logits(model, head=model.lm_head), pytest.warns(RealLogitsWarning, match="einsum"):

@@ -29,27 +29,27 @@ class Classifier(nn.Module):
         return self.out(self.body(x))
 
 
-def test_the_model_says_which_it_is():
+def test_head_from_model():
     model = Transformed()
     with lowtide.defer_logits(model) as deferral:
         assert deferral.head is model.cls
 
 
 @pytest.mark.parametrize("wrap", [lambda model: torch.compile(model, backend="eager"), nn.DataParallel])
-def test_within_a_wrapper(wrap):
+def test_head_in_wrapper(wrap):
     model = Transformed()
     with lowtide.defer_logits(wrap(model)) as deferral:
         assert deferral.head is model.cls
 
 
-def test_several_devices_in_one_process():
+def test_head_on_several_devices():
     wrapped = nn.DataParallel(Transformed())
     wrapped.device_ids = [0, 1]  # as with two GPUs
     with pytest.raises(ValueError, match="use DistributedDataParallel, one process a device"):
         lowtide.defer_logits(wrapped)
 
 
-def test_a_classifier_is_told():
+def test_head_named_for_classifier():
     model = Classifier()
     x, target = torch.randn(5, 4), torch.arange(5)
     expected = F.cross_entropy(model(x), target)
@@ -58,21 +58,21 @@ def test_a_classifier_is_told():
         assert deferral.fused == 1
 
 
-def test_no_head():
+def test_head_missing():
     with pytest.raises(
         ValueError, match=r"Classifier has no linear head .* no nn.Linear has as many outputs"
     ):
         lowtide.defer_logits(Classifier())
 
 
-def test_two_heads():
+def test_head_ambiguous():
     model, _, _ = make()
     model.second = nn.Linear(D, V)
     with pytest.raises(ValueError, match=r"lm_head, second all have as many outputs .* pass head="):
         lowtide.defer_logits(model)
 
 
-def test_a_head_that_is_no_product():
+def test_head_without_product():
     model, _, _ = make()
     model.activation = nn.ReLU()
     for head in (model.activation, model.wte):
@@ -85,13 +85,13 @@ def test_a_head_that_is_no_product():
         lowtide.defer_logits(model, head=model.lm_head.weight)
 
 
-def test_deferred_already():
+def test_head_deferred_already():
     model, _, _ = make()
     with lowtide.defer_logits(model), pytest.raises(ValueError, match="deferred already; undo"):
         lowtide.defer_logits(model)
 
 
-def test_a_forward_of_its_own():
+def test_head_with_own_forward():
     model, _, _ = make()
     own = model.lm_head.forward
     model.lm_head.forward = lambda x: own(x)
@@ -109,7 +109,7 @@ def partition(parameter):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_weight_that_zero_has_partitioned(tied):
+def test_weight_partitioned_by_zero(tied):
     model, _, _ = make(tied=tied)
     partition(model.lm_head.weight)
     for head in (None, model.lm_head):
@@ -120,7 +120,7 @@ def test_a_weight_that_zero_has_partitioned(tied):
     assert type(model.lm_head) is nn.Linear
 
 
-def test_a_weight_that_zero_partitions_later():
+def test_weight_partitioned_by_zero_later():
     """It is there in the head's forward alone: real logits, by name."""
     model, tokens, targets = make()
     expected = model(tokens, targets)[1]
@@ -139,7 +139,7 @@ def test_a_weight_that_zero_partitions_later():
     assert deferral.fused == 0
 
 
-def test_a_head_that_something_else_shares():
+def test_head_shared_within_model():
     """A second use that needs real logits has them, to the bit, and is named; the loss stays fused."""
     model, tokens, targets = make()
 
@@ -166,7 +166,7 @@ def test_a_head_that_something_else_shares():
     close(found, expected)
 
 
-def test_a_head_that_two_models_share():
+def test_head_shared_by_two_models():
     model, _, _ = make()
     other, tokens, targets = make()
     other.lm_head = model.lm_head
@@ -178,7 +178,7 @@ def test_a_head_that_two_models_share():
     assert deferral.fused == 1
 
 
-def test_a_weight_that_is_freed_after_the_head():
+def test_weight_freed_after_head():
     """As FSDP2 does with a unit that is resharded after its forward (itself in test_distributed.py)."""
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
@@ -189,7 +189,7 @@ def test_a_weight_that_is_freed_after_the_head():
                 use()
 
 
-def test_nothing_of_torch_is_patched():
+def test_torch_not_patched():
     names = (torch, nn.functional, nn.Linear, torch.Tensor, nn.CrossEntropyLoss)
     before = [dict(vars(each)) for each in names]
     model, tokens, targets = make()

@@ -19,7 +19,7 @@ BY_OPERATORS = ("cross_entropy", "classes second, soft cap", "smoothing, class w
 
 @pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize("workspace", [4 * MIB, 16 * MIB])
-def test_it_bounds_the_peak(name, workspace):
+def test_workspace_bounds_peak(name, workspace):
     model, tokens, targets = prepared("cpu", torch.float32)
 
     def peak_of_a_step(workspace):
@@ -48,7 +48,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_numbers_are_the_same(name):
+def test_workspace_same_numbers(name):
     model, tokens, targets = make(dtype=torch.float64)
 
     def found():
@@ -60,7 +60,7 @@ def test_numbers_are_the_same(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_too_few_bytes_are_an_error_of_the_loss(name):
+def test_workspace_too_small(name):
     model, tokens, targets = make(dtype=torch.float32)
     with lowtide.defer_logits(model, workspace=64):
         logits = model(tokens)[0]
@@ -69,7 +69,7 @@ def test_too_few_bytes_are_an_error_of_the_loss(name):
 
 
 @pytest.mark.parametrize("workspace", ["64MiB", 1e6, True])
-def test_what_is_no_number_of_bytes_is_refused(workspace):
+def test_workspace_malformed(workspace):
     model = GPT()
     with pytest.raises(TypeError, match="workspace must be a number of bytes"):
         lowtide.defer_logits(model, workspace=workspace)
@@ -77,14 +77,14 @@ def test_what_is_no_number_of_bytes_is_refused(workspace):
 
 
 @pytest.mark.parametrize("workspace", [0, -1])
-def test_no_bytes_are_refused(workspace):
+def test_workspace_zero(workspace):
     model = GPT()
     with pytest.raises(ValueError, match="workspace must be a number of bytes above 0, or None, got"):
         lowtide.defer_logits(model, workspace=workspace)
     assert type(model.lm_head) is torch.nn.Linear
 
 
-def test_an_integer_of_numpy_is_a_number_of_bytes():
+def test_workspace_numpy_integer():
     model, tokens, targets = make(dtype=torch.float32)
     with lowtide.defer_logits(model, workspace=np.int64(2**20)) as deferral:
         model(tokens, targets)[1].backward()
@@ -92,7 +92,7 @@ def test_an_integer_of_numpy_is_a_number_of_bytes():
     assert deferral.fused == 2
 
 
-def test_compiled():
+def test_workspace_compile():
     model, tokens, targets = make(dtype=torch.float32)
     expected = model(tokens, targets)[1]
     lowtide.defer_logits(model, workspace=2**20)

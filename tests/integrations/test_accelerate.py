@@ -44,7 +44,7 @@ def accumulated(model, defer, precision, tokens, targets):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("defer", ["before", "after"])
-def test_a_loop(defer, precision):
+def test_training_loop(defer, precision):
     model, _, _ = make(dtype=torch.float32)
     tokens, targets = torch.randint(V, (2, 2, B, 7))
     targets[:, :, 1] = -1
@@ -57,7 +57,7 @@ def test_a_loop(defer, precision):
         within_eager(ours, theirs, want, dtype, size=8 * norm(want))
 
 
-def test_hooks_of_accelerate_on_the_head():
+def test_hooks_on_head():
     """They put a forward on the module itself, past which a deferral would not be called; and leave the
     class's own there."""
     model, tokens, targets = make(dtype=torch.float32)

@@ -107,14 +107,14 @@ def test_bfloat16(name):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral, sliding"])
-def test_several_sequences_in_a_row(name):
+def test_packed_sequences(name):
     """As lengths, without a mask."""
     kind, options = MODELS[name]
     places = [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0]]
     check(build(kind, **options), batch() | {"position_ids": torch.tensor(places)})
 
 
-def test_a_mask_of_the_callers_own():
+def test_mask_of_caller():
     model, dense = build("LlamaForCausalLM"), torch.rand(B, 1, T, T) < 0.5
     dense = dense | torch.eye(T, dtype=torch.bool)
     bias = torch.zeros(B, 1, T, T).masked_fill(~dense, -torch.inf)
@@ -125,7 +125,7 @@ def test_a_mask_of_the_callers_own():
             torch.testing.assert_close(ours, expected[name])
 
 
-def test_a_mask_that_has_to_be_made_is_named():
+def test_mask_materialized_is_named():
     kind, options = MODELS["Llama 4, chunked"]
     with pytest.warns(DenseMaskWarning, match=r"\[2, 1, 12, 12\] bool"):
         found_with(build(kind, **options), "lowtide", inputs_with(PADDING["left"]))
@@ -163,7 +163,7 @@ def test_generation(name, cache):
     within_eager(found, eager, exact, torch.float32)
 
 
-def test_dropout_is_that_of_the_operator_and_of_training_alone():
+def test_dropout_in_training_only():
     query, key, value = torch.randn(3, 2, 4, 9, 8)
     module = nn.Module()
     torch.manual_seed(3)
@@ -177,7 +177,7 @@ def test_dropout_is_that_of_the_operator_and_of_training_alone():
     assert not torch.equal(out, plain)
 
 
-def test_sinks_and_a_bias_of_each_query():
+def test_sinks_and_bias_per_query():
     """As Inkling 2 has them."""
     query, key, value = (torch.randn(B, heads, T, 8, dtype=torch.float64) for heads in (4, 2, 2))
     bias, sinks = (torch.randn(B, 4, T, width, dtype=torch.float64) for width in (T, 1))
@@ -199,7 +199,7 @@ def test_sinks_and_a_bias_of_each_query():
 
 
 @pytest.mark.extended
-def test_compiled_as_one_graph():
+def test_compile_one_graph():
     model, inputs = build("MistralForCausalLM", num_hidden_layers=1), inputs_with(PADDING["right"])
     expected = found_with(model, "lowtide", inputs)
     model.zero_grad(set_to_none=True)
@@ -211,7 +211,7 @@ def test_compiled_as_one_graph():
         torch.testing.assert_close(each.grad, expected[name])
 
 
-def test_neither_scores_nor_mask():
+def test_memory_without_scores_and_mask():
     """By the allocator: nothing of M x N, not even a bit of each, with a window, padding and a soft cap."""
     length = 2048
     model = build("Gemma2ForCausalLM", max_position_embeddings=length, vocab_size=16)
@@ -260,7 +260,7 @@ PARTS = [(slice(-1, None), slice(None)), (slice(2, 7), slice(9)), (slice(None), 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_part_of_a_mask(part, window):
+def test_mask_slice(part, window):
     """As Gemma 4 takes the last queries, and others the keys that there are."""
     seen = inputs_with(PADDING["left"])["attention_mask"].bool()
     function = masking_utils.causal_mask_function
@@ -287,14 +287,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.filterwarnings("ignore::lowtide.integrations.transformers.DenseMaskWarning")
-def test_models_that_compute_with_their_mask(kind):
+def test_mask_computed_by_model(kind):
     model = build(kind)
     model.set_attn_implementation("lowtide")
     with pytest.raises((ValueError, AttributeError), match=f"{REFUSED[kind]}.*use 'sdpa' or 'eager'"):
         model(**inputs_of(model)[1])
 
 
-def test_what_is_refused(monkeypatch):
+def test_refused(monkeypatch):
     model = build("LlamaForCausalLM")
     model.set_attn_implementation("lowtide")
     with pytest.raises(ValueError, match=r"cannot take output_attentions.*attn_implementation='eager'"):
@@ -309,7 +309,7 @@ def test_what_is_refused(monkeypatch):
         register_attention()
 
 
-def test_a_soft_cap_beside_a_position_bias_is_refused():
+def test_soft_cap_with_position_bias_refused():
     query = torch.randn(1, 2, 5, 4)
     with pytest.raises(ValueError, match="soft cap beside a position bias"):
         attention(nn.Module(), query, query, query, None, softcap=5.0, position_bias=torch.zeros(1, 2, 5, 5))

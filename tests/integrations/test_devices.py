@@ -21,7 +21,7 @@ from tests.integrations.zoo import build, check
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_with_a_window_a_soft_cap_and_grouped_heads(device, dtype, padding):
+def test_attention_window_soft_cap_grouped_heads(device, dtype, padding):
     """Of Gemma 2: logits and gradients are eager's, within its own error."""
     B, T, V = 2, 300, 512
     sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -42,7 +42,7 @@ def test_attention_with_a_window_a_soft_cap_and_grouped_heads(device, dtype, pad
 @NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt-oss, sinks", "T5, position bias"])
-def test_sinks_and_a_position_bias(dtype, name):
+def test_attention_sinks_and_position_bias(dtype, name):
     """With the gradients of both; on the CPU that is test_attention.py's."""
     kind, options = test_attention.MODELS[name]
     model = learned_numbers(build(kind, **options)).to("cuda", dtype)
@@ -63,7 +63,7 @@ def trainers_step(model, tokens, autocast=True):
     return {"loss": total, **{name: each.grad for name, each in model.named_parameters()}}
 
 
-def test_a_step_of_the_trainer_under_autocast(device):
+def test_trainer_step_autocast(device):
     V = 2048
     model = build("LlamaForCausalLM", vocab_size=V, hidden_size=128, head_dim=32).to(device)
     tokens = torch.randint(V, (2, 2, 48), device=device)
@@ -77,7 +77,7 @@ def test_a_step_of_the_trainer_under_autocast(device):
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_the_peak_of_a_step_is_lower_by_the_logits():
+def test_step_peak_lower_by_logits():
     step_without_logits("cuda", B=16, T=512, V=65_536)  # 2 GiB in float32, twice the default workspace
 
 

@@ -60,7 +60,7 @@ def runner():
 @pytest.mark.parametrize(
     "name", [*OF_TORCH_ALONE, *(pytest.param(name, marks=pytest.mark.extended) for name in OF_PACKAGES)]
 )
-def test_prints_the_same_loss_and_less_memory(name, runner):
+def test_example_prints_same_loss_less_memory(name, runner):
     needs, dtype = EXAMPLES[name]
     for each in needs:
         if not installed(each):
@@ -83,7 +83,7 @@ def test_prints_the_same_loss_and_less_memory(name, runner):
         assert [int(each) for each in told.groups()] == pytest.approx(peaks, rel=0.1)
 
 
-def test_all_of_them_are_tried():
+def test_examples_all_listed():
     there = {
         path.stem for path in (ROOT / "examples").glob("*.py") if path.stem.startswith(("defer_", "trl_"))
     }

@@ -65,7 +65,7 @@ def fitted(module, folder, precision="32-true", callbacks=()):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_run(precision, tmp_path):
+def test_run(precision, tmp_path):
     module = Module()
     callback = LightningDeferralCallback("model.lm_head")
     eager = fitted(module, tmp_path, precision)
@@ -78,12 +78,12 @@ def test_a_run(precision, tmp_path):
         within_eager(ours, theirs, want.double(), dtype, size=8 * norm(want))
 
 
-def test_a_head_that_has_to_be_named(tmp_path):
+def test_head_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.lm_head, extra all have as many outputs.* pass head="):
         fitted(Module(), tmp_path, callbacks=[LightningDeferralCallback()])
 
 
-def test_fitted_again_after_an_error(tmp_path):
+def test_fit_after_error(tmp_path):
     module, callback = Module(), LightningDeferralCallback("model.lm_head")
     module.fails = True
     with pytest.raises(RuntimeError, match="out of luck"):

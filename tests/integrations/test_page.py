@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "transformers.md").read_text()
 
 
-def test_how_many_models():
+def test_page_model_counts():
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \w+ \| ", line)]
     rows = [row for row in rows if "real" in row]  # of those that were built
     fused = sum("fused" in row for row in rows)
@@ -44,7 +44,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", ["Gemma 2", pytest.param("gpt-oss", marks=pytest.mark.extended)])
-def test_what_attention_saves(name):
+def test_page_attention_memory(name):
     register_attention()
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager")
     tokens = torch.randint(3, 256, (1, 2048))

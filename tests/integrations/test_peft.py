@@ -48,7 +48,7 @@ def test_loss_and_gradients(name, dtype):
     check(found, eager, exact, dtype)
 
 
-def test_deferred_before_the_adapter():
+def test_deferred_before_adapter():
     """The wrapper is the head then; real logits, and no other numbers."""
     model = build("LlamaForCausalLM", tie_word_embeddings=False)
     deferral = lowtide.defer_logits(model)

@@ -41,13 +41,13 @@ def _registered():
     register_attention()  # the table counts calls
 
 
-def test_every_class():
+def test_table_has_all_classes():
     assert set(ROWS) == set(everything())
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 @pytest.mark.filterwarnings("ignore")
-def test_rows(name):
+def test_table_rows(name):
     differences = (4, 6)
     found, written = (
         [cell for place, cell in enumerate(cells) if place not in differences]
@@ -56,12 +56,12 @@ def test_rows(name):
     assert found == written
 
 
-def test_what_was_not_tried():
+def test_table_untried():
     with pytest.raises(NotTried, match="takes no labels"):
         build("Qwen2_5OmniForConditionalGeneration")
 
 
-def test_counts():
+def test_table_counts():
     """Here, and where they are repeated."""
     rows = [cells for cells in ROWS.values() if len(cells) > 2]
     built = len(rows)

@@ -84,7 +84,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run(name, tmp_path):
+def test_run(name, tmp_path):
     options = CASES[name]
     eager, _ = trained(tmp_path, False, **options)
     exact, _ = trained(tmp_path, False, **{**options, "bf16": False}, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_a_run(name, tmp_path):
         within_eager(ours, theirs, want.double(), dtype, size=8 * norm(want))
 
 
-def test_resumed(tmp_path):
+def test_run_resumed(tmp_path):
     """From a checkpoint of a deferred run, to the bit."""
     whole, _ = trained(tmp_path, True, save_strategy="steps", save_steps=2, optim="adamw_torch")
     found, _ = trained(tmp_path, True, resume=str(tmp_path / "checkpoint-2"), optim="adamw_torch")
@@ -106,7 +106,7 @@ def test_resumed(tmp_path):
         assert torch.equal(ours, want)
 
 
-def test_resumed_without(tmp_path):
+def test_run_resumed_without_callback(tmp_path):
     """From a checkpoint of a deferred run, not deferred any more: the run that never was."""
     options = {"save_strategy": "steps", "save_steps": 2}
     eager, _ = trained(tmp_path / "eager", False, **options)
@@ -117,7 +117,7 @@ def test_resumed_without(tmp_path):
         within_eager(ours, theirs, want.double(), torch.float32, size=8 * norm(want))
 
 
-def test_trained_again_after_an_error(tmp_path):
+def test_run_after_error(tmp_path):
     """The logits are real in between, and deferred in the second run, as in a retry with smaller batches."""
     callback, model = TransformersDeferralCallback(), build("LlamaForCausalLM")
     state, control = transformers.TrainerState(), transformers.TrainerControl()
@@ -133,7 +133,7 @@ def test_trained_again_after_an_error(tmp_path):
     assert type(callback.deferral.head) is torch.nn.Linear
 
 
-def test_several_gpus_in_one_process(tmp_path):
+def test_run_on_several_gpus(tmp_path):
     class Arguments:
         n_gpu = 2
 

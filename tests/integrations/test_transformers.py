@@ -57,13 +57,13 @@ def test_loss_and_gradients(name, dtype):
     check(found, eager, exact, dtype)
 
 
-def test_a_model_that_multiplies_by_itself_is_refused():
+def test_model_multiplying_by_itself_refused():
     """FSMT's output embedding is an nn.Embedding whose weight its decoder takes."""
     with pytest.raises(ValueError, match="Embedding is no linear head"):
         lowtide.defer_logits(build("FSMTForConditionalGeneration"))
 
 
-def test_evaluation_and_generation_have_real_logits():
+def test_evaluation_and_generation_materialize():
     model = build("LlamaForCausalLM").eval()
     inputs = batch()
     expected = model(**inputs)
@@ -86,7 +86,7 @@ def test_generation_in_training_mode():
     assert deferral.materialized == {}
 
 
-def test_outputs_know_their_shape():
+def test_output_shape():
     model = build("LlamaForCausalLM")
     lowtide.defer_logits(model)
     inputs = batch()
@@ -123,7 +123,7 @@ def test_saving(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
-def test_compiled_as_one_graph(kind):
+def test_compile_one_graph(kind):
     model = build(kind)
     expected = step(model)
     torch._dynamo.reset()
@@ -137,7 +137,7 @@ def test_compiled_as_one_graph(kind):
         torch.testing.assert_close(each.grad, expected[name])
 
 
-def test_no_logits():
+def test_memory_without_logits():
     """By the allocator: nothing of N x V, with more logits than the default workspace of 64 MiB holds."""
     classes = 1 << 16
     model = build("LlamaForCausalLM", vocab_size=classes)

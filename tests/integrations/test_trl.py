@@ -196,7 +196,7 @@ def logged(name, deferred, folder, **more):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run(name, tmp_path):
+def test_run(name, tmp_path):
     expected, parameters, _ = logged(name, False, tmp_path)
     found, own, callback = logged(name, True, tmp_path)
     assert callback.deferral.materialized == {}
@@ -218,7 +218,7 @@ def test_bfloat16(name, tmp_path):
     within_eager(found, eager, exact, torch.bfloat16)
 
 
-def test_what_is_refused():
+def test_refused():
     model = build("LlamaForCausalLM")
     with pytest.raises(ValueError, match="that a trainer of TRL has prepared"):
         TRLDeferralCallback().on_train_begin(trl.SFTConfig(use_cpu=True, bf16=False), None, None, model=model)

@@ -39,7 +39,7 @@ def lightning_callback(model, workspace):
 
 
 @pytest.mark.parametrize("begin", [transformers_callback, lightning_callback])
-def test_callbacks_of_trainers(begin):
+def test_workspace_of_trainer_callbacks(begin):
     steps(begin, 2**20)
     steps(begin, None)
     with TOO_FEW:
@@ -47,7 +47,7 @@ def test_callbacks_of_trainers(begin):
 
 
 @pytest.mark.parametrize("of_reference", [False, True])
-def test_callback_of_trl(of_reference):
+def test_workspace_of_trl_callback(of_reference):
     pytest.importorskip("trl")
     from lowtide.integrations.trl import TRLDeferralCallback
 

@@ -53,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense", "make"), CASES)
 @pytest.mark.usefixtures("on_device")
-def test_as_exact_as_eager(fused, dense, make, dtype):
+def test_accuracy_within_eager(fused, dense, make, dtype):
     check_against_eager(fused, dense, make, dtype)
 
 
@@ -62,7 +62,7 @@ def test_gradcheck(fused, dense, make):
     check_gradients(fused, make)
 
 
-def test_one_pair_has_nobody_to_be_mistaken_for():
+def test_one_pair_loss_zero():
     leaves = leaves_in({name: t[:1] if t.dim() else t for name, t in pairs()[0].items()}, torch.float32)
     loss = fused_contrastive(leaves, {})
     loss.backward()
@@ -71,12 +71,12 @@ def test_one_pair_has_nobody_to_be_mistaken_for():
         assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
 
 
-def test_the_same_embeddings_everywhere_are_a_uniform_guess():
+def test_equal_embeddings_uniform():
     same_BD = torch.ones(B, D)
     torch.testing.assert_close(contrastive(same_BD, same_BD, logit_scale=3.0), torch.tensor(B).log())
 
 
-def test_a_learned_logarithm_of_the_scale():
+def test_scale_learned_as_logarithm():
     """CLIP's parameter: its gradient is that of the scale, times the scale."""
     leaves = leaves_in(pairs()[0], torch.float64)
     logarithm = leaves["logit_scale"].detach().log().requires_grad_()
@@ -87,20 +87,20 @@ def test_a_learned_logarithm_of_the_scale():
     torch.testing.assert_close(of_logarithm, of_scale * leaves["logit_scale"])
 
 
-def test_a_float_scale_and_rows_by_themselves():
+def test_scale_float_and_no_reduction():
     leaves = queries()[0]
     got_B = info_nce(leaves["query"], leaves["key"], logit_scale=3.0, reduction="none")
     want_BK = scores(leaves["query"], leaves["key"], leaves["logit_scale"])
     torch.testing.assert_close(got_B, want_BK.logsumexp(1) - want_BK.diagonal())
 
 
-def test_more_negatives_make_it_harder():
+def test_more_negatives_higher_loss():
     query_BD, key_KD = queries()[0]["query"], queries()[0]["key"]
     few = info_nce(query_BD, key_KD[:B], logit_scale=1.0)
     assert info_nce(query_BD, key_KD, logit_scale=1.0) > few
 
 
-def test_dtypes_are_named_as_the_caller_knows_them():
+def test_errors_name_dtypes_of_caller():
     float32, bfloat16 = torch.ones(3, 4), torch.ones(3, 4).bfloat16()
     for call, message in (
         (contrastive, r"text must have the dtype of image \(torch.float32\), got torch.bfloat16; cast"),

@@ -9,7 +9,7 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 
 
-def test_examples():
+def test_docs_examples_run():
     first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}
     exec(first, names)
@@ -29,7 +29,7 @@ def test_examples():
     assert names["log_scale"].grad != 0
 
 
-def test_the_entropy_bonus_of_a_micro_batch_without_a_token():
+def test_docs_entropy_bonus_without_tokens():
     """The recipe, with nothing that counts."""
     first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}

@@ -67,7 +67,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense"), CASES)
 @pytest.mark.usefixtures("on_device")
-def test_as_exact_as_eager(fused, dense, dtype):
+def test_accuracy_within_eager(fused, dense, dtype):
     check_against_eager(fused, dense, make, dtype)
 
 
@@ -78,7 +78,7 @@ def test_gradcheck(fused, dense):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_a_sequence_without_a_token_is_0_and_moves_nothing(reduction, dtype):
+def test_sequence_without_tokens(reduction, dtype):
     leaves, constants = make()
     leaves = leaves_in(leaves, dtype)
     found_B = sequence_log_probs(
@@ -93,7 +93,7 @@ def test_a_sequence_without_a_token_is_0_and_moves_nothing(reduction, dtype):
 
 
 @pytest.mark.parametrize("loss_of", [fused_sums, fused_means, fused_z_loss])
-def test_nothing_counts_at_all(loss_of):
+def test_no_valid_rows(loss_of):
     leaves, constants = make()
     leaves, constants["target"] = leaves_in(leaves, torch.float32), torch.full_like(constants["target"], -100)
     loss = loss_of(leaves, constants)
@@ -103,7 +103,7 @@ def test_nothing_counts_at_all(loss_of):
         assert torch.equal(leaf.grad, torch.zeros_like(leaf)), name
 
 
-def test_another_ignore_index():
+def test_ignore_index_other():
     leaves, constants = make()
     own_BT = constants["target"].masked_fill(constants["target"] == -100, V + 5)
     arguments = leaves["input"], leaves["linear_weight"]
@@ -116,7 +116,7 @@ def test_another_ignore_index():
         assert torch.equal(function(*arguments, own_BT, ignore_index=V + 5, **options), want)
 
 
-def test_no_ignore_index_means_minus_100():
+def test_ignore_index_default():
     leaves, constants = make()
     arguments = leaves["input"], leaves["linear_weight"], constants["target"]
     for function, options in (
@@ -128,14 +128,14 @@ def test_no_ignore_index_means_minus_100():
         assert torch.equal(got, function(*arguments, **options))
 
 
-def test_the_mean_is_the_sum_over_the_tokens_that_count():
+def test_mean_over_valid_tokens():
     leaves, constants = make()
     arguments = leaves["input"], leaves["linear_weight"], constants["target"]
     mean_B, sum_B = (sequence_log_probs(*arguments, reduction=each) for each in ("mean", "sum"))
     torch.testing.assert_close(mean_B * torch.tensor([9.0, 1, 3, 6, 7, 1]), sum_B)
 
 
-def test_z_loss_is_what_linear_cross_entropy_adds():
+def test_z_loss_matches_linear_cross_entropy():
     leaves, constants = make()
     arguments = leaves["input"], leaves["linear_weight"], constants["target"]
     added = linear_cross_entropy(*arguments, z_loss=1.0) - linear_cross_entropy(*arguments)
@@ -155,7 +155,7 @@ def test_errors():
         sequence_log_probs(*arguments, constants["target"][:, 1:])
 
 
-def test_bytes_count_as_they_are():
+def test_uint8_targets():
     """ignore_index = -100 is no byte: class 156 counts."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 3, 4), torch.randn(200, 4)

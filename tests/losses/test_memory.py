@@ -43,7 +43,7 @@ def z_loss_alone(hidden, weight, target):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss_of", [dpo_loss, grpo_loss, z_loss_alone])
-def test_losses_on_hidden_states(device, loss_of, dtype):
+def test_memory_on_hidden_states(device, loss_of, dtype):
     hidden, weight, target = language(device, dtype)
     loss_of(hidden, weight, target).backward()
     hidden.grad = weight.grad = None
@@ -56,7 +56,7 @@ def test_losses_on_hidden_states(device, loss_of, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_reference_is_kept_by_nothing(device, dtype):
+def test_memory_of_reference_freed(device, dtype):
     hidden, weight, target = language(device, dtype)
     with torch.no_grad():
         sequence_log_probs(hidden, weight, target, workspace=WORKSPACE)
@@ -67,7 +67,7 @@ def test_a_reference_is_kept_by_nothing(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_contrastive(device, dtype):
+def test_memory_of_contrastive(device, dtype):
     rows, workspace = 2048, 1 << (19 if device == "cpu" else 20)  # 16 MiB of float32 similarities
     image, text = (torch.randn(rows, D).to(device, dtype).requires_grad_() for _ in range(2))
     scale = torch.tensor(2.0, device=device, requires_grad=True)
@@ -117,7 +117,7 @@ def distilled(divergence):
     [dpo_of_pairs, *(distilled(each) for each in (forward_kl, reverse_kl, jensen_shannon))],
     ids=["dpo", "forward KL", "reverse KL", "Jensen-Shannon"],
 )
-def test_eight_pairs_of_4096_tokens(loss_of):
+def test_memory_of_eight_pairs_of_4096_tokens(loss_of):
     hidden, weight, target = long_sequences()
     with peak_memory("cuda") as peak:
         loss = loss_of(hidden, weight, target)

@@ -99,7 +99,7 @@ VARIANTS = list(itertools.product(["token", "sequence"], ["grpo", "dapo", "dr_gr
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.usefixtures("on_device")
-def test_as_exact_as_eager(variant, dtype):
+def test_accuracy_within_eager(variant, dtype):
     check_against_eager(fused(*variant), dense(*variant), make, dtype)
 
 
@@ -108,7 +108,7 @@ def test_gradcheck(variant):
     check_gradients(fused(*variant), make)
 
 
-def test_the_cases_above_clip():
+def test_cases_clip():
     leaves, constants = make()
     counted_BT = constants["target"] != -100
     ratio = (token_log_probs(leaves, constants["target"]) - constants["old"]).exp()[counted_BT]
@@ -141,7 +141,7 @@ def test_clipping(level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_far_out(level):
+def test_large_values(level):
     options = {"importance_sampling_level": level}
     assert one_token(1000.0, 1.0, **options) == pytest.approx((-1.2, 0.0))
     assert one_token(1000.0, -1.0, **options) == pytest.approx((math.exp(20), 0.0))
@@ -150,7 +150,7 @@ def test_far_out(level):
     assert one_token(-1000.0, -1.0, **options) == pytest.approx((0.8, 0.0))
 
 
-def test_kl_far_out_and_near():
+def test_kl_large_and_small_values():
     def kl(d):
         return one_token(0.0, 0.0, reference=torch.tensor([[-1.0 + d]]), beta=1.0)
 
@@ -163,7 +163,7 @@ def test_kl_far_out_and_near():
     assert gradient == pytest.approx(-(2.0**-12), rel=1e-3)
 
 
-def test_without_an_older_policy_it_is_reinforce():
+def test_no_old_policy_is_reinforce():
     policy_BT = torch.randn(3, 5, requires_grad=True)
     mask_BT = torch.ones(3, 5, dtype=torch.bool)
     advantages_B = torch.tensor([1.0, -2.0, 0.5])
@@ -175,7 +175,7 @@ def test_without_an_older_policy_it_is_reinforce():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_what_is_masked_is_never_read(loss_type, level):
+def test_masked_never_read(loss_type, level):
     leaves, constants = make()
     counted_BT = constants["target"] != -100
     policy_BT = token_log_probs(leaves, constants["target"])
@@ -200,7 +200,7 @@ def test_what_is_masked_is_never_read(loss_type, level):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
-def test_nothing_counts_at_all(loss_type):
+def test_no_valid_rows(loss_type):
     policy_BT = torch.randn(2, 3, requires_grad=True)
     mask_BT = torch.zeros(2, 3, dtype=torch.bool)
     loss = grpo(policy_BT, None, torch.ones(2), mask_BT, loss_type=loss_type, **length(loss_type))
@@ -210,7 +210,7 @@ def test_nothing_counts_at_all(loss_type):
 
 
 @pytest.mark.parametrize("number", [20, torch.tensor(20)])
-def test_two_halves_with_a_shared_number_of_tokens_make_a_whole(number):
+def test_halves_with_shared_token_count_match_whole(number):
     leaves, constants = make()
     counted_BT = constants["target"] != -100
     policy_BT, old_BT = token_log_probs(leaves, constants["target"]), constants["old"]
@@ -233,7 +233,7 @@ def test_old_and_reference_take_no_gradient():
     assert reference.grad is None
 
 
-def test_beta_is_004_with_a_reference_and_may_be_0_without():
+def test_beta_default():
     policy_BT, reference_BT = torch.randn(2, 2, 3)
     given = policy_BT, None, torch.ones(2), torch.ones(2, 3)
     own = grpo(*given, reference=reference_BT)

@@ -121,7 +121,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("fused", "dense", "draw"), CASES)
 @pytest.mark.usefixtures("on_device")
-def test_as_exact_as_eager(fused, dense, draw, dtype):
+def test_accuracy_within_eager(fused, dense, draw, dtype):
     check_against_eager(fused, dense, draw, dtype)
 
 
@@ -138,7 +138,7 @@ def leaf(*values, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.25])
-def test_dpo_far_out(smoothing):
+def test_dpo_large_values(smoothing):
     chosen, rejected = leaf(0.0, -1000.0, -5.0), leaf(-1000.0, 0.0, -5.0)
     zeros = torch.zeros(3)
     loss = dpo(chosen, rejected, zeros, zeros, beta=1.0, label_smoothing=smoothing, reduction="none")
@@ -150,7 +150,7 @@ def test_dpo_far_out(smoothing):
     torch.testing.assert_close(rejected.grad, -gradient)
 
 
-def test_simpo_far_out():
+def test_simpo_large_values():
     chosen, rejected = leaf(0.0, -1000.0, -2.0), leaf(-1000.0, 0.0, -2.5)
     loss = simpo(chosen, rejected, beta=2.0, gamma=1.0, reduction="none")
     torch.testing.assert_close(loss, torch.tensor([0.0, 2001.0, math.log(2)]))
@@ -159,7 +159,7 @@ def test_simpo_far_out():
     torch.testing.assert_close(rejected.grad, torch.tensor([0.0, 2.0, 1.0]))
 
 
-def test_kto_far_out():
+def test_kto_large_values():
     policy_B, zeros = leaf(1000.0, 1000.0, -1000.0, -1000.0, 0.0), torch.zeros(5)
     label = torch.tensor([True, False, True, False, True])
     loss = kto(policy_B, zeros, label, torch.zeros(()), beta=1.0, undesirable_weight=2.0, reduction="none")
@@ -168,7 +168,7 @@ def test_kto_far_out():
     torch.testing.assert_close(policy_B.grad, torch.tensor([0.0, 0.0, 0.0, 0.0, -0.25]))
 
 
-def test_kto_keeps_the_digits_of_a_small_loss():
+def test_kto_small_loss_digits():
     """1 - sigmoid(30) is 0 in float32."""
     policy_B = leaf(30.0)
     loss = kto(policy_B, torch.zeros(1), torch.tensor([True]), torch.zeros(()), beta=1.0)
@@ -177,7 +177,7 @@ def test_kto_keeps_the_digits_of_a_small_loss():
     torch.testing.assert_close(policy_B.grad, torch.tensor([-math.exp(-30)]), rtol=1e-5, atol=0)
 
 
-def test_kto_the_baseline_is_a_constant_that_is_not_negative():
+def test_kto_baseline_detached_and_nonnegative():
     policy_B, kl = leaf(0.7, -0.3), leaf(1.0, 2.0)
     label = torch.tensor([True, False])
     above = kto(policy_B, torch.zeros(2), label, kl, beta=1.0, reduction="none")
@@ -190,7 +190,7 @@ def test_kto_the_baseline_is_a_constant_that_is_not_negative():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_baseline_that_is_a_number(dtype):
+def test_kto_baseline_number(dtype):
     policy_B, label = leaf(0.7, -0.3, dtype=dtype), torch.tensor([True, False])
     got = kto(policy_B, torch.zeros_like(policy_B), label, 0.1)
     assert got.dtype == dtype
@@ -198,7 +198,7 @@ def test_a_baseline_that_is_a_number(dtype):
     assert torch.equal(got, want)
 
 
-def test_orpo_far_out():
+def test_orpo_large_values():
     """The odds of e^-1000 are e^-1000; those of p = 1 - 1e-30 are 1e30."""
     chosen, rejected = leaf(-1000.0, -1e-30), leaf(-1e-30, -1000.0)
     loss = orpo(chosen, rejected, beta=1.0, reduction="none")
@@ -210,7 +210,7 @@ def test_orpo_far_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_orpo_without_tokens(dtype):
+def test_orpo_no_tokens(dtype):
     chosen, rejected = leaf(0.0, -1.0, 0.0, dtype=dtype), leaf(-1.0, 0.0, 0.0, dtype=dtype)
     loss = orpo(chosen, rejected, beta=0.1, reduction="none")
     assert loss.isfinite().all()
@@ -223,7 +223,7 @@ def test_orpo_without_tokens(dtype):
 
 
 @pytest.mark.parametrize(("fused", "dense", "draw"), CASES)
-def test_an_empty_pair_gives_no_nan(fused, dense, draw):
+def test_empty_pair_no_nan(fused, dense, draw):
     leaves, constants = make()
     constants["target"][4] = -100  # with row 1: chosen and rejected of one pair
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
@@ -253,7 +253,7 @@ def test_reductions():
             loss_of("max")
 
 
-def test_the_reference_takes_no_gradient():
+def test_reference_takes_no_gradient():
     values = [leaf(-1.0, -2.0) for _ in range(4)]
     dpo(*values).backward()
     assert [value.grad is None for value in values] == [False, False, True, True]
@@ -263,7 +263,7 @@ def test_the_reference_takes_no_gradient():
     assert reference_B.grad is None
 
 
-def test_half_precision_log_probabilities_are_widened():
+def test_half_precision_widened():
     half = [torch.tensor([-300.0, -17.0]).bfloat16() + k for k in range(4)]
     got = dpo(*half)
     assert got.dtype == torch.float32

@@ -49,7 +49,7 @@ def as_function(case, **options):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_derivatives_of_two_orders_in_both_modes(name):
+def test_derivatives_first_and_second_order_both_modes(name):
     function, leaves = as_function(small(name), backend="torch")
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradcheck(function, leaves, check_batched_grad=True)
@@ -66,7 +66,7 @@ def plain(causal, softcap=None, backend="auto"):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_is_handed_to_torch_has_all_derivatives(causal):
+def test_delegated_derivatives(causal):
     leaves = tuple(
         torch.randn(1, length, heads, 3, dtype=torch.float64, requires_grad=True)
         for length, heads in ((4, 4), (5, 2), (5, 2))
@@ -79,7 +79,7 @@ def test_what_is_handed_to_torch_has_all_derivatives(causal):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_transforms_agree_with_the_operators(name):
+def test_transforms(name):
     function, leaves = as_function(small(name), backend="torch")
     weights = [torch.randn_like(part) for part in function(*leaves)]
 
@@ -98,7 +98,7 @@ def test_transforms_agree_with_the_operators(name):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_graph_that_is_retained(device, backend):
+def test_retained_graph(device, backend):
     case = make_case(device=device)
     out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend=backend)
     first, second = torch.randn_like(out), torch.randn_like(out)
@@ -113,7 +113,7 @@ def test_a_graph_that_is_retained(device, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_hooks_fire_once(device, backend):
+def test_hooks_once(device, backend):
     case = make_case(device=device)
     fired = []
     for name, leaf in case.leaves().items():
@@ -123,7 +123,7 @@ def test_hooks_fire_once(device, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_one_tensor_for_all_three(device, backend):
+def test_query_is_key_is_value(device, backend):
     x = torch.randn(2, 40, 3, 8, device=device, requires_grad=True)
     upstream = torch.randn_like(x)
     (shared,) = torch.autograd.grad(lowtide.memory_efficient_attention(x, x, x, backend=backend), x, upstream)
@@ -154,7 +154,7 @@ def test_checkpointing(device, options, reentrant):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_saved_tensors_may_be_put_elsewhere(device, backend):
+def test_saved_tensors_moved(device, backend):
     case = make_case(device=device)
     leaves = list(case.leaves().values())
     upstream = torch.randn(2, 37, 4, 8, device=device)
@@ -171,7 +171,7 @@ def test_saved_tensors_may_be_put_elsewhere(device, backend):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_change_in_place_is_noticed(device, backend):
+def test_saved_tensor_changed_in_place(device, backend):
     query, key, value = (torch.randn(1, 9, 2, 4, device=device) for _ in range(3))
     value.requires_grad_()
     out = lowtide.memory_efficient_attention(query, key, value, backend=backend)
@@ -182,7 +182,7 @@ def test_a_change_in_place_is_noticed(device, backend):
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(device, backend, mode):
+def test_no_grad(device, backend, mode):
     case = make_case(device=device)
     tensors = (case.query, case.key, case.value)
     with mode():
@@ -210,7 +210,7 @@ def test_autocast(device, options, dtype):
 
 
 @pytest.mark.parametrize("wanted", [("query",), ("key", "value"), ("bias",)])
-def test_double_backward_for_some(wanted):
+def test_double_backward_of_subset(wanted):
     case = small("all")
     for name, leaf in case.leaves().items():
         leaf.requires_grad_(name in wanted)
@@ -219,7 +219,7 @@ def test_double_backward_for_some(wanted):
     assert torch.autograd.gradgradcheck(lambda *_: function(*everything), leaves, fast_mode=True)
 
 
-def test_higher_derivatives_of_several_chunks(monkeypatch):
+def test_higher_derivatives_several_chunks(monkeypatch):
     """The chunks of queries in which the transforms go do not matter."""
     from lowtide.ops.attention.operator import higher_order
 
@@ -237,7 +237,7 @@ def test_higher_derivatives_of_several_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize(("M", "N"), [(20, 33), (33, 20)])
-def test_handed_causal_masks_begin_at_the_top_left(M, N):
+def test_delegated_causal_mask_top_left(M, N):
     case = make_case(M=M, N=N, mask=masks.LowerTriangularMask(), dtype=torch.float64)
     tensors = (case.query, case.key, case.value, case.mask)
     handed, definition = (
@@ -246,7 +246,7 @@ def test_handed_causal_masks_begin_at_the_top_left(M, N):
     torch.testing.assert_close(handed, definition)
 
 
-def test_handed_values_are_within_the_budget(device):
+def test_delegated_values_within_budget(device):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for mask in (None, masks.LowerTriangularMask()):
             case = make_case(2, 65, 65, 4, 2, 16, mask=mask, dtype=dtype, device=device)
@@ -261,7 +261,7 @@ def test_handed_values_are_within_the_budget(device):
 
 @pytest.mark.parametrize("settings", [None, [SDPBackend.MATH], [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_dense_kernel_is_never_taken(settings, autocast):
+def test_dense_kernel_never_used(settings, autocast):
     """Whatever torch's settings are, which are afterwards what they were. Autocast leaves float64 alone."""
     dtype = torch.float64 if autocast else torch.float32
     case = make_case(1, 64, 64, 2, 2, 16, dtype=dtype)
@@ -284,7 +284,7 @@ def test_the_dense_kernel_is_never_taken(settings, autocast):
     assert not any("math" in name or "bmm" in name for name in seen)
 
 
-def test_an_operator_alone_has_no_derivative():
+def test_operator_without_derivative_raises():
     """It says so, as torch would only warn that there is none."""
     query = torch.randn(1, 1, 4, 8, requires_grad=True)
     given = (query, query, query, None, None, None, None, False, *Options(1.0, softcap=2.0))

@@ -22,7 +22,7 @@ def total(found):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_three_are_the_number_itself(device, shape):
+def test_three_pieces_exact(device, shape):
     skip_unless_runnable("triton", device)
     x = numbers(*shape, device=device)
     found = bf16_split.split([x], 3)[0]
@@ -32,7 +32,7 @@ def test_three_are_the_number_itself(device, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_two_are_within_a_rounding_of_a_rounding(device, shape):
+def test_two_pieces_rounding(device, shape):
     skip_unless_runnable("triton", device)
     x = numbers(*shape, device=device)
     found = bf16_split.split([x], 2)[0]
@@ -41,7 +41,7 @@ def test_two_are_within_a_rounding_of_a_rounding(device, shape):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_several_at_once(device, count):
+def test_several_tensors(device, count):
     """As many programs as the largest needs; nothing but that of the others is written."""
     skip_unless_runnable("triton", device)
     shapes = [(2, 6, 70, 20), (2, 3, 33, 20), (2, 0, 9, 1), (2, 3, 0, 150), (1, 3, 33, 150)]
@@ -58,7 +58,7 @@ def test_strides(device, how):
     assert torch.equal(total(bf16_split.split([x], 3)[0]), x.double())
 
 
-def test_rows_are_padded_with_zeros(device):
+def test_rows_zero_padded(device):
     skip_unless_runnable("triton", device)
     found = bf16_split.split([numbers(1, 2, 5, 3, device=device)], 2)[0]
     rows = found.as_strided((2, 1, 2, 5, 16), found.stride())
@@ -67,7 +67,7 @@ def test_rows_are_padded_with_zeros(device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")  # NumPy's
-def test_what_is_not_finite_is_the_first_piece(device):
+def test_nonfinite_in_first_piece(device):
     skip_unless_runnable("triton", device)
     by_its_last_digit = [0x7F800001, -0x7FFFFF]  # nan
     low = torch.tensor(by_its_last_digit, dtype=torch.int32).view(torch.float32)
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_the_first_piece(device):
     assert all((piece == 0).all() for piece in rest)
 
 
-def test_what_is_finite_has_finite_pieces(device):
+def test_finite_pieces(device):
     """And 0 stays 0, with its sign."""
     skip_unless_runnable("triton", device)
     most = torch.finfo(torch.float32).max
@@ -87,7 +87,7 @@ def test_what_is_finite_has_finite_pieces(device):
     assert found[0].flatten().signbit().tolist() == x.signbit().tolist()
 
 
-def test_the_least_there_is(device):
+def test_numbers_below_bfloat16(device):
     """Below what bfloat16 has, off by half of its last digit."""
     skip_unless_runnable("triton", device)
     x = torch.tensor([1e-38, -1e-40, 1.4e-45], device=device)

@@ -65,7 +65,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_one_graph(device, name, dynamic):
+def test_compile_one_graph(device, name, dynamic):
     torch._dynamo.reset()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
@@ -82,7 +82,7 @@ def test_one_graph(device, name, dynamic):
             torch.testing.assert_close(got, want)
 
 
-def test_one_graph_with_a_bias_and_the_logsumexp(device):
+def test_compile_bias_and_logsumexp(device):
     """Of one more backend, which generates code."""
     torch._dynamo.reset()
 
@@ -101,7 +101,7 @@ def test_one_graph_with_a_bias_and_the_logsumexp(device):
         torch.testing.assert_close(got, want)
 
 
-def test_one_graph_of_several_sequences():
+def test_compile_several_sequences():
     torch._dynamo.reset()
     mask = masks.BlockDiagonalCausalMask.from_seqlens([5, 1, 6])
 
@@ -114,7 +114,7 @@ def test_one_graph_of_several_sequences():
     torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)))
 
 
-def test_a_forward_mode_inside_a_graph_says_so():
+def test_compile_refuses_forward_mode():
     torch._dynamo.reset()
     x = torch.randn(1, 4, 1, 3)
 
@@ -128,7 +128,7 @@ def test_a_forward_mode_inside_a_graph_says_so():
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, None), (2, 1, None, None), (1, 1, None, 1)])
-def test_a_bias_of_a_size_that_has_become_a_symbol(device, shape):
+def test_compile_bias_of_symbolic_size(device, shape):
     """Dynamo makes a size a symbol once it has seen two; a check must not take it for another number."""
     torch._dynamo.reset()
     compiled = torch.compile(lowtide.memory_efficient_attention, fullgraph=True, backend="aot_eager")

@@ -31,7 +31,7 @@ def case_of(name, **more):
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, "triton"), (torch.float64, "torch")])
 @pytest.mark.parametrize("name", CASES)
-def test_who_runs_it(name, dtype, expected, monkeypatch):
+def test_backend_chosen(name, dtype, expected, monkeypatch):
     from lowtide.ops.attention.triton_backend import launch_backward, launch_forward
 
     ran = set()
@@ -52,7 +52,7 @@ def test_who_runs_it(name, dtype, expected, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_waits_for_the_device(name):
+def test_no_device_sync(name):
     case = case_of(name)
     upstream = make_upstream(case)
     expected = differentiate(ours, case, upstream)
@@ -63,7 +63,7 @@ def test_nothing_waits_for_the_device(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_cuda_graph(name):
+def test_cuda_graph(name):
     """Captured once, forward and backward, and played for other data in the same memory."""
     case = case_of(name, dtype=torch.bfloat16)
     upstream = make_upstream(case)
@@ -98,7 +98,7 @@ def test_deterministic_algorithms(name):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("name", CASES)
-def test_tensors_on_another_device_than_the_current_one(name):
+def test_tensors_not_on_current_device(name):
     case = case_of(name, device="cuda:1")
     assert torch.cuda.current_device() == 0
     upstream = make_upstream(case)

@@ -38,7 +38,7 @@ def test_any_scale(device, mask, scale, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("M", "N"), [(8192, 16), (16, 4096), (256, 256)])
-def test_half_precision_on_the_cpu_rounds_no_sums(M, N, dtype):
+def test_cpu_half_precision_sums_in_float32(M, N, dtype):
     """Torch's kernels there add up gradients in it: over 8192 queries they are off by four times as much."""
     case = make_case(1, M, N, 1, K=32, dtype=dtype)
     leaves = case.leaves()
@@ -56,7 +56,7 @@ def test_half_precision_on_the_cpu_rounds_no_sums(M, N, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_the_same_bits_with_gradients_and_without(dtype):
+def test_same_bits_no_grad(dtype):
     """Or a checkpoint would compute another thing than what it was differentiated of."""
     case = make_case(1, 130, 130, 2, K=32, dtype=dtype)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_layouts(device, mask, name, of, dtype):
     check(differentiate(plain, case, (upstream, None)), case, (upstream, None))
 
 
-def test_saved_tensors_that_come_back_in_other_strides(device):
+def test_saved_tensors_restrided(device):
     case = make_case(2, 40, 40, 4, K=16, mask=CAUSAL, device=device)
     upstream = (make_upstream(case)[0], None)
     expected = differentiate(plain, case, upstream)
@@ -134,7 +134,7 @@ FINE = ((2, 4, 64, 64), (4 * 4096, 4096, 64, 1))
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torchs_cuda_kernels_are_not_asked(name, place):
+def test_sdpa_refused_operands(name, place):
     """Of each operand, beside two that are as they should be where sizes allow that."""
     (described,), message = REFUSED[name]
     given = [FINE] * 3 if described[0] == FINE[0] else [described] * 3
@@ -143,13 +143,13 @@ def test_what_torchs_cuda_kernels_are_not_asked(name, place):
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1e-300, 1e39])
-def test_scales_that_torchs_kernels_are_not_asked(scale):
+def test_sdpa_refused_scales(scale):
     for device in ("cpu", "cuda"):
         found = reason(FINE, scale=scale, device=device, dtype=torch.float32)
         assert "normal float32 above 0" in str(found)
 
 
-def test_what_they_are_asked():
+def test_sdpa_accepted():
     assert reason(FINE) is None
     assert reason(FINE, mask=CAUSAL, dtype=torch.float16) is None
     heads_last = ((2, 4, 64, 64), (4 * 4096, 64, 256, 1))
@@ -161,7 +161,7 @@ def test_what_they_are_asked():
 
 @pytest.mark.parametrize("offset", range(9))
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_addresses(offset, itemsize):
+def test_sdpa_refused_addresses(offset, itemsize):
     dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
     memory = torch.zeros(1 << 12, dtype=dtype)
     assert memory.data_ptr() % alignment.BYTES == 0
@@ -178,7 +178,7 @@ def test_addresses(offset, itemsize):
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operator_of_compiled_graphs(dtype, causal, rows_first):
+def test_compile_operator(dtype, causal, rows_first):
     """It gives what the tiles give, in the same layout, and takes their statistics for its own."""
     case = make_case(2, 33, 33, 4, 2, 16, dtype=dtype)
     operands = Operands(*(leaf.detach().transpose(1, 2) for leaf in case.leaves().values()))
@@ -207,7 +207,7 @@ def test_the_operator_of_compiled_graphs(dtype, causal, rows_first):
 
 
 @pytest.mark.parametrize("rows_first", [False, True])
-def test_opcheck_of_the_operator_of_compiled_graphs(rows_first):
+def test_compile_operator_opcheck(rows_first):
     operands = Operands(*(torch.randn(2, 4, 9, 8).transpose(1, 2) for _ in range(3)))
     options = Options(0.3, rows_first=rows_first, backend="sdpa", causal=True)
     torch.library.opcheck(OPS.attention.default, (*operands, False, *options))

@@ -135,7 +135,7 @@ def test_upstream_gradients(function, layout, backend):
 
 @pytest.mark.parametrize("function", SIGNATURES)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_plans_that_torch_made_for_other_strides(function, backend):
+def test_plans_of_torch_for_other_strides(function, backend):
     """Torch finds a plan by the strides of queries, keys and values alone."""
     case = sample(CAUSAL, M=136, N=136)
     tensors = [leaf.transpose(1, 2) for leaf in case.leaves().values()]
@@ -145,7 +145,7 @@ def test_plans_that_torch_made_for_other_strides(function, backend):
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
-def test_the_upstream_gradient_of_a_sum(backend):
+def test_upstream_expanded_from_sum(backend):
     """One number, expanded."""
     case = sample()
     upstream = torch.ones((), device="cuda", dtype=torch.bfloat16).expand(2, 128, 4, 64)
@@ -155,7 +155,7 @@ def test_the_upstream_gradient_of_a_sum(backend):
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
 @pytest.mark.parametrize("function", SIGNATURES)
 @pytest.mark.parametrize("first", ["wider, 0", "wider, 1"])
-def test_a_graph_is_given_other_addresses(function, first, backend):
+def test_cuda_graph_other_addresses(function, first, backend):
     """No guard asks for them: the graph is that of the first call."""
     graph = compiled(function, backend)
     for layout in (first, "wider, 0", "wider, 1", "wider, 4", "wider, 8"):
@@ -164,13 +164,13 @@ def test_a_graph_is_given_other_addresses(function, first, backend):
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiled_operands(layout, backend):
+def test_compile_operands(layout, backend):
     run(compiled(of_xformers, backend), laid(sample(), layout))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("offset", [1, 4, 8])
-def test_a_slice_within_a_graph(offset, dynamic):
+def test_compile_slice(offset, dynamic):
     torch._dynamo.reset()
 
     def function(packed, mask):
@@ -229,7 +229,7 @@ def test_scales(scale, mask):
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 40 << 30,
     reason="needs 40 GiB",
 )
-def test_more_than_two_to_the_31_numbers():
+def test_more_elements_than_int32():
     """The last batch, whose place 32 bits cannot say."""
     tensors = [
         torch.empty(513, 1024, 64, 64, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(3)
@@ -244,7 +244,7 @@ def test_more_than_two_to_the_31_numbers():
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
 @pytest.mark.parametrize("K", [64, 256])
-def test_the_same_bits_with_deterministic_algorithms(backend, K):
+def test_same_bits_deterministic(backend, K):
     case = sample(CAUSAL, B=4, M=1024, N=1024, K=K)
     function = of_xformers if backend is None else compiled(of_xformers, backend)
     upstream = make_upstream(case)[0].bfloat16()

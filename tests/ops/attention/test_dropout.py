@@ -35,7 +35,7 @@ def bits(seed, b, h, i, j):
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 1 << 40, 0x123456789ABCDEF])
-def test_the_bits(device, seed):
+def test_random_bits(device, seed):
     B, H, M, N, p = 2, 3, 5, 7, 0.4
     tensor = torch.tensor(seed, device=device)
     found = keep_mask(row_keys(tensor, B, H, M)[..., None], column_keys(tensor, N), p)
@@ -45,7 +45,7 @@ def test_the_bits(device, seed):
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
-def test_rate(p):
+def test_dropout_rate(p):
     """Of n independent scores, by the binomial law: n p, and within 5 standard deviations; so along each
     axis, and for pairs of neighbours."""
     seed = torch.tensor(7)
@@ -66,7 +66,7 @@ def test_rate(p):
         )
 
 
-def test_the_ends_of_the_rate(device):
+def test_dropout_rate_0_and_1(device):
     case = make_case(device=device, p=1.0, seed=1)
     out, logsumexp = ours(case)
     assert (out == 0).all()
@@ -81,7 +81,7 @@ def test_the_ends_of_the_rate(device):
 
 
 @pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])
-def test_tile_sizes_do_not_matter(device, monkeypatch, mask):
+def test_dropout_independent_of_tiles(device, monkeypatch, mask):
     case = make_case(2, 70, 90, 4, 2, mask=mask, bias=(0, 1, 0, 1), p=0.3, seed=11, device=device)
     upstream = make_upstream(case)
     whole = differentiate(ours, case, upstream)
@@ -93,7 +93,7 @@ def test_tile_sizes_do_not_matter(device, monkeypatch, mask):
         assert not torch.equal(part, torch.zeros_like(part))
 
 
-def test_seeds_and_generators(device):
+def test_dropout_seeds_and_generators(device):
     case = make_case(device=device)
     tensors = (case.query, case.key, case.value)
 

@@ -104,7 +104,7 @@ def test_errors(change, error, message):
         ([(2, 4, 5, 8)] * 3, {"dropout_p": -0.1}, "p must be in"),
     ],
 )
-def test_errors_of_torchs_signature(shapes, options, message):
+def test_errors_of_sdpa_signature(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         lowtide.scaled_dot_product_attention(*map(torch.zeros, shapes), **options)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     "name", ["relative_position_bias", pytest.param("vision_transformer", marks=pytest.mark.extended)]
 )
-def test_prints_the_same_loss_and_less_memory(name, plain_environment):
+def test_example_prints_same_loss_less_memory(name, plain_environment):
     run = subprocess.run(
         [sys.executable, f"examples/{name}.py"],
         cwd=ROOT,

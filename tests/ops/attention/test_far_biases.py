@@ -107,7 +107,7 @@ def test_values_and_gradients(device, backend, fill, more, keys_alone):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("fill", ["-65504", "lowest"])
-def test_a_bias_without_a_gradient(device, backend, fill):
+def test_bias_no_grad(device, backend, fill):
     """The others' gradients are the same, bit for bit."""
     skip_unless_runnable(backend, device)
     case = far_case(fill, "causal", False, device)
@@ -119,7 +119,7 @@ def test_a_bias_without_a_gradient(device, backend, fill):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_lowest_is_not_hidden_and_minus_infinity_is(device, backend):
+def test_lowest_number_seen_minus_infinity_hidden(device, backend):
     skip_unless_runnable(backend, device)
     case = far_case("lowest", "alone", False, device)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_lowest_is_not_hidden_and_minus_infinity_is(device, backend):
     torch.testing.assert_close(found["out"][:, 7], case.value.detach().mean(1))
 
 
-def test_the_weights_of_such_rows_sum_to_one(device):
+def test_weights_sum_to_one(device):
     """A fortieth, if all 40 scores are -1e9: each value gets a fortieth of every row's upstream gradient."""
     query, key, value = (torch.randn(1, 40, 1, 8, device=device) for _ in range(3))
     value.requires_grad_()
@@ -146,7 +146,7 @@ def test_the_weights_of_such_rows_sum_to_one(device):
 
 
 @pytest.mark.parametrize("bias", ["lowest", "none"])
-def test_engines_keep_the_same_of_a_row(device, bias):
+def test_statistics_same_in_backends(device, bias):
     """So that backward is anybody's: two numbers beside such a bias, the logsumexp alone without."""
     skip_unless_runnable("triton", device)
     case = far_case("lowest", "causal", False, device)

@@ -76,7 +76,7 @@ def test_half_precision(device, dtype):
 
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
-def test_one_gradient_alone(device, only):
+def test_gradient_of_one_operand(device, only):
     skip_unless_runnable("triton", device)
     case = make_case(1, bias=(0, 1, 0, 1), p=0.3, seed=1, device=device)
     for name, leaf in case.leaves().items():
@@ -85,7 +85,7 @@ def test_one_gradient_alone(device, only):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_one_upstream_gradient_alone(device, place):
+def test_upstream_of_one_output(device, place):
     skip_unless_runnable("triton", device)
     case = make_case(1, bias=(0, 1, 0, 1), device=device)
     upstream = tuple(each if at == place else None for at, each in enumerate(make_upstream(case)))
@@ -93,7 +93,7 @@ def test_one_upstream_gradient_alone(device, place):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 37, 41), (1, 1, 1, 41)], ids=str)
-def test_a_bool_mask(device, shape):
+def test_bool_mask(device, shape):
     skip_unless_runnable("triton", device)
     case = make_case(2, 37, 41, device=device)
     shown = torch.rand(shape, device=device) < 0.4
@@ -122,7 +122,7 @@ def test_empty(device, B, M, N, H):
     assert all((found[name] == 0).all() for name in ("out", "query", "key", "value", "bias"))
 
 
-def test_the_same_scores_are_dropped(device):
+def test_dropout_same_scores(device):
     """As in plain torch, bit for bit: of one key each, a row is all there or 0."""
     skip_unless_runnable("triton", device)
     query, key = torch.zeros(2, 40, 3, 4, device=device), torch.zeros(2, 50, 3, 4, device=device)
@@ -135,7 +135,7 @@ def test_the_same_scores_are_dropped(device):
     assert 0.45 < ours.float().mean() < 0.55
 
 
-def test_the_same_bits_again(device):
+def test_same_call_same_bits(device):
     skip_unless_runnable("triton", device)
     case = make_case(1, 40, 70, 2, 1, bias=(0, 1, 0, 1), p=0.3, seed=5, device=device)
     upstream = make_upstream(case)
@@ -152,7 +152,7 @@ FEATURES = [1, 3, 31, 34, 40, 64, 80, 128, 160, 258, 512]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("K", FEATURES)
-def test_a_grid_of_odd_shapes(K, dtype):
+def test_odd_shapes(K, dtype):
     for place, M in enumerate(LENGTHS):
         N = LENGTHS[(place + FEATURES.index(K)) % len(LENGTHS)]
         mask = (None, masks.LowerTriangularFromBottomRightMask())[place % 2]
@@ -169,7 +169,7 @@ def matmul_precision():
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("highest", ("bf16x6", 3)), ("high", ("tf32", 2))])
-def test_float32_products_follow_torchs_setting(setting, expected, monkeypatch, matmul_precision):
+def test_float32_precision_setting(setting, expected, monkeypatch, matmul_precision):
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)  # it knows float32 only
     matmul_precision(setting)
     assert (bf16_split.precision(), bf16_split.piece_count(torch.float32)) == expected
@@ -186,7 +186,7 @@ def rounded(tensor, digits):
     "name", ["plain", "causal", "soft cap", "dropout", "features in several blocks", "bias"]
 )
 @torch.no_grad()
-def test_where_torch_is_allowed_tf32(device, name, matmul_precision):
+def test_tf32_allowed(device, name, matmul_precision):
     """Forward is not float32, and much closer to it than if its operands were rounded to TF32."""
     skip_unless_runnable("triton", device)
     case = make_case(**({"B": 1, "H": 2, "bias": (1, 1, 1, 1)} | CASES.get(name, {})), device=device)
@@ -205,7 +205,7 @@ def test_where_torch_is_allowed_tf32(device, name, matmul_precision):
     ("dtype", "device_name", "message"),
     [(torch.float64, "cpu", "query is float64"), (torch.float32, "meta", "must be on the CPU or a CUDA")],
 )
-def test_what_the_kernels_refuse(dtype, device_name, message):
+def test_kernels_refuse(dtype, device_name, message):
     pytest.importorskip("triton")
     if device_name == "cpu":
         skip_unless_runnable("triton", "cpu")

@@ -19,7 +19,7 @@ def compiled(request):
 
 
 @pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
-def test_compiles_and_fits(compiled, name, capability):
+def test_kernels_compile_and_fit(compiled, name, capability):
     result = compiled[name, capability]
     print(result)
     assert "error" not in result, result["error"]
@@ -30,7 +30,7 @@ def test_compiles_and_fits(compiled, name, capability):
     assert set(result["row_bytes"]) <= {128}
 
 
-def test_every_kernel_is_built():
+def test_kernels_all_built():
     """All entry kernels: those whose names end in _kernel; helpers are compiled into them."""
     folder = Path(lowtide.__file__).parent / "ops" / "attention"
     kernels = {

@@ -111,7 +111,7 @@ SDPA = {
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
 @pytest.mark.parametrize("name", SDPA)
-def test_where_torchs_own_is_called(device, name, kind):
+def test_sdpa_called(device, name, kind):
     shapes, options = SDPA[name]
     options = dict(options)
     leaves = [torch.randn(s, dtype=torch.float64, device=device, requires_grad=True) for s in shapes]
@@ -129,7 +129,7 @@ def test_where_torchs_own_is_called(device, name, kind):
         torch.testing.assert_close(got, want)
 
 
-def test_it_can_take_torchs_place(device, monkeypatch):
+def test_replaces_torch_sdpa(device, monkeypatch):
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, device=device)
     x = torch.randn(2, 7, 16, device=device)
     expected = layer(x)
@@ -137,7 +137,7 @@ def test_it_can_take_torchs_place(device, monkeypatch):
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_results_lie_as_the_caller_reads_them(device):
+def test_result_strides(device):
     """[B, M, H, E], so that .flatten(2) is a view; [B, H, M, E] for torch's signature."""
     case = make_case(p=0.1, seed=0, device=device)
     assert ours(case)[0].is_contiguous()

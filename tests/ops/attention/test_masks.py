@@ -41,7 +41,7 @@ RULES = {
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
 @pytest.mark.parametrize("name", RULES)
-def test_against_words(name, M, N):
+def test_masks_match_rules(name, M, N):
     mask, rule = RULES[name]
     expected = in_words(M, N, lambda i, j: rule(i, j, M, N))
     assert torch.equal(seen(mask, M, N), expected)
@@ -55,7 +55,7 @@ def test_against_words(name, M, N):
 @pytest.mark.parametrize(("M", "N"), SIZES)
 @pytest.mark.parametrize("window", [(0, 0), (2, 1), (3, -1), (None, 2), (-1, -1)])
 @pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])
-def test_a_window_and_a_mask_let_through_what_both_do(mask, window, M, N):
+def test_window_and_mask_intersect(mask, window, M, N):
     left, right = (float("inf") if side in (None, -1) else side for side in window)
 
     def rule(i, j):
@@ -70,7 +70,7 @@ LENGTHS = [([3, 1, 4], [3, 1, 4]), ([2, 0, 5, 1], [4, 3, 2, 0]), ([6], [2]), ([0
 @pytest.mark.parametrize(("q_lengths", "k_lengths"), LENGTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, (1, 1)])
-def test_sequences_against_words(q_lengths, k_lengths, causal, window):
+def test_sequences_match_rules(q_lengths, k_lengths, causal, window):
     kind = masks.BlockDiagonalCausalMask if causal else masks.BlockDiagonalMask
     mask = kind.from_seqlens(q_lengths, k_lengths)
     of_query = [(s, i) for s, length in enumerate(q_lengths) for i in range(length)]
@@ -85,7 +85,7 @@ def test_sequences_against_words(q_lengths, k_lengths, causal, window):
     assert torch.equal(seen(mask, M, N, window), in_words(M, N, rule))
 
 
-def test_materialize_adds_the_bias():
+def test_materialize_adds_bias():
     bias = torch.randn(3, 1, 5)
     mask = masks.LowerTriangularMask().add_bias(bias)
     assert isinstance(mask, masks.LowerTriangularMaskWithTensorBias)
@@ -100,7 +100,7 @@ def test_materialize_adds_the_bias():
         mask.add_bias(bias)
 
 
-def test_a_mask_is_not_changed_by_adding_a_bias():
+def test_add_bias_leaves_mask():
     mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
     other = mask.add_bias(torch.zeros(5))
     assert mask.bias is None
@@ -110,7 +110,7 @@ def test_a_mask_is_not_changed_by_adding_a_bias():
     assert type(mask) is masks.BlockDiagonalMask
 
 
-def test_tensor_lists_come_back_as_they_were():
+def test_tensor_lists_round_trip():
     tensors = [torch.randn(2, 3, 4, 5), torch.randn(1, 7, 4, 5), torch.randn(3, 1, 4, 5)]
     mask, flat = masks.BlockDiagonalMask.from_tensor_list(tensors)
     assert flat.shape == (1, 16, 4, 5)
@@ -122,7 +122,7 @@ def test_tensor_lists_come_back_as_they_were():
 
 
 @pytest.mark.parametrize("kind", [masks.BlockDiagonalMask, masks.BlockDiagonalCausalMask])
-def test_several_sequences_equal_a_loop(device, kind):
+def test_several_sequences_match_loop(device, kind):
     tensors = [torch.randn(1, length, 2, 8, device=device, requires_grad=True) for length in (5, 600, 1, 77)]
     upstream = [torch.randn_like(tensor) for tensor in tensors]
     mask, flat = kind.from_tensor_list(tensors)
@@ -138,7 +138,7 @@ def test_several_sequences_equal_a_loop(device, kind):
 
 @pytest.mark.parametrize("make", [lambda: masks.BlockDiagonalMask.from_seqlens([2, -1]),
     lambda: masks.BlockDiagonalMask.from_seqlens([2, 1], [3])])  # fmt: skip
-def test_lengths_that_do_not_fit(make):
+def test_lengths_mismatched(make):
     with pytest.raises(ValueError, match="q_seqlen"):
         make()
 

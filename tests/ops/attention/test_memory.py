@@ -76,14 +76,14 @@ TILES = 16 << 20  # a handful of tiles of 1 MiB, and of sums of keys
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_of_scores(device, mode, dtype):
+def test_no_score_tensor(device, mode, dtype):
     case = make_case(1, M, M, H, K=K, dtype=dtype, device=device, **MODES[mode])
     peak = peak_of(device, lambda: step(case))
     assert peak.largest < M * M * dtype.itemsize / 2
     assert peak.bytes <= held(case) + TILES
 
 
-def test_the_dense_way_fails_that_test(device):
+def test_no_score_tensor_fails_on_dense(device):
     case = of_length(M, "dropout", device)
     peak = peak_of(device, lambda: step(case, "reference"))
     assert peak.largest >= scores(case)
@@ -91,7 +91,7 @@ def test_the_dense_way_fails_that_test(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_is_linear(device, mode):
+def test_memory_linear(device, mode):
     once, twice = (
         peak_of(device, lambda case=case: step(case))
         for case in (of_length(M, mode, device), of_length(2 * M, mode, device))
@@ -108,7 +108,7 @@ def a_tenth_of_dense(case):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_times_less_than_dense(device, mode, room, monkeypatch):
+def test_memory_tenth_of_dense(device, mode, room, monkeypatch):
     """At M = 4096, with all the room that there is."""
     if room is not None:
         monkeypatch.setattr("lowtide.ops.attention.triton_backend.strips.ROOM", room)
@@ -131,7 +131,7 @@ KEPT = {
 @NEEDS_CUDA
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", KEPT)
-def test_ten_times_less_where_scores_are_kept(mode, dtype, room, monkeypatch):
+def test_memory_tenth_of_dense_with_stored_scores(mode, dtype, room, monkeypatch):
     monkeypatch.setattr("lowtide.ops.attention.triton_backend.strips.ROOM", room)
     sizes = {"B": 1, "M": 4096, "N": 4096, "H": H, "K": K} | KEPT[mode]
     case = make_case(**sizes, dtype=dtype, device="cuda")
@@ -139,14 +139,14 @@ def test_ten_times_less_where_scores_are_kept(mode, dtype, room, monkeypatch):
     assert peak.bytes - held(case) <= a_tenth_of_dense(case)
 
 
-def test_dense_is_no_leaner(device):
+def test_memory_of_dense_not_lower(device):
     case = of_length(4096, "plain", device)
     peak = peak_of(device, lambda: step(case, "reference"))
     assert peak.bytes - held(case) >= 10 * a_tenth_of_dense(case)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_kept_without_gradients(device, mode):
+def test_no_grad_saves_nothing(device, mode):
     case = of_length(M, mode, device)
     with torch.no_grad():
         peak = peak_of(device, lambda: step(case, "torch", gradients=False))
@@ -158,7 +158,7 @@ def test_nothing_is_kept_without_gradients(device, mode):
     assert kept.largest < scores(case)
 
 
-def test_a_bias_gradient_takes_the_bias_size(device):
+def test_bias_gradient_memory(device):
     """[1, H, 1, N]: not [B, H, M, N], in any precision."""
     case = make_case(4, M, M, H, K=K, bias=(0, 1, 0, 1), device=device)
     for leaf in (case.query, case.key, case.value):
@@ -168,7 +168,7 @@ def test_a_bias_gradient_takes_the_bias_size(device):
 
 
 @pytest.mark.parametrize("mode", ["plain", "dropout", "bias of keys"])
-def test_second_derivatives_hold_no_scores(device, mode, monkeypatch):
+def test_second_derivative_memory(device, mode, monkeypatch):
     from lowtide.ops.attention.operator import higher_order
 
     monkeypatch.setattr(higher_order, "WORKSPACE", 4 << 20)
@@ -189,7 +189,7 @@ def test_second_derivatives_hold_no_scores(device, mode, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["plain", "causal", "shared key heads"])
 @pytest.mark.parametrize(("length", "part"), [(16384, 10), (32768, 40)])
-def test_the_room_is_a_constant(device, monkeypatch, room, mode, length, part):
+def test_workspace_constant(device, monkeypatch, room, mode, length, part):
     """A tenth of all scores, at twice as many queries and keys a fortieth: float32's pieces are in it."""
     if device == "cpu":
         pytest.skip("only the Triton kernels keep scores, and the interpreter has no time for so many")

@@ -12,7 +12,7 @@ LAYOUTS = {"BMHK": (), "BMK": (2,), "BMGHK": (2,)}
 
 @pytest.mark.parametrize("layout", ["BMHK", "BMK", "BMGHK"])
 @pytest.mark.parametrize("splits", [[53], [20, 33], [1, 0, 52]])
-def test_parts_equal_the_whole_with_gradients(device, layout, splits):
+def test_merged_parts_match_whole(device, layout, splits):
     case = make_case(device=device, dtype=torch.float64)
     leaves = [case.query, case.key, case.value]
     query, key, value = leaves
@@ -34,7 +34,7 @@ def test_parts_equal_the_whole_with_gradients(device, layout, splits):
         torch.testing.assert_close(got, want)
 
 
-def test_what_sees_nothing_counts_for_nothing(device):
+def test_merge_part_without_keys(device):
     """A causal ring: the first queries see nothing of the later keys."""
     case = make_case(1, 8, 8, dtype=torch.float64, device=device)
     query, key, value = leaves = [case.query, case.key, case.value]
@@ -54,7 +54,7 @@ def test_what_sees_nothing_counts_for_nothing(device):
         torch.testing.assert_close(got, want)
 
 
-def test_nothing_anywhere(device):
+def test_merge_all_parts_without_keys(device):
     out = torch.randn(1, 3, 2, 4, device=device, requires_grad=True)
     logsumexp = torch.full((1, 2, 3), -torch.inf, device=device, requires_grad=True)
     merged, total = lowtide.merge_attentions([(out, logsumexp)] * 2)
@@ -64,7 +64,7 @@ def test_nothing_anywhere(device):
         assert (gradient == 0).all()
 
 
-def test_derivatives():
+def test_merge_derivatives():
     def parts(*tensors):
         return lowtide.merge_attentions([tensors[:2], tensors[2:]])
 
@@ -74,7 +74,7 @@ def test_derivatives():
     assert torch.autograd.gradgradcheck(parts, leaves)
 
 
-def test_half_precision_keeps_its_dtype(device):
+def test_merge_half_precision_dtype(device):
     case = make_case(dtype=torch.bfloat16, device=device)
     part = lowtide.memory_efficient_attention_with_lse(case.query, case.key, case.value)
     merged, logsumexp = lowtide.merge_attentions([part, part])
@@ -96,6 +96,6 @@ def test_half_precision_keeps_its_dtype(device):
         ),
     ],
 )
-def test_errors(parts, error, message):
+def test_merge_errors(parts, error, message):
     with pytest.raises(error, match=message):
         lowtide.merge_attentions(parts)

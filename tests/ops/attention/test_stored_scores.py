@@ -130,7 +130,7 @@ def test_values(device, monkeypatch, name, room):
 
 
 @pytest.mark.parametrize("name", ["plain", "bias [1, H, M, N]"])
-def test_the_same_bits_again(device, monkeypatch, name):
+def test_same_call_same_bits(device, monkeypatch, name):
     """And, but for the query, of which strips of keys are a sum, whatever the room is."""
     skip_unless_runnable("triton", device)
     case = case_of(name, device)
@@ -176,7 +176,7 @@ WANTED = [("query", "bias"), ("key", "bias"), ("value", "bias"), ("bias",), ("qu
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("wanted", WANTED, ids=" and ".join)
-def test_some_gradients_alone(device, monkeypatch, wanted, softcap):
+def test_gradients_of_subset(device, monkeypatch, wanted, softcap):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
     case = case_of("bias [1, H, M, N]", device, softcap=softcap)
@@ -199,7 +199,7 @@ def bytes_of(strip, size, score_bytes, pieces):
 @pytest.mark.parametrize("shared_batches", [False, True])
 @pytest.mark.parametrize("shared_heads", [False, True])
 @pytest.mark.parametrize("M", [1, 2000, 100_000])
-def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, shared_batches, M):
+def test_strips_cover_scores_in_bounded_memory(pieces, shared_heads, shared_batches, M):
     score_bytes = 4 if pieces else 2
     for B, H, G, N in (
         (1, 16, 16, 4096),
@@ -224,7 +224,7 @@ def test_strips_hold_everything_once_in_bounded_room(pieces, shared_heads, share
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
-def test_a_strip_is_a_tenth_of_the_leanest_dense_way(pieces, any_share, monkeypatch):
+def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
     """Which holds three matrices of scores. Or a strip has the fewest keys of one batch and key head."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
@@ -253,7 +253,7 @@ OF_A_CARD = {
 
 
 @pytest.mark.parametrize("name", OF_A_CARD)
-def test_the_strips_of_what_is_measured(name, any_share, monkeypatch):
+def test_strips_of_benchmark_cases(name, any_share, monkeypatch):
     """Less than 300 MB for a bias of all scores in half precision, statistics included, 8 % more in float32;
     and enough programs each for a card."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
@@ -278,7 +278,7 @@ def strip_corners(strip):
     )
 
 
-def test_a_bias_of_fewer_digits_is_added_up_in_float32(device, monkeypatch):
+def test_bias_gradient_summed_in_float32(device, monkeypatch):
     """And rounded once, whether its heads are together in a strip or not."""
     skip_unless_runnable("triton", device)
     case = case_of("bias [1, 1, M, N]", device)

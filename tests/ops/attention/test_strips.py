@@ -67,7 +67,7 @@ def test_values(device, room, name, of):
 
 
 @pytest.mark.parametrize("of", ROOMS)
-def test_the_same_bits_again(device, room, of):
+def test_same_call_same_bits(device, room, of):
     skip_unless_runnable("triton", device)
     room(of)
     case = case_of("bias of keys", device)
@@ -79,7 +79,7 @@ def test_the_same_bits_again(device, room, of):
 
 @pytest.mark.parametrize("of", ROOMS)
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
-def test_one_gradient_alone(device, room, only, of):
+def test_gradient_of_one_operand(device, room, only, of):
     skip_unless_runnable("triton", device)
     room(of)
     case = case_of("bias of keys", device)
@@ -101,7 +101,7 @@ def test_strides(device, room, how):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 
 
-def test_a_bool_mask(device, room):
+def test_bool_mask(device, room):
     skip_unless_runnable("triton", device)
     room("128 keys")
     case = case_of("plain", device)
@@ -114,7 +114,7 @@ def test_a_bool_mask(device, room):
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_one_gradient_alone_beside_a_bias_of_all_scores(device, room, only, softcap):
+def test_gradient_of_one_operand_with_full_bias(device, room, only, softcap):
     skip_unless_runnable("triton", device)
     room("128 keys")
     case = case_of("bias of all scores", device, softcap=softcap)

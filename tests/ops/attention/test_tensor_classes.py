@@ -19,7 +19,7 @@ LENGTHS = [(12, 12), (12, 20), (1, 20)]
 @pytest.mark.parametrize(("M", "N"), LENGTHS)
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("G", [4, 2])
-def test_torchs_causal_biases(device, make, M, N, G):
+def test_causal_bias_of_torch(device, make, M, N, G):
     """Over as many query heads as it is no number for."""
     query, key, value = (
         torch.randn(3, heads, length, 16, device=device, requires_grad=True)
@@ -40,7 +40,7 @@ def test_torchs_causal_biases(device, make, M, N, G):
 @pytest.mark.parametrize(("M", "N"), LENGTHS)
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("options", [{}, {"p": 0.3, "seed": 1}, {"softcap": 2.0, "window": (3, 1)}], ids=str)
-def test_torchs_causal_biases_in_the_other_signature(device, make, M, N, options):
+def test_causal_bias_of_torch_sdpa_signature(device, make, M, N, options):
     own = masks.LowerTriangularMask()
     if make is causal_lower_right:
         own = masks.LowerTriangularFromBottomRightMask()
@@ -53,7 +53,7 @@ def test_torchs_causal_biases_in_the_other_signature(device, make, M, N, options
     check(differentiate(function, case, upstream), case, upstream)
 
 
-def test_a_causal_bias_of_a_compiled_call():
+def test_causal_bias_compile():
     torch._dynamo.reset()
     query, key, value = (torch.randn(2, 3, 12, 8) for _ in range(3))
     bias = causal_lower_right(12, 12)
@@ -65,7 +65,7 @@ def test_a_causal_bias_of_a_compiled_call():
     torch.testing.assert_close(compiled(query, key, value), function(query, key, value))
 
 
-def test_a_causal_bias_of_other_lengths():
+def test_causal_bias_lengths_mismatched():
     query = torch.zeros(1, 2, 12, 8)
     with pytest.raises(ValueError, match="made for 12 queries and 20 keys, got 12 and 12"):
         lowtide.scaled_dot_product_attention(query, query, query, causal_upper_left(12, 20))
@@ -120,7 +120,7 @@ FOREIGN = {
 @pytest.mark.parametrize(
     "function", [lowtide.memory_efficient_attention, lowtide.scaled_dot_product_attention]
 )
-def test_foreign_tensors_are_refused(function, name, place):
+def test_tensor_subclass_refused(function, name, place):
     make, message = FOREIGN[name]
     if (name, place) == ("torch's bias", 3):  # which is understood; but not below another mask
         foreign = masks.LowerTriangularMask().add_bias(make(None))
@@ -143,7 +143,7 @@ def test_foreign_tensors_are_refused(function, name, place):
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_a_class_that_says_nothing_is_numbers(device, backend):
+def test_tensor_subclass_without_protocol(device, backend):
     case = make_case(device=device)
     upstream = make_upstream(case)
     own = type(case)(
@@ -165,7 +165,7 @@ def mesh(tmp_path):
     dist.destroy_process_group()
 
 
-def test_a_distributed_tensor(mesh):
+def test_distributed_tensor(mesh):
     plain = torch.randn(1, 8, 2, 4)
     tensor = distribute_tensor(plain, mesh, [Replicate()])
     with pytest.raises(

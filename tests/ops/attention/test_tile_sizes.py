@@ -16,7 +16,7 @@ def kernels_of(half):
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
 @pytest.mark.parametrize("half", [True, False])
-def test_any_features_have_a_tile(half, shared_memory):
+def test_tile_for_any_features(half, shared_memory):
     for K in (1, 8, 16, 24, 31, 32, 40, 64, 65, 128, 130, 256, 300, 512, 600, 5000):
         for E in (1, 24, 40, 128, 1000):
             found = {each: find_tile(*each, half, K, E, shared_memory) for each in kernels_of(half)}
@@ -35,7 +35,7 @@ def test_any_features_have_a_tile(half, shared_memory):
 
 @pytest.mark.parametrize("shared_memory", [99 << 10, 163 << 10, LARGE])
 @pytest.mark.parametrize("half", [True, False])
-def test_tiles_lie_within_what_a_strip_keeps(half, shared_memory):
+def test_tiles_within_strip(half, shared_memory):
     """KEYS of strips.py; and operands.py, is_far."""
     for K in (1, 64, 128, 256, 512, 5000):
         found = (find_tile(*each, half, K, K, shared_memory) for each in kernels_of(half))

@@ -45,7 +45,7 @@ def test_dtypes(device, backend, dtype):
 
 
 @pytest.mark.parametrize(("H", "G"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (640, 1)])
-def test_query_heads_share_key_heads(device, H, G):
+def test_grouped_heads(device, H, G):
     run(make_case(2, 33, 18, H, G, device=device))
 
 
@@ -70,7 +70,7 @@ def test_masks(device, name, M, N, backend):
 
 @pytest.mark.parametrize("M", [1, 600])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_over_several_tiles(device, name, M):
+def test_masks_several_tiles(device, name, M):
     run(make_case(1, M, 1100, 2, K=8, mask=MASKS[name], device=device))
 
 
@@ -81,18 +81,18 @@ def test_bias(device, shape):
 
 @pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 1, 0, 1), (1, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "local"])
-def test_bias_with_everything(device, mask, shape):
+def test_bias_with_all_options(device, mask, shape):
     options = {"window": (30, -1), "p": 0.2, "seed": 3, "softcap": 2.5, "scale": 0.5}
     run(make_case(2, 40, 40, 4, 2, 8, 5, bias=shape, mask=MASKS[mask], device=device, **options))
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 1, 1), (1, 0, 0, 1), (0, 0, 0, 1), (0, 1, 1, 0)], ids=str)
-def test_bias_over_several_tiles(device, shape):
+def test_bias_several_tiles(device, shape):
     run(make_case(2, 600, 700, 2, K=4, bias=shape, device=device))
 
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
-def test_one_gradient_alone(device, only):
+def test_gradient_of_one_operand(device, only):
     case = make_case(bias=(0, 1, 0, 1), p=0.3, seed=1, device=device)
     for name, leaf in case.leaves().items():
         leaf.requires_grad_(name == only)
@@ -100,14 +100,14 @@ def test_one_gradient_alone(device, only):
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_one_upstream_gradient_alone(device, place):
+def test_upstream_of_one_output(device, place):
     case = make_case(bias=(0, 1, 0, 1), softcap=3.0, device=device)
     upstream = tuple(each if at == place else None for at, each in enumerate(make_upstream(case)))
     run(case, upstream=upstream)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_tensor_that_hides_whole_rows(device, dtype):
+def test_mask_hides_whole_rows(device, dtype):
     case = make_case(device=device)
     shown = torch.rand(2, 1, 37, 53, device=device) < 0.4
     shown[1, :, 5:9] = False
@@ -121,7 +121,7 @@ def test_a_mask_tensor_that_hides_whole_rows(device, dtype):
     assert (out[1, 5:9] == 0).all()
 
 
-def test_a_bias_of_minus_infinity_that_is_trained(device):
+def test_bias_of_minus_infinity_gradient(device):
     case = make_case(bias=(0, 0, 1, 1), device=device)
     with torch.no_grad():
         case.bias[0, 0, 4:6] = -torch.inf
@@ -172,7 +172,7 @@ def test_no_features(device, name, K, E, backend):
 
 @pytest.mark.parametrize("N", [4, 0])
 @pytest.mark.parametrize(("K", "E"), [(0, 5), (3, 0), (0, 0)])
-def test_no_features_as_in_torch(device, K, E, N):
+def test_no_features_match_torch(device, K, E, N):
     query, key, value = (
         torch.randn(1, 2, length, features, device=device, requires_grad=True)
         for length, features in ((3, K), (N, K), (N, E))
@@ -194,7 +194,7 @@ def test_extreme_scores(device, spread):
 
 
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9])
-def test_rows_masked_with_a_large_number_stay_rows(device, fill):
+def test_rows_masked_with_large_number(device, fill):
     """As in torch: they attend to all, evenly, and that is not nothing."""
     case = make_case(device=device)
     bias = torch.zeros(1, 1, 37, 53, device=device)
@@ -203,7 +203,7 @@ def test_rows_masked_with_a_large_number_stay_rows(device, fill):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_bias_of_another_dtype(device, dtype):
+def test_bias_of_other_dtype(device, dtype):
     case = make_case(dtype=dtype, device=device)
     bias = torch.randn(1, 4, 1, 53, device=device, requires_grad=True)
     case = type(case)(case.query, case.key, case.value, bias)
@@ -220,7 +220,7 @@ def test_a_bias_of_another_dtype(device, dtype):
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("options", [{}, {"p": 0.3, "seed": 5}])
-def test_the_same_call_gives_the_same_bits(device, backend, options):
+def test_same_call_same_bits(device, backend, options):
     case = make_case(2, 300, 700, 4, 2, 32, bias=(0, 1, 1, 1), mask=MASKS["causal"], device=device, **options)
     upstream = make_upstream(case)
     first, second = (differentiate(ours, case, upstream, backend=backend) for _ in range(2))

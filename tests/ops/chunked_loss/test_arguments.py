@@ -43,7 +43,7 @@ def test_decorators(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_heads_that_are_no_modules(device, mode):
+def test_heads_without_module(device, mode):
     """A bound method, a partial with tensors, a partial with a module: all of their parameters are seen."""
     head, hidden, labels = make("linear", device=device)
     expected = gradients(dense, head, hidden, labels)
@@ -62,7 +62,7 @@ def test_heads_that_are_no_modules(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_learned_may_be_in_the_loss(device, mode):
+def test_loss_with_parameters(device, mode):
     head, hidden, labels = make(device=device)
     temperature = torch.tensor(1.7, dtype=torch.float64, device=device, requires_grad=True)
     weight = torch.rand(B, T, dtype=torch.float64, device=device, requires_grad=True)
@@ -115,7 +115,7 @@ def test_several_hidden_states(device, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_aux_is_added_up_and_detached(device, dtype, mode):
+def test_aux_summed_and_detached(device, dtype, mode):
     head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
 
     def loss_fn(logits, labels):
@@ -140,7 +140,7 @@ def test_aux_is_added_up_and_detached(device, dtype, mode):
     assert torch.equal(again["right"], aux["right"])
 
 
-def test_aux_of_small_integers_and_of_numbers_here_and_tensors_there(device):
+def test_aux_integers_and_mixed_types(device):
     head, hidden, labels = make("linear", device=device)
 
     def loss_fn(logits, labels):
@@ -180,7 +180,7 @@ def test_inference_tensors(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_without_gradients_stay_without(device, mode):
+def test_rows_no_grad(device, mode):
     head, hidden, labels = make("linear", device=device)
     weight, seen = torch.rand(B, T, dtype=torch.float64, device=device), set()
 
@@ -194,7 +194,7 @@ def test_rows_without_gradients_stay_without(device, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["module", "bound method"])
-def test_a_workspace_is_measured_once_and_filled(device, mode, form):
+def test_workspace_measured_once(device, mode, form):
     module, hidden, labels = make("linear", device=device)
     sizes = []
 
@@ -220,7 +220,7 @@ def test_a_workspace_is_measured_once_and_filled(device, mode, form):
         assert own == [B * T] if workspace == 2**30 else 1 < own[0] < B * T
 
 
-def test_a_workspace_for_a_value_of_each_row(device):
+def test_workspace_value_per_row(device):
     head, hidden, labels = make("linear", device=device)
     losses = chunked_loss(per_row, head, hidden, labels, workspace=3000, mode="recompute")
     expected = dense(per_row, head, hidden, labels)

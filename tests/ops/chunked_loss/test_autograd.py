@@ -49,27 +49,27 @@ USES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [0.25, 2.0, 1 / 18, -3.0, 0.0])
 @pytest.mark.parametrize("use", USES)
-def test_whatever_is_done_with_the_loss(device, use, factor, mode):
+def test_loss_used_in_any_way(device, use, factor, mode):
     check(*make(device=device), lambda loss: USES[use](loss, factor), mode=mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_any_head_in_any_chunks(device, chunk_size, kind, mode):
+def test_heads_and_chunks(device, chunk_size, kind, mode):
     check(*make(kind, device=device), lambda loss: loss / 7, mode=mode, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_a_value_for_each_row(device, chunk_size, kind):
+def test_value_per_row(device, chunk_size, kind):
     upstream = torch.randn(B, T, dtype=torch.float64, device=device)
     options = {"loss_fn": per_row, "mode": "recompute", "chunk_size": chunk_size}
     check(*make(kind, device=device), lambda loss: loss * upstream, **options)
     check(*make(kind, device=device), lambda loss: loss.square().t()[::2], **options)
 
 
-def test_the_result_is_a_plain_scalar(device):
+def test_result_plain_scalar(device):
     head, hidden, labels = make(device=device)
     loss = chunked_loss(cross_entropy, head, hidden, labels)
     assert type(loss) is torch.Tensor
@@ -79,7 +79,7 @@ def test_the_result_is_a_plain_scalar(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_retained_graph_is_exact_every_time(device, mode):
+def test_retained_graph_exact(device, mode):
     head, hidden, labels = make(device=device)
     ours = chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5, mode=mode)
     want = dense(cross_entropy, head, hidden, labels)
@@ -99,14 +99,14 @@ def test_a_retained_graph_is_exact_every_time(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_gradient_of_one_tensor(device, mode):
+def test_gradient_of_one_operand(device, mode):
     head, hidden, labels = make(device=device)
     for leaf in leaves(head, hidden):
         check(head, hidden, labels, of=[leaf], mode=mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_hooks_fire_once(device, mode):
+def test_hooks_once(device, mode):
     head, hidden, labels = make(device=device)
     every = leaves(head, hidden)
     expected = torch.autograd.grad(dense(cross_entropy, head, hidden, labels), every)
@@ -121,7 +121,7 @@ def test_hooks_fire_once(device, mode):
     close([leaf.grad for leaf in every], expected)
 
 
-def test_a_hook_may_change_the_gradient(device):
+def test_hook_changes_gradient(device):
     head, hidden, labels = make(device=device)
     weight = head.linear.weight
     (expected,) = torch.autograd.grad(dense(cross_entropy, head, hidden, labels), [weight])
@@ -147,7 +147,7 @@ def test_frozen(device, frozen, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_tied_embedding(device, mode):
+def test_tied_embedding(device, mode):
     """One parameter in the trunk, in the head, and under two names: one gradient, the sum of all."""
     model = Tied().to(device, torch.float64)
     tokens, labels = torch.randint(V, (2, B, T), device=device)
@@ -164,7 +164,7 @@ def test_a_tied_embedding(device, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("masked", ["a chunk", "everything"])
-def test_nothing_valid(device, masked, mode):
+def test_no_valid_rows(device, masked, mode):
     head, hidden, labels = make(device=device, ignored=0)
     labels.view(-1)[5:10] = -100
     if masked == "everything":
@@ -178,7 +178,7 @@ def test_nothing_valid(device, masked, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_that_leaves_the_graph_where_nothing_is_valid(device, mode):
+def test_loss_without_graph_no_valid_rows(device, mode):
     """A loss function that returns a constant zero, as many do: zeros, not None, or ranks would wait."""
 
     def loss_fn(logits, labels):
@@ -211,7 +211,7 @@ def test_no_rows(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_accumulate_over_micro_batches(device, mode):
+def test_gradients_accumulate(device, mode):
     head, hidden, labels = make(device=device)
     expected = torch.autograd.grad(dense(cross_entropy, head, hidden, labels) / 4, leaves(head, hidden))
     for micro, micro_labels in zip(hidden.split(1), labels.split(1)):
@@ -247,7 +247,7 @@ def test_strides(device, layout, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_gradients(device, mode):
+def test_no_grad(device, mode):
     head, hidden, labels = make(device=device)
     expected = dense(cross_entropy, head, hidden, labels).detach()
     for context in (torch.no_grad, torch.inference_mode):
@@ -278,7 +278,7 @@ def test_double_backward(device, kind, mode):
         close(ours, truth, roundings=max(roundings_of(eager, truth) for eager in several))
 
 
-def test_double_backward_of_rows(device):
+def test_double_backward_value_per_row(device):
     head, hidden, labels = make(device=device)
     every = leaves(head, hidden)
     upstream = torch.randn(B, T, dtype=torch.float64, device=device, requires_grad=True)
@@ -304,7 +304,7 @@ def test_gradgradcheck():
         assert torch.autograd.gradgradcheck(loss, (hidden, head.weight))
 
 
-def test_several_upstream_gradients_at_once(device):
+def test_batched_upstream(device):
     head, hidden, labels = make(device=device)
     loss = chunked_loss(cross_entropy, head, hidden, labels, chunk_size=5)
     upstream = torch.tensor([1.0, -2.0], dtype=torch.float64, device=device)
@@ -322,7 +322,7 @@ def test_several_upstream_gradients_at_once(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_same_call_gives_the_same_bits(device, mode):
+def test_same_call_same_bits(device, mode):
     head, hidden, labels = make(device=device, dtype=torch.float32)
     first, second = (
         [

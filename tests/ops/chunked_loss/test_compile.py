@@ -35,7 +35,7 @@ def _afresh():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_step_runs_it_in_between(device, mode):
+def test_compile_step_breaks_graph(device, mode):
     """What comes before and after is compiled, with its backward; the chunks are not."""
     head, hidden, labels = make(device=device)
     trunk = nn.Linear(D, D).to(device, torch.float64)
@@ -64,7 +64,7 @@ def test_a_compiled_step_runs_it_in_between(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_step_takes_one_chunk(device, mode):
+def test_compile_step_memory(device, mode):
     """And the compiled dense step does not."""
     N, C, D, V = 512, 16, 8, 4096
     trunk, head = nn.Linear(D, D).to(device), nn.Linear(D, V).to(device)
@@ -87,7 +87,7 @@ def test_a_compiled_step_takes_one_chunk(device, mode):
     assert whole.largest >= N * V * 4
 
 
-def test_one_graph_is_refused():
+def test_compile_fullgraph_refused():
     head, hidden, labels = make()
 
     @torch.compile(fullgraph=True, backend=aot_eager)
@@ -99,7 +99,7 @@ def test_one_graph_is_refused():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_head(device, mode):
+def test_compile_head(device, mode):
     head, hidden, labels = make(device=device)
     compiled = torch.compile(head, backend=aot_eager)
     results = [gradients(chunked_loss, compiled, hidden, labels, chunk_size=6, mode=mode)]
@@ -110,7 +110,7 @@ def test_a_compiled_head(device, mode):
 @ON_CUDA_ALONE
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nothing_waits_for_the_device(device, dtype, mode):
+def test_no_device_sync(device, dtype, mode):
     head, hidden, labels = make("two layers", device=device, dtype=dtype)
     hidden = hidden.detach()[:, :-1].requires_grad_()
     upstream = torch.ones((), device=device)

@@ -35,7 +35,7 @@ class Dropped(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_mask_of_the_forward_pass(device, mode):
+def test_dropout_mask_of_forward(device, mode):
     """The loss is linear in the weight where it is a sum of logits: its gradient has the mask in it."""
     head = Dropped(device)
     hidden = torch.randn(B, T, D, dtype=torch.float64, device=device, requires_grad=True)
@@ -55,7 +55,7 @@ def test_the_mask_of_the_forward_pass(device, mode):
     torch.autograd.grad(loss, [hidden])
 
 
-def test_another_mask_in_another_chunk(device):
+def test_dropout_mask_per_chunk(device):
     head = Dropped(device)
     hidden = torch.ones(2, 64, D, dtype=torch.float64, device=device, requires_grad=True)
     loss = chunked_loss(torch.sum, head, hidden, chunk_size=64)
@@ -68,7 +68,7 @@ def test_another_mask_in_another_chunk(device):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_around_it(device, use_reentrant, mode):
+def test_checkpointing_outside(device, use_reentrant, mode):
     head, hidden, labels = make(device=device)
     trunk = nn.Linear(D, D).to(device, torch.float64)
 
@@ -82,7 +82,7 @@ def test_checkpointing_around_it(device, use_reentrant, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpointing_inside_the_head(device, mode):
+def test_checkpointing_inside_head(device, mode):
     head, hidden, labels = make("two layers", device=device)
 
     class Checkpointed(nn.Module):
@@ -97,7 +97,7 @@ def test_checkpointing_inside_the_head(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_saved_tensors_go_through_hooks_once(device, mode):
+def test_saved_tensor_hooks_once(device, mode):
     """Offloading for what waits for backward; nothing of a chunk is packed."""
     head, hidden, labels = make(device=device)
     expected = gradients(dense, head, hidden, labels)
@@ -113,7 +113,7 @@ def test_saved_tensors_go_through_hooks_once(device, mode):
     close(torch.autograd.grad(loss / 18, leaves(head, hidden)), expected)
 
 
-def test_an_in_place_change_of_what_a_chunk_saved_is_found(device):
+def test_saved_tensor_changed_in_place(device):
     class Wrong(nn.Linear):
         def forward(self, hidden):
             squashed = super().forward(hidden).tanh()

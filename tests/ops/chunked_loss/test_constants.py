@@ -224,16 +224,16 @@ def check(loss_fn, change, head=None, *, names="", hidden=None):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_changes_is_an_error(way):
+def test_constant_changed(way):
     check(*WAYS[way](), names="loss_fn")
 
 
 @pytest.mark.parametrize("loss_fn", [with_a_global, through_a_helper])
-def test_a_global(loss_fn, monkeypatch):
+def test_constant_global(loss_fn, monkeypatch):
     check(loss_fn, lambda: monkeypatch.setitem(globals(), "FACTOR", -3.0), names="FACTOR")
 
 
-def test_an_entry_of_a_global_dictionary(monkeypatch):
+def test_constant_in_global_dictionary(monkeypatch):
     check(
         lambda a, y: scaled(a, y, TABLE["factor"]),
         lambda: monkeypatch.setitem(TABLE, "factor", -3.0),
@@ -242,7 +242,7 @@ def test_an_entry_of_a_global_dictionary(monkeypatch):
 
 
 @pytest.mark.parametrize("owner", ["SETTINGS", "Config", "module"])
-def test_an_attribute_of_a_global(owner, monkeypatch):
+def test_constant_attribute_of_global(owner, monkeypatch):
     loss_fn = {
         "SETTINGS": lambda a, y: scaled(a, y, SETTINGS.factor),
         "Config": lambda a, y: scaled(a, y, Config.factor),
@@ -270,7 +270,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("name", ["own", "cap", "cfg", "p", "beta"])
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_number_on_a_module(name, bound):
+def test_constant_number_on_module(name, bound):
     head = Head()
     change = {
         "own": lambda: setattr(head, "own", -3.0),
@@ -282,7 +282,7 @@ def test_a_number_on_a_module(name, bound):
     check(functools.partial(scaled, factor=1.0), change, head.forward if bound else head, names="head")
 
 
-def test_a_dictionary_among_the_arguments():
+def test_constant_dictionary_argument():
     head, hidden, labels = inputs()
     options = {"factor": 2.0}
     loss_fn = lambda a, y, options: scaled(a, y, options["factor"])  # noqa: E731
@@ -293,7 +293,7 @@ def test_a_dictionary_among_the_arguments():
 
 
 @pytest.mark.parametrize("mode", ["recompute", "gradient_in_forward"])
-def test_derivatives_of_higher_order(mode):
+def test_constant_changed_before_higher_orders(mode):
     head, hidden, labels = inputs()
     loss_fn, change = of_a_number()
     loss = chunked_loss(loss_fn, head, hidden, labels, chunk_size=7, mode=mode)
@@ -303,7 +303,7 @@ def test_derivatives_of_higher_order(mode):
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-def test_what_cannot_be_seen():
+def test_constant_not_detected():
     """An iterator, random numbers from elsewhere: the loss is another one."""
     head, hidden, labels = inputs()
     factors = itertools.count(2)
@@ -320,7 +320,7 @@ def test_what_cannot_be_seen():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_cannot_be_seen_on_cuda():
+def test_constant_not_detected_on_cuda():
     """Without waiting for the device: NaN."""
     head, hidden, labels = inputs("cuda")
     factors = itertools.count(2)
@@ -352,7 +352,7 @@ class Busy(nn.Module):
         return self.linear(h) * self.cache[len(h)]
 
 
-def test_what_the_functions_change_themselves_is_theirs():
+def test_constant_changed_by_function_accepted():
     """Counters, logs, caches: also where another call comes in between, as with two losses of a step; and
     what no code of theirs names."""
     head, hidden, labels = Busy(), *inputs()[1:]
@@ -374,7 +374,7 @@ def test_what_the_functions_change_themselves_is_theirs():
     torch.testing.assert_close(found, torch.autograd.grad(expected, hidden)[0])
 
 
-def test_an_argument_may_follow_a_schedule():
+def test_argument_scheduled_accepted():
     """As the error says: each call has its own value."""
     head, hidden, labels = inputs()
     factors = (2.0, 3.0)

@@ -35,13 +35,13 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", [*DDP, *ONCE, *TWICE])
-def test_exact_on_every_rank(results, kind):
+def test_exact_on_all_ranks(results, kind):
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
 
 
 @pytest.mark.parametrize("kind", [*ONCE, *TWICE])
-def test_collectives_of_the_head_in_a_step(results, kind):
+def test_head_collectives_per_step(results, kind):
     """However many chunks; a second all-gather is what reshard_after_forward=True asks for."""
     for rank in results:
         assert rank[kind]["reductions"] == 1
@@ -49,7 +49,7 @@ def test_collectives_of_the_head_in_a_step(results, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ONCE if "workspace" in kind])
-def test_every_rank_finds_the_same_rows(results, kind):
+def test_chunk_rows_same_on_all_ranks(results, kind):
     """Without asking; one has eleven rows, the other four."""
     first, second = (rank[kind]["sizes"] for rank in results)
     assert 1 < first[0] < 4
@@ -63,7 +63,7 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-def test_heads_that_would_communicate_for_each_chunk(one_rank):
+def test_head_collectives_per_chunk_refused(one_rank):
     from torch.distributed.fsdp import fully_shard
 
     _, hidden, labels = make("linear", dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_heads_that_would_communicate_for_each_chunk(one_rank):
         chunked_loss(cross_entropy, hooked, hidden, labels)
 
 
-def test_a_unit_is_left_as_it_was(one_rank):
+def test_fsdp_unit_unchanged(one_rank):
     from torch.distributed.fsdp import fully_shard
 
     _, hidden, labels = make("linear", dtype=torch.float32)

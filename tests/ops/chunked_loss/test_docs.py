@@ -42,7 +42,7 @@ def taken_for_granted(device):
     }
 
 
-def test_every_block(device, capsys, tmp_path):
+def test_docs_blocks_run(device, capsys, tmp_path):
     names = taken_for_granted(device)
     *blocks, sharded = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for block in blocks:

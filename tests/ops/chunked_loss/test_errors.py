@@ -55,12 +55,12 @@ def call(loss_fn=cross_entropy, head=None, hidden=None, *rest, **options):
         (lambda logits, labels: logits.argmax(), "floating-point tensor, got torch.int64"),
     ],
 )
-def test_what_is_not_a_sum(loss_fn, message):
+def test_reduction_not_sum(loss_fn, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(loss_fn, chunk_size=5)
 
 
-def test_a_sum_here_and_rows_there():
+def test_reduction_mixed():
     def loss_fn(logits, labels):
         return logits.sum(1) if len(logits) == 5 else logits.sum()
 
@@ -84,7 +84,7 @@ def test_a_sum_here_and_rows_there():
         nn.CrossEntropyLoss(reduction="sum"),
     ],
 )
-def test_what_is_a_sum(loss_fn):
+def test_reduction_sum_accepted(loss_fn):
     call(loss_fn, chunk_size=5).backward()
 
 
@@ -100,7 +100,7 @@ def test_what_is_a_sum(loss_fn):
         (lambda logits, labels: (logits.sum(), {"a": labels}), r"aux\['a'\] must be a sum over rows"),
     ],
 )
-def test_aux(loss_fn, message):
+def test_errors_of_aux(loss_fn, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(loss_fn, chunk_size=5, has_aux=True)
 
@@ -116,14 +116,14 @@ def test_aux(loss_fn, message):
         ),
     ],
 )
-def test_rows_that_disagree(rest, message):
+def test_errors_of_row_counts(rest, message):
     with pytest.raises(ValueError, match=message):
         call(cross_entropy, None, None, *rest)
     with pytest.raises(ValueError, match=r"hidden\[1\] must have the rows"):
         call(cross_entropy, None, (torch.zeros(B, T, D), torch.zeros(T, B, D)))
 
 
-def test_hidden():
+def test_errors_of_hidden():
     with pytest.raises(TypeError, match="hidden must be a tensor or a tuple of tensors, got NoneType"):
         chunked_loss(cross_entropy, nn.Linear(D, V))
     with pytest.raises(TypeError, match="hidden must be a tensor or a tuple of tensors, got list"):
@@ -144,7 +144,7 @@ def test_hidden():
         ({"workspace": 100}, r"a chunk of one row, which takes \d+ bytes, got 100 bytes"),
     ],
 )
-def test_options(options, message):
+def test_errors_of_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(**options)
     if "workspace" not in options or options["workspace"] == -1:
@@ -152,21 +152,21 @@ def test_options(options, message):
             chunked_loss(**options)(cross_entropy)(*make("linear")[:2])
 
 
-def test_what_cannot_be_called():
+def test_errors_of_callables():
     with pytest.raises(TypeError, match="head must be callable, got Tensor"):
         chunked_loss(cross_entropy, WEIGHT, torch.zeros(B, T, D))
     with pytest.raises(TypeError, match="loss_fn must be callable, got str"):
         call("cross_entropy")
 
 
-def test_another_device():
+def test_errors_of_devices():
     with pytest.raises(
         ValueError, match=r"head.weight must be on hidden's device \(cpu\), got meta; move one"
     ):
         call(head=nn.Linear(D, V, device="meta"))
 
 
-def test_a_complex_parameter():
+def test_errors_of_complex_parameter():
     weight = torch.randn(V, D, dtype=torch.complex128, requires_grad=True)
     with pytest.raises(
         TypeError, match=r"head.weight must not be complex, got torch.complex128.*view_as_real"
@@ -174,7 +174,7 @@ def test_a_complex_parameter():
         call(head=partial(lambda hidden, weight: ((hidden + 0j) @ weight.t()).abs(), weight=weight))
 
 
-def test_nothing_to_train():
+def test_nothing_requires_gradient():
     head, hidden, labels = make("linear")
     head.requires_grad_(False)
     with pytest.raises(ValueError, match=r"nothing here needs a gradient.*torch.no_grad\(\)"):
@@ -184,7 +184,7 @@ def test_nothing_to_train():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_reached_through_a_closure(mode):
+def test_closure_refused(mode):
     """It would get no gradient, and nobody would know."""
     linear, temperature = nn.Linear(D, V).double(), torch.tensor(2.0, requires_grad=True)
     options = {"mode": mode, "chunk_size": 5}
@@ -210,7 +210,7 @@ def test_what_is_reached_through_a_closure(mode):
         Trainer().loss(hidden, labels)
 
 
-def test_a_frozen_closure_is_fine():
+def test_closure_frozen_accepted():
     teacher = nn.Linear(D, V).double().requires_grad_(False)
     head, hidden, _ = make("linear")
 
@@ -221,7 +221,7 @@ def test_a_frozen_closure_is_fine():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_buffers_that_change(mode):
+def test_buffers_changed(mode):
     head = nn.Sequential(nn.BatchNorm1d(D), nn.Linear(D, V)).double()
     message = "head.0 must not be a BatchNorm1d with statistics of its batch.*eval mode"
     with pytest.raises(ValueError, match=message):
@@ -251,7 +251,7 @@ def lowered(logits, labels):
     return cross_entropy(logits, labels.clamp(min=0))
 
 
-def test_rows_that_change_before_they_are_used_again():
+def test_rows_changed_before_backward():
     """In place, which dense computation does once."""
     head, hidden, labels = make("linear", ignored=0)
     message = r"must not change.*token_tensors\[0\].*change a copy"
@@ -273,7 +273,7 @@ def test_rows_that_change_before_they_are_used_again():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", ["frozen", "partial", "eval", "buffer"])
-def test_what_changes_between_forward_and_backward(mode, what):
+def test_values_changed_before_backward(mode, what):
     head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V).double()).requires_grad_(False)
     head.register_buffer("scale", torch.ones(()))
     _, hidden, labels = make("linear")
@@ -303,7 +303,7 @@ def test_what_changes_between_forward_and_backward(mode, what):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_threads_with_one_module(mode):
+def test_threads_share_module(mode):
     """The second would find the first one's copies in the places of the parameters."""
     head, hidden, labels = make("linear")
     raised = []
@@ -329,7 +329,7 @@ def test_two_threads_with_one_module(mode):
     assert len(raised) == 4 * (1 + (mode == "recompute"))
 
 
-def test_a_failed_call_leaves_the_module_as_it_was():
+def test_failed_call_leaves_module():
     head = nn.Linear(D, V).double()
     before = dict(head.named_parameters())
 

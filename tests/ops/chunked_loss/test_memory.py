@@ -55,7 +55,7 @@ def of_one_chunk(device, dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_chunk_and_the_gradients(device, dtype, mode):
+def test_memory_one_chunk_and_gradients(device, dtype, mode):
     head, hidden, labels = prepared(device, dtype)
     allowed = of_one_chunk(device, dtype) + held_by_gradients(head, hidden)
     forward, backward, largest = peaks(chunked_loss, head, hidden, labels, chunk_size=C, mode=mode)
@@ -69,7 +69,7 @@ def test_one_chunk_and_the_gradients(device, dtype, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_more_rows_take_no_more(device, mode):
+def test_memory_independent_of_rows(device, mode):
     """But for the gradient of the rows themselves."""
     found = []
     for rows in (N, 4 * N):
@@ -80,7 +80,7 @@ def test_more_rows_take_no_more(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_chunk_is_gone_before_the_next(device, mode):
+def test_memory_of_chunk_freed(device, mode):
     """Its logits and everything that refers to them, without the garbage collector."""
     head, hidden, labels = prepared(device, torch.float32)
     alive, counts = [], []
@@ -101,7 +101,7 @@ def test_a_chunk_is_gone_before_the_next(device, mode):
     assert not any(each() is not None for each in alive)
 
 
-def test_a_frozen_head_takes_no_gradient(device):
+def test_memory_of_frozen_head(device):
     head, hidden, labels = prepared(device, torch.float32)
     trained, _, _ = peaks(chunked_loss, head, hidden, labels, chunk_size=4)
     head.requires_grad_(False)
@@ -110,7 +110,7 @@ def test_a_frozen_head_takes_no_gradient(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_shifted_slice_is_not_copied(device, mode):
+def test_shifted_slice_not_copied(device, mode):
     base = torch.randn(2, 2049, 512, device=device, requires_grad=True)
     small = nn.Linear(512, 8).to(device)
     labels = torch.randint(8, (2, 2048), device=device)
@@ -120,7 +120,7 @@ def test_a_shifted_slice_is_not_copied(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_second_derivatives_take_a_chunk_too(device, mode):
+def test_memory_of_second_derivatives(device, mode):
     head, hidden, labels = prepared(device, torch.float32)
     with peak_memory(device) as peak:
         loss = chunked_loss(cross_entropy, head, hidden, labels, chunk_size=C, mode=mode)
@@ -132,7 +132,7 @@ def test_second_derivatives_take_a_chunk_too(device, mode):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.4])
-def test_a_workspace(device, dtype, share):
+def test_workspace_kept(device, dtype, share):
     head, hidden, labels = prepared(device, dtype)
     hidden = hidden.detach().view(1, N, D).requires_grad_()
     labels = labels.view(1, N)
@@ -156,7 +156,7 @@ def test_a_workspace(device, dtype, share):
     assert sizes[-2] * V * dtype.itemsize > workspace / 16, "but not much less"
 
 
-def test_a_checkpoint_does_not_see_how_rows_are_measured():
+def test_checkpointing_ignores_measured_rows():
     """They are measured once, not when the checkpoint runs the call again; of this layout they are copied."""
     head, targets = nn.Linear(8, 21).double(), torch.randint(21, (2, 4))
     hidden = torch.randn(8, 4, 2).double().permute(2, 1, 0)

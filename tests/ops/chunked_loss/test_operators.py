@@ -56,7 +56,7 @@ def fused(device, monkeypatch):
 
 @pytest.mark.parametrize("form", ["module", "positions", "keywords"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_adds_to_the_sums_itself(device, bias, form, calls):
+def test_linear_accumulates_gradients(device, bias, form, calls):
     head = nn.Linear(D, V, bias=bias).to(device, torch.float64)
     _, hidden, labels = make(device=device)
     parts = {"weight": head.weight, "bias": head.bias}
@@ -69,7 +69,7 @@ def test_linear_adds_to_the_sums_itself(device, bias, form, calls):
     assert calls["linear"] == 3
 
 
-def test_a_weight_used_otherwise_as_well(device, calls):
+def test_linear_weight_used_elsewhere(device, calls):
     head = nn.Linear(D, V).to(device, torch.float64)
     _, hidden, labels = make(device=device)
 
@@ -82,14 +82,14 @@ def test_a_weight_used_otherwise_as_well(device, calls):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shape", [(1, V), (1,), ()])
-def test_a_bias_of_another_shape(device, shape, mode):
+def test_linear_bias_of_other_shape(device, shape, mode):
     weight = torch.randn(V, D, dtype=torch.float64, device=device, requires_grad=True)
     bias = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
     _, hidden, labels = make(device=device)
     check(partial(F.linear, weight=weight, bias=bias), hidden, labels, mode=mode, of=[hidden, weight, bias])
 
 
-def test_what_float16_measures_is_not_added(device):
+def test_linear_float16_scale_probe(device):
     """The backward pass that finds a chunk's scale goes through a linear layer of the loss."""
     _, hidden, labels = make("linear", device=device, dtype=torch.float32)
     head = nn.Linear(D, D).to(device)
@@ -140,7 +140,7 @@ def test_cross_entropy_of_rows(device, upstream):
         assert norm(mine[kept].double() - exact) <= 2 * norm(eager.double() - exact) + rounding
 
 
-def test_cross_entropy_may_be_differentiated_twice(device):
+def test_cross_entropy_double_backward(device):
     skip_unless_runnable("triton", device)
     logits, target = rows(device)
     logits[::5, V - 1] = -3
@@ -202,7 +202,7 @@ def test_cross_entropy_in_a_loss(device, options, mode, fused, calls):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_logits_are_left_as_they_are(device, mode, fused, calls):
+def test_cross_entropy_leaves_logits(device, mode, fused, calls):
     """What is also made of them has its own gradient."""
     head, hidden, labels = make("linear", device=device, dtype=torch.float32)
 
@@ -219,7 +219,7 @@ def test_logits_are_left_as_they_are(device, mode, fused, calls):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_cross_entropy_without_gradients(device, context, fused, calls):
+def test_cross_entropy_no_grad(device, context, fused, calls):
     head, hidden, labels = make("linear", device=device, dtype=torch.float32)
     with context():
         found = chunked_loss(cross_entropy, head, hidden * 1, labels, chunk_size=5)
@@ -229,7 +229,7 @@ def test_cross_entropy_without_gradients(device, context, fused, calls):
 
 
 @pytest.mark.parametrize("device", ["cpu"])  # on CUDA an assertion ends the process
-def test_a_class_out_of_range(device, fused):
+def test_cross_entropy_class_out_of_range(device, fused):
     head, hidden, labels = make("linear", dtype=torch.float32)
     labels[0, 0] = V
     with pytest.raises(RuntimeError, match="single nonzero value"):

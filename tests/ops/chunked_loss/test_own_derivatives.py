@@ -41,14 +41,14 @@ class Energy(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("create_graph", [True, False])
-def test_a_head_that_asks_for_gradients_itself(device, create_graph, mode):
+def test_head_calls_grad(device, create_graph, mode):
     _, hidden, labels = make(device=device)
     check(Energy(create_graph).to(device, torch.float64), hidden, labels, mode=mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("transform", ["vmap", "vmap of grad"])
-def test_a_head_that_uses_transforms_itself(device, transform, mode):
+def test_head_uses_transforms(device, transform, mode):
     head, hidden, labels = make("linear", device=device)
 
     def rows(module, hidden):
@@ -107,14 +107,14 @@ class Offloaded(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_pass_within_the_backward_pass(device, mode):
+def test_backward_within_backward(device, mode):
     _, hidden, labels = make(device=device)
     head = Equilibrium().to(device, torch.float64)
     check(head, hidden, labels, mode=mode, of=leaves(head, hidden))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_pass_into_grad_within_the_backward_pass(device, mode):
+def test_backward_into_grad_within_backward(device, mode):
     head, hidden, labels = make("norm", device=device)
 
     def offloaded(module, hidden):
@@ -141,7 +141,7 @@ class Hooked(nn.Linear):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_head_that_hooks_its_own_parameters(device, mode):
+def test_head_hooks_parameters(device, mode):
     _, hidden, labels = make(device=device)
     results = []
     head = Hooked(D, V).to(device, torch.float64)
@@ -153,7 +153,7 @@ def test_a_head_that_hooks_its_own_parameters(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_head_that_uses_forward_mode_itself(device, mode):
+def test_head_uses_forward_mode(device, mode):
     head, hidden, labels = make("linear", device=device)
 
     def moved(module, hidden):

@@ -30,7 +30,7 @@ from tests.ops.chunked_loss.helpers import (
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "norm", "adapted"])
-def test_no_less_exact_than_dense(device, kind, dtype, mode):
+def test_accuracy_within_dense(device, kind, dtype, mode):
     head, hidden, labels = make(kind, device=device, dtype=dtype, tokens=150)
     truth = gradients(dense, *cast(head, hidden), labels)
     eager = gradients(dense, head, hidden, labels)
@@ -44,7 +44,7 @@ def test_no_less_exact_than_dense(device, kind, dtype, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_many_chunks_of_bfloat16_add_up_in_float32(device, mode):
+def test_bfloat16_chunks_summed_in_float32(device, mode):
     """256 chunks: a sum in bfloat16 would be off by some per cent."""
     head = nn.Linear(D, V, bias=False).to(device, torch.bfloat16)
     hidden = torch.randn(1, 1024, D, device=device).to(torch.bfloat16).requires_grad_()
@@ -57,7 +57,7 @@ def test_many_chunks_of_bfloat16_add_up_in_float32(device, mode):
         assert relative(found, want) <= 2 * relative(plain, want)
 
 
-def test_the_loss_of_half_precision_is_summed_in_float32(device):
+def test_half_precision_loss_summed_in_float32(device):
     head, hidden, labels = make("linear", device=device, dtype=torch.bfloat16)
 
     def rounded(logits, labels):
@@ -68,7 +68,7 @@ def test_the_loss_of_half_precision_is_summed_in_float32(device):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_float16_gradients_do_not_underflow(device, mode, autocast):
+def test_float16_gradients_no_underflow(device, mode, autocast):
     """A loss divided by many tokens and multiplied by the scaler: at scale 1 most of it would be 0."""
     dtype = torch.float32 if autocast else torch.float16
     head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
@@ -102,7 +102,7 @@ class Output:
     logits: torch.Tensor
 
 
-def test_float16_gradients_do_not_underflow_behind_an_object(device):
+def test_float16_gradients_no_underflow_in_object(device):
     head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
 
     def wrapped(module, hidden):
@@ -126,7 +126,7 @@ def test_float16_gradients_do_not_underflow_behind_an_object(device):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("largest", [1e4, 1e7])
-def test_float16_gradients_do_not_overflow(device, largest, mode):
+def test_float16_gradients_no_overflow(device, largest, mode):
     """Rows of very different weights, the largest beyond float16 until the loss is divided."""
     head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
     sizes = torch.logspace(-8, 0, B * T, device=device).view(B, T) * largest
@@ -149,7 +149,7 @@ def test_float16_gradients_do_not_overflow(device, largest, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_with_a_scaler(device, mode):
+def test_step_with_grad_scaler(device, mode):
     head, hidden, labels = make("linear", device=device, dtype=torch.float32)
     truth = gradients(dense, *cast(head, hidden), labels)
     results = []

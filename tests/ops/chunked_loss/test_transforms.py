@@ -106,7 +106,7 @@ def test_transforms_of_any_head(device, transform, kind):
     both(TRANSFORMS[transform], *make(kind, device=device))
 
 
-def test_the_hessian(device):
+def test_hessian(device):
     head = nn.Linear(D, 4, bias=False).to(device, torch.float64)
     hidden = torch.randn(1, 7, D, dtype=torch.float64, device=device)
     labels = torch.randint(4, (1, 7), device=device)
@@ -114,7 +114,7 @@ def test_the_hessian(device):
 
 
 @pytest.mark.parametrize("transform", ["vjp", "jvp", "jacrev"])
-def test_transforms_of_a_value_for_each_row(device, transform):
+def test_transforms_value_per_row(device, transform):
     head, hidden, labels = make(device=device)
     cotangent = torch.randn(B, T, dtype=torch.float64, device=device)
     transforms = TRANSFORMS | {"vjp": lambda loss, h, p, _: torch.func.vjp(loss, h, p)[1](cotangent.to(h))}
@@ -164,7 +164,7 @@ def test_vmap(device, transform, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_module_itself(device, mode):
+def test_transforms_of_module(device, mode):
     """By what nn.Module.forward has, functional_call around all of it."""
 
     class Model(nn.Module):
@@ -217,7 +217,7 @@ def test_finite_differences(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_aux_comes_along(device, mode):
+def test_transforms_aux(device, mode):
     head, hidden, labels = make(device=device)
 
     def loss_fn(logits, labels):
@@ -238,7 +238,7 @@ def test_aux_comes_along(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dropout_has_one_mask(device, mode):
+def test_transforms_dropout_mask(device, mode):
     head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V)).to(device, torch.float64)
     hidden = torch.randn(B, T, D, dtype=torch.float64, device=device)
 
@@ -258,7 +258,7 @@ def test_dropout_has_one_mask(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_comes_in_through_a_closure(mode):
+def test_transforms_closure(mode):
     """It would have no derivative, and nobody would know."""
     head, hidden, labels = make("linear")
 
@@ -281,7 +281,7 @@ def test_what_comes_in_through_a_closure(mode):
         )
 
 
-def test_what_only_a_later_chunk_reaches():
+def test_transforms_closure_of_later_chunk():
     head, hidden, labels = make("linear")
 
     def reached(weight):
@@ -294,7 +294,7 @@ def test_what_only_a_later_chunk_reaches():
         torch.func.grad(reached)(head.weight.detach())
 
 
-def test_a_workspace_is_not_measured_within_a_transform():
+def test_transforms_workspace_not_measured():
     head, hidden, labels = make("linear")
     with pytest.raises(ValueError, match="give chunk_size"):
         torch.func.grad(lambda h: chunked_loss(cross_entropy, head, h, labels, workspace=2**20))(
@@ -302,7 +302,7 @@ def test_a_workspace_is_not_measured_within_a_transform():
         )
 
 
-def test_upstream_gradients_of_an_outer_graph(device):
+def test_transforms_outer_graph(device):
     """Backward through what torch.func gave."""
     head, hidden, labels = make(device=device)
     results = []
@@ -314,7 +314,7 @@ def test_upstream_gradients_of_an_outer_graph(device):
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vmap of grad"])
-def test_transforms_take_a_chunk(device, transform):
+def test_transforms_memory(device, transform):
     N, C, D, V = 512, 16, 8, 4096
     head = nn.Linear(D, V).to(device)
     hidden = torch.randn(2, N // 2, D, device=device)

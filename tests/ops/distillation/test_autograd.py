@@ -25,7 +25,7 @@ SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_we
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("factor", [3.0, -0.37, 0.0, 2.0**-10])
-def test_a_scaled_loss(device, factor, reduction, dtype):
+def test_loss_scaled(device, factor, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     by_seed = differentiate(fused, inputs, "forward", factor, reduction=reduction)
     check(by_seed, inputs, "forward", factor, reduction=reduction)
@@ -34,7 +34,7 @@ def test_a_scaled_loss(device, factor, reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_loss_changed_in_place_and_added_to_another(device, reduction):
+def test_loss_changed_in_place_and_summed(device, reduction):
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     loss = fused(inputs, "reverse", reduction=reduction)
     loss *= -3.0
@@ -47,7 +47,7 @@ def test_a_loss_changed_in_place_and_added_to_another(device, reduction):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_retained_graph_is_exact_every_time(device, reduction, dtype):
+def test_retained_graph_exact(device, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     loss = fused(inputs, "forward", reduction=reduction)
     kept = []
@@ -66,7 +66,7 @@ def test_a_retained_graph_is_exact_every_time(device, reduction, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("names", SOME)
-def test_gradients_of_some(device, names, reduction, dtype):
+def test_gradients_of_subset(device, names, reduction, dtype):
     """By asking for some of them, and by freezing the others."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     everything = differentiate(fused, inputs, "js 0.5", reduction=reduction)
@@ -80,7 +80,7 @@ def test_gradients_of_some(device, names, reduction, dtype):
         assert torch.equal(gradient, frozen[name]), name
 
 
-def test_the_teacher_is_constant(device):
+def test_teacher_takes_no_gradient(device):
     inputs = make_inputs(device=device)
     inputs.teacher_input.requires_grad_(), inputs.teacher_weight.requires_grad_()
     fused(inputs, "forward").backward()
@@ -93,7 +93,7 @@ def test_the_teacher_is_constant(device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_one_weight_for_both(device, reduction):
+def test_weight_shared_by_both(device, reduction):
     """Self-distillation: the teacher's use of the shared weight adds nothing to its gradient."""
     inputs = make_inputs(17, 8, 21, 8, device=device, dtype=torch.float64)
     shared = replace(inputs, teacher_weight=inputs.student_weight)
@@ -106,7 +106,7 @@ def test_one_weight_for_both(device, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_hooks_fire_once(device, reduction):
+def test_hooks_once(device, reduction):
     inputs = make_inputs(device=device, bias=True)
     expected = differentiate(fused, inputs, "forward", reduction=reduction)
     seen, accumulated = [], []
@@ -120,7 +120,7 @@ def test_hooks_fire_once(device, reduction):
         assert torch.equal(inputs.leaves()[name].grad, expected[name])
 
 
-def test_a_tied_student_gets_its_gradient_once(device):
+def test_tied_student_gradient_once(device):
     """One tensor is both input and weight, also where the gradient is differentiated."""
     from lowtide.ops.distillation import forward_kl
 

@@ -48,7 +48,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_tensors(message):
+def test_errors_of_tensors(message):
     inputs = make_inputs()
     heads = dict(inputs.items()) | CHANGES[message](inputs)
     with pytest.raises((ValueError, TypeError), match=message):
@@ -56,18 +56,18 @@ def test_tensors(message):
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS)
-def test_options(options, message):
+def test_errors_of_options(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fused(make_inputs(), "forward", **options)
 
 
 @pytest.mark.parametrize("beta", [0, 1, -0.1, 1.5, float("nan")])
-def test_the_ends_of_beta_have_their_own_names(beta):
+def test_errors_of_beta_ends(beta):
     with pytest.raises(ValueError, match="call forward_kl"):
         jensen_shannon(**dict(make_inputs().items()), beta=beta)
 
 
-def test_a_device_apart():
+def test_errors_of_devices():
     inputs = make_inputs()
     with pytest.raises(ValueError, match="teacher_weight must be on student_input's device"):
         fused(replace(inputs, teacher_weight=inputs.teacher_weight.to("meta")), "forward")
@@ -91,7 +91,7 @@ NONSENSE = (
 
 @pytest.mark.parametrize("place", range(len(NONSENSE)))
 @pytest.mark.parametrize("name", dict(make_inputs(bias=True).items()))
-def test_nonsense_is_an_argument_error(name, place):
+def test_errors_of_nonsense(name, place):
     """And no KeyError, AttributeError or error of torch's own."""
     heads = dict(make_inputs(bias=True).items()) | {name: NONSENSE[place]}
     if NONSENSE[place] is None and ("bias" in name or name == "ignored"):
@@ -104,7 +104,7 @@ def test_nonsense_is_an_argument_error(name, place):
     assert "student" in named or "teacher" in named or "ignored" in named
 
 
-def test_a_workspace_too_small_for_derivatives_of_higher_order():
+def test_errors_of_workspace_for_higher_orders():
     """It is enough for the first order."""
     inputs = make_inputs(5, 4, 4096, 3)
     workspace = 300_000

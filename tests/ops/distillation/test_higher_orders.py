@@ -26,7 +26,7 @@ SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_we
 @pytest.mark.parametrize("caps", [{}, {"student_softcap": 2.0, "teacher_softcap": 3.0}], ids=["", "capped"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_any_order_of_derivative(device, divergence, reduction, caps):
+def test_derivatives_of_any_order(device, divergence, reduction, caps):
     loss, leaves = as_function(
         small(device), divergence, reduction=reduction, temperature=1.3, workspace=40_000, **caps
     )
@@ -35,7 +35,7 @@ def test_any_order_of_derivative(device, divergence, reduction, caps):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_higher_orders_are_finite_where_probabilities_are_not(device, divergence):
+def test_higher_orders_finite_at_zero_probability(device, divergence):
     """Classes excluded by both, and confident rows."""
     inputs = make_inputs(device=device, bias=True, scale=100)
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_batched_upstream_gradients(device, reduction):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_the_reference_is_the_same(device, divergence):
+def test_reference(device, divergence):
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     tensors = dict(inputs.items())
     beta = float(divergence[3:]) if divergence.startswith("js") else float(divergence == "reverse")

@@ -112,7 +112,7 @@ def test_losses_and_gradients(device, backend, monkeypatch, V, block, chain, bet
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_gradient_by_blocks_of_classes(device, backend, beta):
+def test_gradient_by_class_blocks(device, backend, beta):
     """From statistics that are known, the same numbers as of all classes at once."""
     whole, parts = (torch.manual_seed(1) and Case(device, bias=True, temperature=1.3) for _ in range(2))
     statistics, expected = whole.run(backend, beta, torch.float32)
@@ -128,7 +128,7 @@ def test_a_gradient_by_blocks_of_classes(device, backend, beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_statistics_alone_are_the_same(device, backend, beta):
+def test_statistics_alone(device, backend, beta):
     first, again = (torch.manual_seed(1) and Case(device) for _ in range(2))
     statistics, _ = first.run(backend, beta, torch.float32)
     alone, gradient = again.run(backend, beta)
@@ -137,7 +137,7 @@ def test_statistics_alone_are_the_same(device, backend, beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_teacher_that_is_the_student(device, backend, beta):
+def test_teacher_equals_student(device, backend, beta):
     """Exactly nothing."""
     statistics, gradient = Case(device, apart=0, **CHAINS[2]).run(backend, beta, torch.float32)
     assert torch.equal(statistics.loss_C, torch.zeros_like(statistics.loss_C))
@@ -146,7 +146,7 @@ def test_a_teacher_that_is_the_student(device, backend, beta):
 
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("apart", [1e-2, 1e-3])
-def test_near_each_other_the_loss_keeps_its_digits(device, backend, apart, beta):
+def test_loss_digits_near_teacher(device, backend, apart, beta):
     case = Case(device, C=32, V=507, apart=apart)
     (loss, _), (eager, _) = case.exact(beta), case.exact(beta, torch.float32)
     statistics, _ = case.run(backend, beta)
@@ -189,7 +189,7 @@ def test_logits_far_from_zero(device, backend, beta, offset):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_writes_over_the_student_s_logits(device, dtype):
+def test_kernel_overwrites_student_logits(device, dtype):
     skip_unless_runnable("triton", device)
     case = Case(device)
     start, teacher = case.student.product_CB.data_ptr(), case.teacher.product_CB.clone()
@@ -202,7 +202,7 @@ def test_the_kernel_writes_over_the_student_s_logits(device, dtype):
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("room", [1, 8])
-def test_a_call_through_the_kernels(device, monkeypatch, divergence, dtype, room):
+def test_whole_call(device, monkeypatch, divergence, dtype, room):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(chunking, "choose_backend", lambda *_: "triton")
     inputs = make_inputs(9, 5, 21, 4, device=device, dtype=dtype, bias=True)
@@ -212,7 +212,7 @@ def test_a_call_through_the_kernels(device, monkeypatch, divergence, dtype, room
 
 
 @pytest.mark.parametrize("upstream", ["of a sum", "of every other row"])
-def test_an_upstream_gradient_that_does_not_lie_side_by_side(device, monkeypatch, upstream):
+def test_upstream_not_contiguous(device, monkeypatch, upstream):
     """loss.sum() gives one number, expanded; what a kernel reads behind it is anything."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(chunking, "choose_backend", lambda *_: "triton")
@@ -225,7 +225,7 @@ def test_an_upstream_gradient_that_does_not_lie_side_by_side(device, monkeypatch
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-7, 1e-3, 0.2, 0.2499, 0.26, 1.0, 20.0, math.inf])
-def test_the_small_functions_keep_their_digits(device, size):
+def test_small_functions_keep_digits(device, size):
     """t - m and s - m of two classes whose log-probabilities are so far apart."""
     skip_unless_runnable("triton", device)
     import triton

@@ -19,14 +19,14 @@ def compiled(request):
 
 
 @pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
-def test_compiles_without_spills(compiled, name, capability):
+def test_kernels_compile_without_spills(compiled, name, capability):
     result = compiled[name, capability]
     assert "error" not in result, result["error"]
     assert max(result["spill_stores"], result["spill_loads"]) == 0
     assert result["registers"] * BUILDS[name].warps * 32 <= 65536
 
 
-def test_every_kernel_is_built():
+def test_kernels_all_built():
     path = Path(lowtide.__file__).parent / "ops" / "distillation" / "softmax_triton.py"
     assert set(re.findall(r"def (\w+_kernel)\(", path.read_text())) == {
         build.kernel for build in BUILDS.values()

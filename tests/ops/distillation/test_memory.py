@@ -33,7 +33,7 @@ def held_by_gradients(inputs):
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "js 0.5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("caps", [{}, {"student_softcap": 3.0, "teacher_softcap": 3.0}], ids=["", "capped"])
-def test_forward_and_backward_keep_to_the_workspace(device, dtype, divergence, reduction, times, caps):
+def test_workspace_kept_forward_and_backward(device, dtype, divergence, reduction, times, caps):
     inputs = make_inputs(N, D_S, V, D_T, device=device, dtype=dtype, bias=True)
     call, workspace = measured(inputs, divergence, times, reduction, **caps)
     with peak_memory(device) as peak:
@@ -47,7 +47,7 @@ def test_forward_and_backward_keep_to_the_workspace(device, dtype, divergence, r
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_rows(device, dtype, reduction):
+def test_memory_of_many_rows(device, dtype, reduction):
     inputs = make_inputs(2048, 8, 128, 4, device=device, dtype=dtype)
     call, workspace = measured(inputs, "js 0.5", 8, reduction)
     with peak_memory(device) as peak:
@@ -56,7 +56,7 @@ def test_many_rows(device, dtype, reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shifted_input_is_not_copied(device, dtype):
+def test_shifted_input_not_copied(device, dtype):
     inputs = make_inputs(N, 512, 64, 512, device=device, dtype=dtype, ignored=0)
     wide = torch.randn(8, 129, 512).to(device, dtype)
     inputs = replace(inputs, student_input=wide[:, :-1].requires_grad_(), teacher_input=wide[:, 1:])
@@ -70,7 +70,7 @@ def test_a_shifted_input_is_not_copied(device, dtype):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_of_the_weight_is_allocated_when_it_is_frozen(device, dtype, reduction):
+def test_frozen_weight_allocates_nothing(device, dtype, reduction):
     inputs = make_inputs(N, 64, V, D_T, device=device, dtype=dtype)
     inputs = replace(inputs, student_weight=inputs.student_weight.detach())
     call, workspace = measured(inputs, "reverse", 1, reduction)
@@ -80,7 +80,7 @@ def test_nothing_of_the_weight_is_allocated_when_it_is_frozen(device, dtype, red
     assert peak.bytes <= workspace + held_by_gradients(inputs) + 4 * N
 
 
-def test_the_default_workspace(device):
+def test_default_workspace(device):
     promised, rows, classes = (64 << 20, 256, 65536) if device == "cpu" else (1 << 30, 8192, 65536)
     inputs = make_inputs(rows, 8, classes, 4, device=device)
     fused(inputs, "forward").backward()
@@ -92,7 +92,7 @@ def test_the_default_workspace(device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_retained_graph_holds_one_more_set_of_gradients(device, reduction):
+def test_retained_graph_memory(device, reduction):
     inputs = make_inputs(N, D_S, V, D_T, device=device)
     call, workspace = measured(inputs, "forward", 1, reduction)
     with peak_memory(device) as peak:
@@ -102,7 +102,7 @@ def test_a_retained_graph_holds_one_more_set_of_gradients(device, reduction):
 
 @pytest.mark.parametrize("caps", [{}, {"student_softcap": 3.0, "teacher_softcap": 3.0}], ids=["", "capped"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_higher_orders_keep_to_the_workspace(device, divergence, caps):
+def test_workspace_kept_by_higher_orders(device, divergence, caps):
     """Copies of the operands apart."""
     inputs = make_inputs(256, 4, 4096, 4, device=device, ignored=0)
     workspace = 4 << 20  # of logits, all of them: twice as much for each head

@@ -31,7 +31,7 @@ SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_we
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_without_gradients_the_same_loss(device, reduction, mode):
+def test_no_grad_same_loss(device, reduction, mode):
     inputs = make_inputs(device=device, bias=True)
     expected = fused(inputs, "forward", reduction=reduction)
     with mode():
@@ -43,7 +43,7 @@ def test_without_gradients_the_same_loss(device, reduction, mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
+def test_same_call_same_bits(device, reduction, dtype):
     inputs = make_inputs(111, 63, 507, device=device, dtype=dtype, bias=True)
     first, again = (differentiate(fused, inputs, "js 0.1", 0.3, reduction=reduction) for _ in range(2))
     for name, tensor in first.items():
@@ -54,7 +54,7 @@ def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_nothing_waits_for_the_device(device, divergence, reduction, dtype):
+def test_no_device_sync(device, divergence, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     upstream = torch.rand(inputs.leading if reduction == "none" else (), device=device)
     differentiate(fused, inputs, divergence, upstream, reduction=reduction)  # libraries are loaded
@@ -64,7 +64,7 @@ def test_nothing_waits_for_the_device(device, divergence, reduction, dtype):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_activation_checkpointing(device, reduction, reentrant):
+def test_checkpointing(device, reduction, reentrant):
     inputs = make_inputs(device=device, bias=True)
     expected = gradients(fused(inputs, "reverse", reduction=reduction).sum(), inputs)
     loss, leaves = as_function(inputs, "reverse", reduction=reduction)
@@ -73,7 +73,7 @@ def test_activation_checkpointing(device, reduction, reentrant):
         assert torch.equal(leaf.grad, expected[name]), name
 
 
-def test_saved_tensors_may_move(device):
+def test_saved_tensors_moved(device):
     inputs = make_inputs(device=device)
     expected = gradients(fused(inputs, "forward"), inputs)
     with torch.autograd.graph.save_on_cpu():
@@ -107,7 +107,7 @@ def test_autocast(device, amp, reduction):
 @COMPILED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_whole_compiled_graph(device, reduction, dtype):
+def test_compile_one_graph(device, reduction, dtype):
     torch.compiler.reset()
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     loss, leaves = as_function(inputs, "js 0.1", reduction=reduction, temperature=1.3, student_softcap=3.0)
@@ -125,7 +125,7 @@ def test_a_whole_compiled_graph(device, reduction, dtype):
 
 
 @COMPILED
-def test_no_length_compiles_anew(device):
+def test_compile_any_length_once(device):
     torch.compiler.reset()
     inputs = make_inputs(64, device=device)
     w, teacher_w = inputs.student_weight, inputs.teacher_weight
@@ -151,7 +151,7 @@ def test_no_length_compiles_anew(device):
 @pytest.mark.parametrize(
     ("reduction", "wanted"), [("mean", [True] * 3), ("sum", [False, True, False]), ("none", [True] * 3)]
 )
-def test_the_operators_are_registered_right(device, beta, reduction, wanted):
+def test_opcheck(device, beta, reduction, wanted):
     inputs = small(device, torch.float32)
     heads = Heads(
         inputs.student_input.detach(),
@@ -173,7 +173,7 @@ def test_the_operators_are_registered_right(device, beta, reduction, wanted):
 @ON_CUDA_ALONE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_a_captured_cuda_graph(device, divergence, dtype):
+def test_cuda_graph(device, divergence, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     leaves = tuple(inputs.leaves().values())
 
@@ -200,7 +200,7 @@ def test_export(device):
 
 @COMPILED
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
-def test_one_graph_refuses_a_transform_inside(device, transform):
+def test_compile_refuses_transform(device, transform):
     """The operator would know nothing of it: a silent 0."""
     inputs = make_inputs(device=device, ignored=0)
     w, teacher = inputs.student_weight.detach(), (inputs.teacher_input, inputs.teacher_weight)

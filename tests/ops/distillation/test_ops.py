@@ -53,7 +53,7 @@ def test_class_blocks(device, dtype, divergence, reduction, room):
     check(result, inputs, divergence, upstream, **options)
 
 
-def test_the_sum_is_kept_where_it_fits(device):
+def test_sum_kept_where_it_fits(device):
     inputs = make_inputs(300, 8, 37, 4, device=device, dtype=torch.bfloat16, bias=True)
     assert plan(inputs, 1 << 24).accumulate
     assert plan(inputs, None).accumulate
@@ -61,7 +61,7 @@ def test_the_sum_is_kept_where_it_fits(device):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_one_tensor_as_input_and_weight(device, dtype):
+def test_input_is_weight(device, dtype):
     """What a compiler is told of each gradient does not depend on which tensor it belongs to."""
     student = torch.randn(5, 5, device=device).to(dtype)
     heads = Heads(student, student, None, student, student, None, None)

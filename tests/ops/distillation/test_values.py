@@ -70,7 +70,7 @@ def test_soft_caps(device, dtype, divergence, reduction, caps):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_soft_caps_far_out(device, divergence):
+def test_soft_caps_large_logits(device, divergence):
     """Logits that a cap holds do not move; one far above them all changes nothing."""
     held = make_inputs(device=device, dtype=torch.float64, scale=1e6)
     result = differentiate(fused, held, divergence, student_softcap=3.0, teacher_softcap=3.0)
@@ -84,7 +84,7 @@ def test_soft_caps_far_out(device, divergence):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_a_softly_capped_teacher_that_is_the_student(device, divergence):
+def test_soft_cap_teacher_equals_student(device, divergence):
     inputs = make_inputs(device=device, bias=True, scale=10)
     student = {name: tensor.detach() for name, tensor in inputs.leaves().items()}
     inputs = replace(inputs, **{name.replace("student", "teacher"): each for name, each in student.items()})
@@ -121,7 +121,7 @@ def test_all_rows_ignored(device, divergence, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_ignored_rows_may_hold_anything(device, divergence, reduction):
+def test_ignored_rows_hold_nan(device, divergence, reduction):
     inputs = make_inputs(device=device)
     expected = differentiate(fused, inputs, divergence, reduction=reduction)
     broken = {}
@@ -161,7 +161,7 @@ def test_layouts(device, dtype, reduction):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_teacher_that_is_the_student(device, divergence, dtype):
+def test_teacher_equals_student(device, divergence, dtype):
     """Exactly nothing: no difference of rounded numbers is left."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True, scale=10)
     student = {name: tensor.detach() for name, tensor in inputs.leaves().items()}
@@ -173,7 +173,7 @@ def test_a_teacher_that_is_the_student(device, divergence, dtype):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("distance", [1e-2, 1e-3])
-def test_near_the_teacher_the_loss_keeps_its_digits(device, divergence, distance):
+def test_loss_digits_near_teacher(device, divergence, distance):
     inputs = make_inputs(200, 19, 507, device=device, bias=True, scale=5, ignored=0)
     student = {name.replace("student", "teacher"): leaf.detach() for name, leaf in inputs.leaves().items()}
     student["teacher_bias"] = student["teacher_bias"] + distance * torch.randn(507, device=device)
@@ -196,7 +196,7 @@ def test_large_logits(device, divergence, scale):
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_classes_that_both_exclude(device, divergence, reduction):
+def test_classes_excluded_by_both(device, divergence, reduction):
     """A padded vocabulary: as if those classes were not there."""
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     padded = replace(
@@ -218,7 +218,7 @@ def test_classes_that_both_exclude(device, divergence, reduction):
         torch.testing.assert_close(result[name], tensor)
 
 
-def test_classes_that_one_excludes(device):
+def test_classes_excluded_by_one(device):
     inputs = make_inputs(device=device, bias=True, ignored=0)
     without_3 = inputs.teacher_bias.index_fill(0, torch.tensor(3, device=device), -torch.inf)
     teacher = replace(inputs, teacher_bias=without_3)
@@ -236,7 +236,7 @@ def test_classes_that_one_excludes(device):
     assert all(tensor.isfinite().all() for tensor in result.values())
 
 
-def test_the_limits_of_jensen_shannon(device):
+def test_jensen_shannon_limits(device):
     """To first order in beta, and in 1 - beta, as GKD says."""
     inputs = make_inputs(device=device, dtype=torch.float64, scale=1)
     heads = dict(inputs.items())
@@ -246,7 +246,7 @@ def test_the_limits_of_jensen_shannon(device):
     assert jensen_shannon(**dict(make_inputs(scale=1000).items())) <= math.log(2) * (1 + 1e-6)
 
 
-def test_a_teacher_of_another_dtype(device):
+def test_teacher_of_other_dtype(device):
     inputs = make_inputs(device=device)
     half = {name: tensor.bfloat16() for name, tensor in inputs.items() if name.startswith("teacher")}
     mixed = replace(inputs, **half)
@@ -256,7 +256,7 @@ def test_a_teacher_of_another_dtype(device):
         torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_hinton_s_factor_is_the_caller_s(device):
+def test_temperature_factor_left_to_caller(device):
     inputs = make_inputs(device=device, dtype=torch.float64)
     torch.testing.assert_close(
         4**2 * fused(inputs, "forward", temperature=4), 16 * dense(inputs, "forward", temperature=4)
@@ -264,7 +264,7 @@ def test_hinton_s_factor_is_the_caller_s(device):
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_float16_gradients_survive_a_loss_scale(device, divergence):
+def test_float16_gradients_with_loss_scale(device, divergence):
     """With mean over many rows and a scale of 2^16, and for rows as small as 2^-20."""
     inputs = make_inputs(512, device=device, dtype=torch.float16, ignored=0)
     check_fused(inputs, divergence, upstream=2.0**16)

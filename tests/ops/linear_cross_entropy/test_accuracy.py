@@ -56,7 +56,7 @@ def confident_inputs(probability, device, dtype):
 @pytest.mark.parametrize("chunks", [1, 8, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_errors_do_not_grow_with_the_chunks(device, reduction, dtype, chunks):
+def test_errors_independent_of_chunks(device, reduction, dtype, chunks):
     inputs = make_inputs(N, D, V, device=device, dtype=dtype, ignored=0.1)
     workspace = workspace_of_chunks(chunks, inputs, reduction=reduction)
     check_promise(inputs, reduction=reduction, workspace=workspace)
@@ -73,7 +73,7 @@ def test_confident_tokens(device, reduction, probability, dtype, chunks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_do_not_change_the_loss_of_a_row(device, dtype):
+def test_row_loss_independent_of_chunks(device, dtype):
     """Each row's loss is computed from the same sums, so chunks of whatever size agree to rounding."""
     inputs = make_inputs(N, D, V, device=device, dtype=dtype)
     whole = fused(inputs, reduction="none").detach()
@@ -84,7 +84,7 @@ def test_chunks_do_not_change_the_loss_of_a_row(device, dtype):
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
-def test_long_sums_of_the_weight_gradient(device, chunks):
+def test_weight_gradient_long_sums(device, chunks):
     """Rows that all push one class the same way: a half-precision sum over them would stop growing."""
     inputs = make_inputs(N, D, V, device=device, dtype=torch.bfloat16, ignored=0.0)
     x = inputs.input.detach().abs().requires_grad_()

@@ -30,7 +30,7 @@ def gradients(loss, inputs, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("factor", [1.0, 3.0, -0.37, 1 / 7, 0.0, 2.0**-10])
-def test_a_scaled_loss(device, factor, reduction, dtype):
+def test_loss_scaled(device, factor, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     by_seed = differentiate(fused, inputs, factor, reduction=reduction)
     check(by_seed, inputs, upstream=factor, reduction=reduction)
@@ -43,7 +43,7 @@ def test_a_scaled_loss(device, factor, reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_loss_changed_in_place(device, reduction):
+def test_loss_changed_in_place(device, reduction):
     inputs = make_inputs(device=device, bias=True)
     loss = fused(inputs, reduction=reduction)
     result = {"loss": loss.detach().clone()}
@@ -51,7 +51,7 @@ def test_a_loss_changed_in_place(device, reduction):
     check(result | gradients(loss.sum(), inputs), inputs, upstream=-3.0, reduction=reduction)
 
 
-def test_a_loss_added_to_another(device):
+def test_loss_added_to_another(device):
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     penalty = sum(leaf.square().sum() for leaf in inputs.leaves().values())
     total = gradients(fused(inputs) + penalty, inputs)
@@ -62,7 +62,7 @@ def test_a_loss_added_to_another(device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_retained_graph_is_exact_every_time(device, reduction, dtype):
+def test_retained_graph_exact(device, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     loss = fused(inputs, reduction=reduction)
     for last, upstream in ((False, 0.3), (False, -2.0), (False, 0.3), (True, 1.7)):
@@ -73,7 +73,7 @@ def test_a_retained_graph_is_exact_every_time(device, reduction, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_later_backward_leaves_earlier_gradients_alone(device, reduction, dtype):
+def test_later_backward_keeps_earlier_gradients(device, reduction, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     loss = fused(inputs, reduction=reduction).sum()
     first = gradients(loss, inputs, retain_graph=True)
@@ -85,7 +85,7 @@ def test_a_later_backward_leaves_earlier_gradients_alone(device, reduction, dtyp
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_freed_graph_raises(device, reduction):
+def test_freed_graph_raises(device, reduction):
     inputs = make_inputs(device=device)
     loss = fused(inputs, reduction=reduction).sum()
     loss.backward()
@@ -99,7 +99,7 @@ def test_a_freed_graph_raises(device, reduction):
     "names",
     [("input",), ("linear_weight",), ("linear_bias",), ("input", "linear_bias"), ("linear_weight", "input")],
 )
-def test_gradients_of_some(device, names, dtype, reduction):
+def test_gradients_of_subset(device, names, dtype, reduction):
     """By asking for some of them, and by freezing the others."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     everything = differentiate(fused, inputs, reduction=reduction)
@@ -114,14 +114,14 @@ def test_gradients_of_some(device, names, dtype, reduction):
         assert torch.equal(gradient, everything[name]), name
 
 
-def test_inputs_that_need_no_gradient_give_a_plain_loss(device):
+def test_inputs_without_gradient_plain_loss(device):
     inputs = make_inputs(device=device)
     loss = fused(replace(inputs, input=inputs.input.detach(), linear_weight=inputs.linear_weight.detach()))
     assert not loss.requires_grad
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_hooks_fire_once(device, reduction):
+def test_hooks_once(device, reduction):
     inputs = make_inputs(device=device, bias=True)
     expected = differentiate(fused, inputs, reduction=reduction)
     seen, accumulated = {}, []
@@ -136,7 +136,7 @@ def test_hooks_fire_once(device, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_hook_may_change_the_gradient(device, reduction):
+def test_hook_changes_gradient(device, reduction):
     inputs = make_inputs(device=device)
     expected = differentiate(fused, inputs, reduction=reduction)
     inputs.linear_weight.register_hook(lambda gradient: -2 * gradient)
@@ -157,7 +157,7 @@ def test_gradients_accumulate(device, reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_tied_embedding(device, reduction):
+def test_tied_embedding(device, reduction):
     """One parameter as embedding and as head: its gradient is the sum of both."""
     embedding = nn.Parameter(torch.randn(21, 8, dtype=torch.float64, device=device))
     tokens, target = torch.randint(21, (2, 3, 5), device=device)
@@ -171,7 +171,7 @@ def test_a_tied_embedding(device, reduction):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["random", "zeros", "some zeros", "strided", "expanded"])
-def test_any_upstream_of_rows(device, kind, dtype):
+def test_upstream_of_rows(device, kind, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     N = inputs.target.numel()
     upstream = {
@@ -189,7 +189,7 @@ def test_any_upstream_of_rows(device, kind, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_upstream_in_the_shape_of_the_target(device, reduction):
+def test_upstream_in_shape_of_target(device, reduction):
     inputs = make_inputs(24, device=device)
     shaped = replace(
         inputs,
@@ -207,7 +207,7 @@ def test_an_upstream_in_the_shape_of_the_target(device, reduction):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_without_gradients_the_same_loss(device, reduction, mode):
+def test_no_grad_same_loss(device, reduction, mode):
     inputs = make_inputs(device=device, bias=True)
     expected = fused(inputs, reduction=reduction)
     with mode():
@@ -221,7 +221,7 @@ def test_without_gradients_the_same_loss(device, reduction, mode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
+def test_same_call_same_bits(device, reduction, dtype):
     inputs = make_inputs(111, 63, 507, device=device, dtype=dtype, bias=True, class_weight=True)
     first = differentiate(fused, inputs, 0.3, reduction=reduction, label_smoothing=0.1)
     for _ in range(3):
@@ -233,7 +233,7 @@ def test_the_same_call_gives_the_same_bits(device, reduction, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_nothing_waits_for_the_device(device, reduction, smoothing, dtype):
+def test_no_device_sync(device, reduction, smoothing, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True, class_weight=True)
     options = {"reduction": reduction, "label_smoothing": smoothing}
     upstream = torch.rand(inputs.target.shape if reduction == "none" else (), device=device)
@@ -245,7 +245,7 @@ def test_nothing_waits_for_the_device(device, reduction, smoothing, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["shifted", "four dimensions", "expanded"])
-def test_nothing_waits_for_the_device_whatever_the_strides(device, layout, dtype):
+def test_no_device_sync_any_strides(device, layout, dtype):
     hidden = torch.randn(2, 3, 9, 16, device=device).to(dtype)
     input = {
         "shifted": hidden[0, :, :-1],
@@ -267,7 +267,7 @@ def test_nothing_waits_for_the_device_whatever_the_strides(device, layout, dtype
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_tensors_on_another_device_than_the_current_one(reduction, dtype):
+def test_tensors_not_on_current_device(reduction, dtype):
     inputs = make_inputs(37, 24, 101, device="cuda:1", dtype=dtype)
     assert torch.cuda.current_device() == 0
     check(differentiate(fused, inputs, reduction=reduction), inputs, reduction=reduction)

@@ -145,7 +145,7 @@ def test_log_probs(device, sizes, options, scale):
 
 
 @pytest.mark.parametrize("frozen", ["input", "linear_weight"])
-def test_one_frozen(device, sizes, frozen):
+def test_frozen_operand(device, sizes, frozen):
     inputs = inputs_of(device)
     both = run(inputs)
     getattr(inputs, frozen).requires_grad_(False)
@@ -158,7 +158,7 @@ def small_of_all(inputs: Inputs) -> int:
     return smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton")) + 2000
 
 
-def test_nan_reaches_the_loss_and_an_ignored_row_none(device, sizes):
+def test_nan_reaches_loss_unless_ignored(device, sizes):
     inputs = inputs_of(device, ignored=0)
     with torch.no_grad():
         inputs.target[3], inputs.input[3], inputs.input[50] = -100, torch.nan, torch.nan
@@ -170,7 +170,7 @@ def test_nan_reaches_the_loss_and_an_ignored_row_none(device, sizes):
     assert grad.isfinite().all(1).logical_not().nonzero().flatten().tolist() == [50]
 
 
-def test_a_frequent_class_and_an_input_in_steps(device, sizes):
+def test_frequent_class_and_strided_input(device, sizes):
     """Many rows of one target, ignored rows among them, and an input that is no view of [N, D]."""
     times = 8 if device == "cuda" else 1
     hidden = torch.randn(5 * times, 15, 24, device=device).bfloat16().requires_grad_()
@@ -193,7 +193,7 @@ EXTRAS = [{}, {"bias": True, "class_weight": True, "logit_scale": True}]
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("room", [1.0, 1.2, 2.0])
-def test_it_keeps_to_the_workspace(device, counted, room, reduction, extras, options):
+def test_workspace_kept(device, counted, room, reduction, extras, options):
     N, D, V = counted
     inputs = make_inputs(N, D, V, device=device, dtype=torch.bfloat16, **extras)
     least = smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton", **options))
@@ -225,7 +225,7 @@ def needs(N=16384, D=4096, V=128256) -> ClassBlocks:
 @pytest.mark.parametrize(
     ("N", "D", "V"), [(16384, 4096, 128256), (8192, 2304, 256000), (100, 64, 1000), (1, 8, 5)]
 )
-def test_sizes_fit(room, N, D, V):
+def test_sizes_within_workspace(room, N, D, V):
     of = needs(N, D, V)
     rows = min(N, room // of.of_chunk(1, V))
     assert rows > 0
@@ -237,7 +237,7 @@ def test_sizes_fit(room, N, D, V):
         assert 0 < B <= V
 
 
-def test_blocks_fill_the_waves_of_a_card():
+def test_blocks_fill_waves():
     """In 64 MiB all 132 multiprocessors are at work: on 6 x 22 tiles of 128 x 192, and 128 of 128 x 256."""
     assert class_blocks.chunk(needs(), 60 << 20, 200)[0] == 768
     assert class_blocks.block(needs(), 60 << 20) == (16384, 1024)
@@ -250,6 +250,6 @@ def test_blocks_fill_the_waves_of_a_card():
         (4096, 128256, {1664: 3.025, 2048: 3.001, 2816: 4.581}),
     ],
 )
-def test_the_waves_of_products_that_were_measured(D, V, measured):
+def test_waves_of_measured_products(D, V, measured):
     for rows, ms in measured.items():
         assert 1e3 * cost_model.product(rows, D, V) == pytest.approx(ms, rel=0.03)

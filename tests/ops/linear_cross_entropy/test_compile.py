@@ -74,7 +74,7 @@ def train(loss_of, inputs, upstream=0.3, **options):
     ("dtype", "kind"), [(torch.bfloat16, "plain"), *((torch.float32, kind) for kind in KINDS)]
 )
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_one_graph(device, counter, reduction, kind, dtype):
+def test_compile_one_graph(device, counter, reduction, kind, dtype):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, dtype=dtype, **made)
     loss_of = compiled_with(counter)
@@ -85,7 +85,7 @@ def test_one_graph(device, counter, reduction, kind, dtype):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("workspace", [None, 100_000])
-def test_named_backends_and_workspaces(device, counter, workspace, backend):
+def test_backends_and_workspaces(device, counter, workspace, backend):
     if backend == "triton" and device == "cpu":
         pytest.skip("slow in the interpreter")
     train(compiled_with(counter), make_inputs(device=device), workspace=workspace, backend=backend)
@@ -93,7 +93,7 @@ def test_named_backends_and_workspaces(device, counter, workspace, backend):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_length_with_one_graph(device, counter, kind, reduction):
+def test_any_length_one_graph(device, counter, kind, reduction):
     """By dynamic=True; for the numbers among the arguments Dynamo starts over once, in the first call."""
     made, options = KINDS[kind]
     loss_of = compiled_with(counter, dynamic=True)
@@ -105,7 +105,7 @@ def test_every_length_with_one_graph(device, counter, kind, reduction):
 
 
 @pytest.mark.parametrize("option", ["z_loss", "softcap", "label_smoothing", "logit_scale"])
-def test_a_number_is_a_constant_of_the_graph_but_not_the_scale(device, counter, option):
+def test_numbers_constant_scale_not(device, counter, option):
     """Another value is another graph, and right; a length beside it is not."""
     loss_of = compiled_with(counter, dynamic=True)
     counts = []
@@ -118,7 +118,7 @@ def test_a_number_is_a_constant_of_the_graph_but_not_the_scale(device, counter, 
     assert (counts[3] == counts[5]) == (option == "logit_scale")
 
 
-def test_a_length_marked_dynamic(device, counter):
+def test_length_marked_dynamic(device, counter):
     """Others than it stay fixed."""
     loss_of = compiled_with(counter)
     for length in LENGTHS:
@@ -129,7 +129,7 @@ def test_a_length_marked_dynamic(device, counter):
     assert counter.frame_count == 1, "compiled again for another length"
 
 
-def test_lengths_found_to_be_dynamic(device, counter):
+def test_length_found_dynamic(device, counter):
     """By default the second length makes the graph general; no other compiles again."""
     loss_of = compiled_with(counter)
     for length in LENGTHS:
@@ -137,7 +137,7 @@ def test_lengths_found_to_be_dynamic(device, counter):
     assert counter.frame_count <= 2
 
 
-def test_batches_of_any_size_with_one_graph(device, counter):
+def test_any_batch_size_one_graph(device, counter):
     """Two dynamic dimensions, and a shifted slice in the graph."""
     w = make_inputs(device=device).linear_weight
 
@@ -173,13 +173,13 @@ def test_log_probs(device, counter, dynamic):
 
 
 @pytest.mark.parametrize("frozen", ["input", "linear_weight"])
-def test_a_frozen_operand(device, counter, frozen):
+def test_frozen_operand(device, counter, frozen):
     inputs = make_inputs(device=device, bias=True)
     train(compiled_with(counter), replace(inputs, **{frozen: getattr(inputs, frozen).detach()}))
     assert counter.frame_count == 1
 
 
-def test_without_gradients(device, counter):
+def test_no_grad(device, counter):
     inputs = make_inputs(device=device)
     expected = fused(inputs)
     loss_of = compiled_with(counter)
@@ -190,7 +190,7 @@ def test_without_gradients(device, counter):
 
 
 @pytest.mark.parametrize("positions", [(), (2, 3)])
-def test_the_module(device, counter, positions):
+def test_module(device, counter, positions):
     criterion = lowtide.LinearCrossEntropyLoss(8, 7, out_features=positions, bias=True, device=device)
     compiled = torch.compile(criterion, backend=counter, fullgraph=True)
     hidden = torch.randn(5, 8, device=device, requires_grad=True)
@@ -205,7 +205,7 @@ def test_the_module(device, counter, positions):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_several_positions_of_every_length(device, counter, reduction):
+def test_positions_any_length(device, counter, reduction):
     def step(x_ND, w_VPD, target_NP):
         return lowtide.linear_cross_entropy(x_ND, w_VPD, target_NP, reduction=reduction).sum()
 
@@ -224,7 +224,7 @@ def test_several_positions_of_every_length(device, counter, reduction):
     assert counter.frame_count == first <= 2, "compiled again for another length"
 
 
-def test_autocast_in_the_graph(device, counter):
+def test_autocast_in_graph(device, counter):
     inputs = make_inputs(device=device)
 
     def under_autocast(inputs):
@@ -251,7 +251,7 @@ def test_inductor(device, reduction):
             train(loss_of, inputs, reduction=reduction, z_loss=0.1, softcap=3.0)
 
 
-def test_the_same_bits_as_without(device, counter):
+def test_same_bits_as_eager(device, counter):
     inputs = make_inputs(device=device, bias=True)
     expected = differentiate(fused, inputs, 0.3)
     for name, tensor in differentiate(compiled_with(counter), inputs, 0.3).items():
@@ -289,7 +289,7 @@ def test_export(device, dynamic, kind):
         torch.testing.assert_close(program.module()(hidden, target), model(hidden, target))
 
 
-def test_export_of_log_probs(device):
+def test_export_log_probs(device):
     class Scores(torch.nn.Module):
         def forward(self, hidden, weight, target):
             return tuple(lowtide.linear_log_probs(hidden, weight, target))
@@ -309,7 +309,7 @@ def test_export_of_log_probs(device):
 
 @pytest.mark.parametrize("transform", ["jvp", "dual", "grad", "vmap"])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_transform_inside_compiled_code_is_never_silently_wrong(device, transform, entropy):
+def test_transform_in_graph_right_or_refused(device, transform, entropy):
     inputs = make_inputs(device=device, ignored=0.0)
     x, w = inputs.input.detach(), inputs.linear_weight.detach()
 

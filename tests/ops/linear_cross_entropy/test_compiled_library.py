@@ -30,7 +30,7 @@ def sealed(path, content):
     return content + compiled_library._digest(path.name, content)
 
 
-def test_it_is_compiled_once(tmp_path, cache, counted):
+def test_library_compiled_once(tmp_path, cache, counted):
     for _ in range(2):
         assert ask(cache, CXX=counted) == "42"
     kept(cache)
@@ -54,7 +54,7 @@ DAMAGES = {
 }
 
 
-def test_damaged_files_are_made_again(tmp_path, cache, counted):
+def test_library_damaged_rebuilt(tmp_path, cache, counted):
     """The processes that map half a library are killed."""
     assert ask(cache, CXX=counted) == "42"
     path = kept(cache)
@@ -67,7 +67,7 @@ def test_damaged_files_are_made_again(tmp_path, cache, counted):
         assert builds(tmp_path) == 2 + number, name
 
 
-def test_what_cannot_be_loaded_is_made_again(tmp_path, cache, counted):
+def test_library_unloadable_rebuilt(tmp_path, cache, counted):
     assert ask(cache, CXX=counted) == "42"
     path = kept(cache)
     whole = path.read_bytes()
@@ -82,7 +82,7 @@ def test_what_cannot_be_loaded_is_made_again(tmp_path, cache, counted):
 
 
 @pytest.mark.parametrize("how", ["mode 0666", "mode 0640", "mode 0700", "hard link", "link", "pipe", "owner"])
-def test_a_file_that_is_not_ours_alone_is_not_loaded(tmp_path, cache, how):
+def test_library_writable_by_others_not_loaded(tmp_path, cache, how):
     assert ask(cache) == "42"
     path = kept(cache)
     other = tmp_path / "other"
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_ours_alone_is_not_loaded(tmp_path, cache, how):
     kept(cache)
 
 
-def test_the_sealed_file_of_the_tests_above_would_be_loaded(tmp_path, cache):
+def test_library_sealed_file_loaded(tmp_path, cache):
     assert ask(cache) == "42"
     path = kept(cache)
     path.write_bytes(sealed(path, compile_strange(tmp_path)))

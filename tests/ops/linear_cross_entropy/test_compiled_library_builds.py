@@ -37,26 +37,26 @@ def counted(tmp_path):
     return compiler(tmp_path, 'exec $GXX "$@"')
 
 
-def test_many_processes_at_once(cache):
+def test_build_by_many_processes(cache):
     processes = [start(cache) for _ in range(8)]
     assert [process.communicate()[0] for process in processes] == ["42\n"] * 8
     kept(cache)
 
 
 @pytest.mark.parametrize("mask", ["0", "002", "077"])
-def test_the_umask_does_not_matter(cache, mask):
+def test_build_any_umask(cache, mask):
     assert ask(cache, before=("sh", "-c", f'umask {mask}; exec "$@"', "sh")) == "42"
     assert stat.S_IMODE((cache / "lowtide").stat().st_mode) == 0o700
     kept(cache)
 
 
-def test_without_standard_streams(cache):
+def test_build_without_standard_streams(cache):
     """Descriptors 0 and 2 are free, and the compiler's are made of them."""
     assert ask(cache, before=("sh", "-c", 'exec "$@" <&- 2>&-', "sh")) == "42"
 
 
 @pytest.mark.parametrize("when", ["-c", "-shared"])
-def test_killed_while_it_compiles(tmp_path, cache, when):
+def test_build_killed(tmp_path, cache, when):
     killer = compiler(tmp_path, f'case "$*" in *{when}*) kill -9 $PPID;; *) exec $GXX "$@";; esac')
     process = start(cache, CXX=killer)
     process.communicate()
@@ -73,7 +73,7 @@ def test_killed_while_it_compiles(tmp_path, cache, when):
 
 
 @pytest.mark.parametrize(("when", "timeout"), [("--version", 1.0), ("-shared", 5.0)])
-def test_a_compiler_that_hangs(tmp_path, cache, when, timeout):
+def test_compiler_hangs(tmp_path, cache, when, timeout):
     slow = f"sleep 100 & echo $! > {tmp_path}/pid; wait"
     hangs = compiler(tmp_path, f'case "$*" in *{when}*) {slow};; *) exec $GXX "$@";; esac')
     said = ask(cache, timeout=timeout, CXX=hangs)
@@ -103,13 +103,13 @@ def running(pid):
         ("exit 0", "cannot be used: No such file or directory"),
     ],
 )
-def test_a_compiler_that_fails(tmp_path, cache, script, expected):
+def test_compiler_fails(tmp_path, cache, script, expected):
     fails = compiler(tmp_path, f'case "$*" in *--version*) ;; *) {script};; esac')
     assert expected in ask(cache, CXX=fails)
     assert list((cache / "lowtide").iterdir()) == []
 
 
-def test_no_program(tmp_path, cache):
+def test_compiler_not_runnable(tmp_path, cache):
     (tmp_path / "compiler").write_bytes(b"\x7fELF")
     (tmp_path / "compiler").chmod(0o755)
     assert "cannot be run: [Errno 8]" in ask(cache, CXX=str(tmp_path / "compiler"))
@@ -117,14 +117,14 @@ def test_no_program(tmp_path, cache):
     assert ask(cache, CXX="'").startswith("""CXX="'" cannot be read: No closing quotation; correct that""")
 
 
-def test_a_compiler_by_a_relative_path(tmp_path, counted, monkeypatch):
+def test_compiler_by_relative_path(tmp_path, counted, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ask("relative", CXX="./compiler -m64") == "42"
     assert ask("relative", CXX="compiler", PATH=f".:{os.environ['PATH']}") == "42"
     assert len(list((tmp_path / "relative" / "lowtide").iterdir())) == 2
 
 
-def test_the_compiler_works_in_a_private_directory(tmp_path, cache):
+def test_compiler_in_private_directory(tmp_path, cache):
     """Its own temporary files as well: $TMPDIR may be open to others."""
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -143,7 +143,7 @@ def test_the_compiler_works_in_a_private_directory(tmp_path, cache):
     assert "/tmp/cc" not in commands
 
 
-def test_a_place_that_is_exchanged_while_it_compiles(tmp_path, cache):
+def test_cache_exchanged_during_build(tmp_path, cache):
     """What is at the old path after the compiler has run is neither loaded nor written to."""
     compile_strange(tmp_path)
     there, gone = cache / "lowtide", cache / "gone"
@@ -156,7 +156,7 @@ def test_a_place_that_is_exchanged_while_it_compiles(tmp_path, cache):
     assert [path.suffix for path in there.iterdir()] == [""]
 
 
-def test_nothing_is_compiled_in_a_place_that_others_can_change(tmp_path, counted):
+def test_cache_writable_by_others_refused(tmp_path, counted):
     place = tmp_path / "open" / "cache"
     place.mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
@@ -169,7 +169,7 @@ def test_nothing_is_compiled_in_a_place_that_others_can_change(tmp_path, counted
     assert [path.name for path in (tmp_path / "open").iterdir()] == ["cache"]
 
 
-def test_torchs_own_choice_is_not_the_users(tmp_path, monkeypatch):
+def test_cache_place_ignores_torch_default(tmp_path, monkeypatch):
     """torch.compile sets the variable; the place must not change with it."""
     monkeypatch.setattr(compiled_library.tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -184,7 +184,7 @@ def test_torchs_own_choice_is_not_the_users(tmp_path, monkeypatch):
     assert compiled_library.cache_place() == (str(tmp_path / "named"), "lowtide")
 
 
-def test_no_room(cache):
+def test_disk_full(cache):
     """A limit on the size of files stands for a full disk, at first for the compiler and then for us."""
     assert "failed: " in ask(cache, before=("sh", "-c", 'ulimit -f 1; exec "$@"', "sh"))
     assert list((cache / "lowtide").iterdir()) == []
@@ -225,12 +225,12 @@ def may_mount():
         ("mode=777", "others can change"),
     ],
 )
-def test_file_systems(cache, options, expected):
+def test_file_system_options(cache, options, expected):
     cache.mkdir()
     assert expected in ask(cache, before=mounted(cache, options))
 
 
-def test_another_library_of_the_process_is_not_taken_for_it(tmp_path, cache, monkeypatch):
+def test_library_with_reused_descriptor_path(tmp_path, cache, monkeypatch):
     """To the loader, what has the path of a library is that library, even if the path is a descriptor's
     number, which another file has got since."""
     compile_strange(tmp_path)
@@ -246,7 +246,7 @@ def test_another_library_of_the_process_is_not_taken_for_it(tmp_path, cache, mon
         assert ".so" in os.readlink(library._name)  # the number stays taken
 
 
-def test_it_is_on_the_disk_before_it_has_its_name(cache, monkeypatch):
+def test_library_synced_before_rename(cache, monkeypatch):
     """What a machine that goes down leaves under the name is whole."""
     calls = []
     fsync, rename = os.fsync, os.replace

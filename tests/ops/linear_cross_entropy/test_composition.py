@@ -12,7 +12,7 @@ REDUCTIONS = ["mean", "sum", "none"]
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activation_checkpointing(device, dtype, reduction, use_reentrant):
+def test_checkpointing(device, dtype, reduction, use_reentrant):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
 
     def checkpointed(inputs, **options):
@@ -31,7 +31,7 @@ def test_activation_checkpointing(device, dtype, reduction, use_reentrant):
         assert torch.equal(leaf.grad, plain[name]), name
 
 
-def test_transforms_of_the_reference(device):
+def test_transforms_of_reference(device):
     inputs = make_inputs(device=device, dtype=torch.float64)
     expected = differentiate(fused, inputs)
 
@@ -45,7 +45,7 @@ def test_transforms_of_the_reference(device):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of an intermediate, read by Dynamo itself
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_code_runs_it_in_between(device, dtype, reduction):
+def test_compile_breaks_graph(device, dtype, reduction):
     torch.compiler.reset()
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
 

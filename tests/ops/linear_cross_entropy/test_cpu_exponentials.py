@@ -60,7 +60,7 @@ def test_gradients_and_workspace(V, options, reduction, kind):
 
 @pytest.mark.parametrize("frozen", ["input", "linear_weight", "linear_bias"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_what_is_frozen(reduction, frozen):
+def test_frozen_operands(reduction, frozen):
     inputs = make_inputs(300, 40, 301, dtype=BF16, bias=True)
     getattr(inputs, frozen).requires_grad_(False)
     assert planned(inputs, None).cpu_exponentials
@@ -76,13 +76,13 @@ def test_odd_shapes(N, D, V):
     check(differentiate(fused, inputs), inputs, factor=4.0 if N * D < 100 else 2.0)
 
 
-def test_one_class_in_two_parts():
+def test_class_split_in_two_parts():
     inputs = make_inputs(40, 1024, 1, dtype=BF16, ignored=0.0)
     workspace = workspace_for(inputs, is_kind("packed"))
     check(differentiate(fused, inputs, workspace=workspace), inputs)
 
 
-def test_a_weight_by_columns_goes_the_other_way():
+def test_weight_by_columns_other_engine():
     inputs = make_inputs(64, 40, 301, dtype=BF16)
     by_column = torch.empty(40, 301, dtype=BF16).t().copy_(inputs.linear_weight.detach()).requires_grad_()
     inputs = replace(inputs, linear_weight=by_column)
@@ -108,7 +108,7 @@ def test_logits_far_above_the_targets(reduction):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows(value):
+def test_nonfinite_reaches_loss(value):
     inputs = make_inputs(20, 16, 50, dtype=BF16, ignored=0.0)
     with torch.no_grad():
         inputs.input[5, 2] = value
@@ -117,7 +117,7 @@ def test_what_is_not_finite_shows(value):
     assert loss_N[torch.arange(20) != 5].isfinite().all()
 
 
-def test_a_token_that_is_known_keeps_its_digits():
+def test_confident_token_digits():
     """p = 1 - 1e-9: the loss is S / (1 + S), not a difference of numbers near 1."""
     x, w = torch.ones(4, 4, dtype=BF16), torch.zeros(2, 4, dtype=BF16)
     w[0] = 5.1875
@@ -126,7 +126,7 @@ def test_a_token_that_is_known_keeps_its_digits():
     assert loss.item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_without_gradients_no_exponential_is_kept():
+def test_no_grad_stores_no_exponentials():
     inputs = make_inputs(600, 64, 5000, dtype=BF16)
     expected = fused(inputs).item()
     with torch.no_grad(), peak_memory("cpu") as peak:
@@ -135,7 +135,7 @@ def test_without_gradients_no_exponential_is_kept():
     assert loss.item() == expected
 
 
-def test_it_is_the_other_paths_result(monkeypatch):
+def test_result_matches_logits_engine(monkeypatch):
     """Within what rounds either; where there are no units, or too few weights, that is the one taken."""
     inputs = make_inputs(200, 64, 1000, dtype=BF16)
     ours = differentiate(fused, inputs)
@@ -148,7 +148,7 @@ def test_it_is_the_other_paths_result(monkeypatch):
     assert planned(inputs, None).compute_dtype == torch.float32
 
 
-def test_who_takes_it():
+def test_engine_chosen():
     def taken(**options):
         log_probs = options.pop("log_probs", False)
         made = {name: options.pop(name) for name in ("probabilities", "logit_scale") if name in options}
@@ -165,13 +165,13 @@ def test_who_takes_it():
         assert not planned(make_inputs(dtype=dtype), None).cpu_exponentials
 
 
-def test_small_heads_are_not_worth_it(monkeypatch):
+def test_small_heads_other_engine(monkeypatch):
     monkeypatch.undo()
     assert not planned(make_inputs(8, 512, 2047, dtype=BF16), None).cpu_exponentials
     assert planned(make_inputs(8, 512, 2048, dtype=BF16), None).cpu_exponentials
 
 
-def test_under_autocast():
+def test_autocast():
     """An input in float32 is rounded, as autocast would. (A weight in float32 would have to be copied.)"""
     inputs = make_inputs(300, 40, 301, dtype=BF16)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def off(monkeypatch, wanted=True):
 
 
 @pytest.mark.parametrize("made_off", [False, True])
-def test_compiled(monkeypatch, made_off):
+def test_compile(monkeypatch, made_off):
     """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
     head are summed in float32 on one way, and in part in the gradient's memory on the other."""
     torch.compiler.reset()
@@ -216,7 +216,7 @@ def test_compiled(monkeypatch, made_off):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_backward_goes_the_way_of_forward(monkeypatch, where):
+def test_backward_engine_of_forward(monkeypatch, where):
     """What is kept of a row means another thing on the other: it shows where targets' logits are largest."""
     inputs = make_inputs(100, 40, 301, dtype=BF16, ignored=0.0, scale=6.0)
     target = (inputs.input @ inputs.linear_weight.t()).argmax(1)
@@ -230,7 +230,7 @@ def test_backward_goes_the_way_of_forward(monkeypatch, where):
     check(actual, inputs, upstream=upstream, reduction="none")
 
 
-def test_without_the_library_a_kept_graph_says_so(monkeypatch):
+def test_saved_graph_without_library(monkeypatch):
     inputs = make_inputs(20, 40, 301, dtype=BF16)
     monkeypatch.setattr(gemm, "_library", lambda: "this processor has no units")
     monkeypatch.setattr(gemm, "against", lambda: None)
@@ -238,7 +238,7 @@ def test_without_the_library_a_kept_graph_says_so(monkeypatch):
         fused(inputs)
 
 
-def test_a_target_that_is_masked_out_beside_a_z_loss():
+def test_masked_target_with_z_loss():
     inputs = make_inputs(20, 16, 50, dtype=BF16, bias=True, ignored=0.0)
     with torch.no_grad():
         inputs.linear_bias[inputs.target[3]] = -torch.inf
@@ -260,7 +260,7 @@ def test_positions():
         assert (ours.double() - theirs).norm() <= 2.9e-3 * theirs.norm()
 
 
-def test_doctor_names_it(monkeypatch):
+def test_doctor_names_engine(monkeypatch):
     found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
     assert found["engine"] == "cpu_exponentials, no pass over the logits"
     assert found["products in"] == "bfloat16"
@@ -271,7 +271,7 @@ def test_doctor_names_it(monkeypatch):
     assert found["why"] == "not cpu_exponentials: g++ could not compile them"
 
 
-def test_the_benchmarks_shape():
+def test_benchmark_shape():
     (case,) = (case for case in CASES if case.name == "cpu-bf16")
     x, w = (torch.zeros(1, dtype=BF16).expand(size, case.features) for size in (case.tokens, case.classes))
     w = torch.empty(case.classes, case.features, dtype=BF16)

@@ -108,7 +108,7 @@ def test_big_logits(shift):
 
 
 @needs_products
-def test_exponential_to_the_last_digits():
+def test_exponential_digits():
     """With weights of zero a logit is its bias, and exact; so is a sum of one."""
     bias = torch.linspace(-87, 88.5, 4001)
     zero = torch.zeros(1, 1, dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def test_exponential_to_the_last_digits():
 
 
 @needs_products
-def test_beyond_the_range():
+def test_exponential_out_of_range():
     weight_VD = torch.zeros(6, 1, dtype=torch.bfloat16)
     bias_V = torch.tensor([-torch.inf, -1e30, -104.0, 0.0, 89.0, 1e30])
     x_CD, target_C = torch.ones(1, 1, dtype=torch.bfloat16), torch.tensor([-1])
@@ -133,7 +133,7 @@ def test_beyond_the_range():
 @needs_products
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("features", [40, 600])
-def test_what_is_not_finite_is_seen_in_its_row_alone(bad, features):
+def test_nonfinite_in_its_row_only(bad, features):
     x_CD, weight_VD, target_C, _ = operands(35, features, 200)
     expected_C, _ = gemm.exponentials(x_CD, weight_VD, torch.zeros(35), target_C)
     x_CD[33, 1] = bad
@@ -176,7 +176,7 @@ def test_products(shape, apart, add):
 
 @needs_products
 @pytest.mark.parametrize("shape", [(461, 300, 1500), (530, 515, 301), (5, 1, 20000), (40, 1030, 77)])
-def test_bits_do_not_depend_on_threads(shape):
+def test_same_bits_any_threads(shape):
     C, D, V = shape
     x_CD, weight_VD, target_C, bias_V = operands(*shape)
     results = []
@@ -193,7 +193,7 @@ def test_bits_do_not_depend_on_threads(shape):
 
 
 @needs_products
-def test_one_library_for_threads():
+def test_library_shared_by_threads():
     """torch's own OpenMP: a second would have threads of its own."""
     x = matrix(64, 64, 0)
     gemm.multiply(torch.zeros(64, 64), x, x, add=False)
@@ -203,7 +203,7 @@ def test_one_library_for_threads():
 
 
 @needs_products
-def test_not_where_onednn_is_off():
+def test_unused_without_onednn():
     x = matrix(4, 4, 0)
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -77,7 +77,7 @@ def script(path, text: str) -> str:
 
 @needs_products
 @pytest.mark.parametrize("how", ["fails", "makes another thing"])
-def test_a_compiler_that_does_not(tmp_path, how):
+def test_compiler_fails(tmp_path, how):
     made = "exit 1" if how == "fails" else "echo no > object.o; echo no > linked.so"
     compiler = script(tmp_path / "c++", f'case "$*" in *--version*) ;; *) {made};; esac')
     out, err = ask(tmp_path / "cache", CXX=compiler)
@@ -86,19 +86,19 @@ def test_a_compiler_that_does_not(tmp_path, how):
     assert_one_warning(err, f"{compiler} {said}")
 
 
-def test_without_a_compiler(tmp_path):
+def test_compiler_missing(tmp_path):
     assert ask(tmp_path / "cache", CXX=str(tmp_path / "c++")) == ("False\n", "")
 
 
 @pytest.mark.extended
 @needs_products
-def test_a_compiler_with_arguments(tmp_path):
+def test_compiler_with_arguments(tmp_path):
     assert ask(tmp_path, CXX="env g++ -m64") == ("True\n", "")
 
 
 @pytest.mark.extended
 @needs_products
-def test_two_processes_at_once(tmp_path):
+def test_build_by_two_processes(tmp_path):
     processes = [start(tmp_path) for _ in range(2)]
     for process in processes:
         assert process.communicate() == ("True\n", "")
@@ -106,7 +106,7 @@ def test_two_processes_at_once(tmp_path):
 
 
 @needs_products
-def test_not_from_a_folder_that_is_elsewhere(tmp_path):
+def test_cache_behind_link_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "lowtide").symlink_to(tmp_path / "elsewhere")
     out, err = ask(tmp_path)
@@ -116,7 +116,7 @@ def test_not_from_a_folder_that_is_elsewhere(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_one_warning_and_float32_products_where_others_can_change_the_place(tmp_path):
+def test_cache_writable_by_others_warns_once(tmp_path):
     """In all threads; and the doctor says the same."""
     (tmp_path / "lowtide").mkdir()
     (tmp_path / "lowtide").chmod(0o777)
@@ -132,7 +132,7 @@ def test_one_warning_and_float32_products_where_others_can_change_the_place(tmp_
 
 @pytest.mark.extended
 @needs_products
-def test_a_library_that_is_damaged_and_one_that_is_anyones(tmp_path):
+def test_library_damaged_or_writable_by_others(tmp_path):
     """Half a library kills the process that loads it."""
     assert ask(tmp_path) == ("True\n", "")
     (path,) = (tmp_path / "lowtide").iterdir()
@@ -150,7 +150,7 @@ def test_a_library_that_is_damaged_and_one_that_is_anyones(tmp_path):
 
 
 @needs_products
-def test_nobody_takes_the_place_while_it_compiles(tmp_path):
+def test_cache_exchanged_during_build(tmp_path):
     """In a directory that others may write to, another user exchanges the place when the compiler has run.
     The compiler does it here, at the right moment."""
     compile_strange(tmp_path)
@@ -169,7 +169,7 @@ def test_nobody_takes_the_place_while_it_compiles(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_a_fork_while_it_compiles(tmp_path):
+def test_build_during_fork(tmp_path):
     """The child does not wait for a thread that it does not have."""
     slow = f'case "$*" in *--version*) touch {tmp_path}/started; sleep 1;; esac; exec g++ "$@"'
     compiler = script(tmp_path / "c++", slow)

@@ -91,7 +91,7 @@ def random_call(rng, log_size, dtypes):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_more_than_the_dense_computation(seed):
+def test_peak_within_dense(seed):
     rng = random.Random(seed)
     for _ in range(40):
         dense, ours, leaves, numbers = random_call(rng, 10, [torch.float32, torch.float64, *HALVES])
@@ -101,7 +101,7 @@ def test_no_more_than_the_dense_computation(seed):
 
 @pytest.mark.skipif(not interpreted(), reason="on the CPU the kernels run through the interpreter alone")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
-def test_no_more_than_the_dense_computation_in_triton():
+def test_peak_within_dense_triton():
     pytest.importorskip("triton")
     rng = random.Random(0)
     for _ in range(15):
@@ -115,7 +115,7 @@ def test_no_more_than_the_dense_computation_in_triton():
     ("N", "D", "V"), [(300, 40, 9000), (600, 200, 5000), (300, 300, 9000), (9000, 200, 400)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_less_where_logits_are_more_than_the_least_default(dtype, N, D, V, reduction):
+def test_peak_below_dense_large_logits(dtype, N, D, V, reduction):
     """Without any slack, also where the gradients of few tokens are most of the dense computation's peak."""
     x, w = (torch.randn(length, D).to(dtype).requires_grad_() for length in (N, V))
     target = torch.randint(V, (N,))
@@ -135,7 +135,7 @@ def test_less_where_logits_are_more_than_the_least_default(dtype, N, D, V, reduc
     ("N", "D", "V"), [(256, 8, 2048), (256, 1024, 256), (2048, 256, 256), (32, 512, 2048)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_what_is_said_of_the_dense_computation(dtype, N, D, V, grad, cast):
+def test_dense_peak_prediction(dtype, N, D, V, grad, cast):
     """It holds that at least, and not much more where nothing is cast."""
     x, w = (torch.randn(length, D).to(dtype).requires_grad_(grad) for length in (N, V))
     target = torch.randint(V, (N,))
@@ -163,7 +163,7 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(("backend", "hopper"), ENGINES)
-def test_no_more_in_the_plan_for_cuda(backend, hopper, monkeypatch):
+def test_plan_within_dense_on_cuda(backend, hopper, monkeypatch):
     if backend == "auto":
         pytest.importorskip("triton")
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: hopper)
@@ -194,7 +194,7 @@ def test_no_more_in_the_plan_for_cuda(backend, hopper, monkeypatch):
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
 
 
-def test_what_is_large_keeps_the_whole_default(monkeypatch):
+def test_large_call_keeps_default(monkeypatch):
     """The default is then what it was: the dense computation would hold far more."""
     with FakeTensorMode():
         for device, whole in (("cpu", 64 * MIB), ("cuda", 1024 * MIB + 4 * 4096 * 128256)):
@@ -216,7 +216,7 @@ def arguments(workspace, N=40, D=8, V=100):
     return [*head, torch.randint(V, (N,)), None, None, (True, True, False, False), *options]
 
 
-def test_a_workspace_of_the_callers_is_kept():
+def test_workspace_of_caller_kept():
     call = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(5 * MIB))
     head = Head((call[0][0],), (call[1][0],))
     options = Options(*call[8:])
@@ -224,7 +224,7 @@ def test_a_workspace_of_the_callers_is_kept():
     assert planner.make_plan(head, options, call_kind).workspace == 5 * MIB
 
 
-def test_what_is_told_for_one_device_is_told_anew_for_another():
+def test_graph_facts_of_other_device():
     """None stays None, so that the other device's default is its own."""
     told = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(None))
     assert Options(*told[8:]).workspace is None
@@ -237,7 +237,7 @@ def test_what_is_told_for_one_device_is_told_anew_for_another():
         assert LEAST_ROOM["cpu"] < workspace_of("lowtide::linear_cross_entropy", again)
 
 
-def test_a_graph_keeps_the_whole_default():
+def test_graph_keeps_default():
     """There N may be a symbol."""
     seen = []
 
@@ -255,7 +255,7 @@ def test_a_graph_keeps_the_whole_default():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_positions_together(reduction, dtype):
+def test_positions_within_dense(reduction, dtype):
     """The dense computation has the logits of all at once."""
     N, D, V, P = 256, 32, 512, 3
     x, w = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((N, D), (V, P, D)))
@@ -274,7 +274,7 @@ def test_positions_together(reduction, dtype):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("N", "D", "V"), [(300, 40, 9000), (600, 200, 5000)])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_log_probs(dtype, N, D, V, entropy):
+def test_log_probs_within_dense(dtype, N, D, V, entropy):
     x, w = (torch.randn(length, D).to(dtype).requires_grad_() for length in (N, V))
     target = torch.randint(V, (N,))
 
@@ -293,7 +293,7 @@ def test_log_probs(dtype, N, D, V, entropy):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jensen_shannon"])
 @pytest.mark.parametrize("seed", range(2))
-def test_distillation(seed, divergence, grad):
+def test_distillation_within_dense(seed, divergence, grad):
     rng = random.Random(seed)
     for _ in range(15):
         N, D, V = size(rng, 9), size(rng, 9), size(rng, 10)
@@ -316,7 +316,7 @@ def test_distillation(seed, divergence, grad):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.autocast, Dtype.float32])
 @pytest.mark.parametrize(("classes", "length"), [(1000, 16), (1000, 128), (8192, 64)])
-def test_an_estimate_of_a_small_model_does_not_rise(config, classes, length, dtype, device):  # noqa: F811
+def test_estimate_of_small_model(config, classes, length, dtype, device):  # noqa: F811
     pytest.importorskip("transformers")
     setting = Setting(config(TINY_LLAMA, vocab_size=classes), 1, length, dtype)
     eager, ours = (estimate(setting, loss, device).peak for loss in (Loss.eager, Loss.lowtide))
@@ -328,7 +328,7 @@ def test_an_estimate_of_a_small_model_does_not_rise(config, classes, length, dty
     ("N", "D", "V"), [(32, 4096, 1000), (4096, 768, 2), (2048, 4096, 150), (1, 1024, 8000), (100000, 64, 2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_a_small_call_is_not_made_of_single_rows_and_classes(dtype, N, D, V):
+def test_small_call_chunk_sizes(dtype, N, D, V):
     """Such plans were 10 to 100 times slower than with the whole default."""
     with FakeTensorMode():
         x, w = (torch.empty(length, D, dtype=dtype) for length in (N, V))

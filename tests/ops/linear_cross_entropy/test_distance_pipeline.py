@@ -61,7 +61,7 @@ def whole(place_CV):
 @pytest.mark.parametrize(
     ("C", "D", "V"), [(1, 8, 16), (37, 24, 208), (128, 64, 256), (300, 200, 1040), (700, 136, 50304)]
 )
-def test_as_in_triton(options, C, D, V):
+def test_gluon_matches_triton(options, C, D, V):
     if not backend.pipelines_on(torch.device("cuda")):
         pytest.skip("needs a Hopper card, and a release of Triton that is known")
     R, changes = OPTIONS[options]
@@ -79,7 +79,7 @@ def test_as_in_triton(options, C, D, V):
         assert torch.equal(engine.distances(terms, columns, None), found)
 
 
-def test_what_fits(monkeypatch):
+def test_gluon_supported(monkeypatch):
     """Whole rows that do not overlap, and begin at 16 bytes; and a place for 16 bits, or none."""
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
     y_CV = torch.zeros(16, 64, dtype=torch.bfloat16)

@@ -70,7 +70,7 @@ def run(inputs, *, upstream=1.0, factor=2.0, **options):
 
 @kinds
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_every_kind(device, chunks, kind, reduction):
+def test_target_kinds(device, chunks, kind, reduction):
     inputs, options = of_kind(kind, device)
     upstream = torch.randn(inputs.leading, device=device) if reduction == "none" else -0.5
     run(inputs, reduction=reduction, upstream=upstream, **options)
@@ -104,7 +104,7 @@ def test_class_blocks(device, kind):
 
 
 @kinds
-def test_a_sum_in_24_bits(device, chunks, kind):
+def test_weight_gradient_in_24_bits(device, chunks, kind):
     """Of a bfloat16 weight, which leaves room for more rows at a time; the last product rounds."""
     inputs, options = of_kind(kind, device, N=1100 if device == "cuda" else 150, dtype=torch.bfloat16)
     inputs = replace(inputs, target=inputs.target.to(dtype_on(device)))
@@ -127,7 +127,7 @@ def test_two_terms(device, chunks, kind):
 
 
 @kinds
-def test_without_gradients_the_same_loss(device, chunks, kind):
+def test_no_grad_same_loss(device, chunks, kind):
     inputs, options = of_kind(kind, device)
     with_gradients = fused(inputs, backend="triton", **options)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_without_gradients_the_same_loss(device, chunks, kind):
 
 
 @pytest.mark.parametrize("width", [16, 208, 256])
-def test_tiles_that_are_cut_and_whole_ones(device, width):
+def test_tiles_cut_and_whole(device, width):
     """The last tile of a row reaches beyond its classes, or does not; and a class that is excluded."""
     inputs, _ = of_kind("probabilities", device, V=width, bias=True)
     bias = inputs.linear_bias.detach().clone()
@@ -154,7 +154,7 @@ def test_logits_of_any_size(device, size):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_reaches_the_loss(device, value):
+def test_nonfinite_reaches_loss(device, value):
     inputs, _ = of_kind("probabilities", device)
     with torch.no_grad():
         inputs.input[3, 2] = value
@@ -194,7 +194,7 @@ def test_leading_dimensions(device, chunks):
     assert chunks == [1]
 
 
-def test_what_goes_another_way(device, chunks):
+def test_other_engine_chosen(device, chunks):
     """More digits than the operands have, which may be nearer to p than a distance says; and rows that are
     not loaded several classes at a time."""
     inputs, _ = of_kind("probabilities", device)
@@ -212,7 +212,7 @@ def test_what_goes_another_way(device, chunks):
 
 @pytest.mark.parametrize("near", [None, 0.01], ids=["far", "near"])
 @pytest.mark.parametrize("size", [2.0, 60.0])
-def test_what_16_bits_hold(device, size, near):
+def test_accuracy_of_16_bits(device, size, near):
     """Of each gradient: half a step of its distance, and the rounding of the whole, also where y is near p.
     (The interpreter truncates to bfloat16.)"""
     C, D, V = 37, 24, 208
@@ -248,7 +248,7 @@ def test_what_16_bits_hold(device, size, near):
 
 
 @kinds
-def test_the_same_bits(device, kind):
+def test_same_call_same_bits(device, kind):
     inputs, options = of_kind(kind, device)
     first, second = (differentiate(fused, inputs, backend="triton", **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -277,7 +277,7 @@ def test_memory(device, chunks, kind, reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @kinds
-def test_a_cuda_graph(device, chunks, kind, reduction):
+def test_cuda_graph(device, chunks, kind, reduction):
     if device == "cpu":
         pytest.skip("there are none")
     inputs, options = of_kind(kind, device)
@@ -297,7 +297,7 @@ def test_a_cuda_graph(device, chunks, kind, reduction):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_logits_than_32_bits_count(device, chunks, reduction):
+def test_more_logits_than_int32(device, chunks, reduction):
     """N V is 2^31 and more in one chunk: the last rows are the same as alone."""
     if device == "cpu" or torch.cuda.mem_get_info()[0] < 14 << 30:
         pytest.skip("needs 14 GiB of a card")

@@ -44,7 +44,7 @@ def test_class_probabilities(device, positions, reduction, bias, class_weight, s
 
 
 @pytest.mark.parametrize(("reduction", "products"), [("mean", 3), ("sum", 3), ("none", 4)])
-def test_one_position_takes_what_one_head_takes(device, reduction, products):
+def test_one_position_flops(device, reduction, products):
     arguments = make_call((1,), device=device, bias=True)
     with FlopCounterMode(display=False) as counter:
         outcome(lowtide.linear_cross_entropy, arguments, ("input", "linear_weight"), reduction=reduction)
@@ -53,7 +53,7 @@ def test_one_position_takes_what_one_head_takes(device, reduction, products):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_one_position_is_the_call_of_one_head(device, reduction):
+def test_one_position_matches_one_head(device, reduction):
     """The same operators with the same arguments, so that it takes as long, and the same bits."""
 
     class Calls(TorchDispatchMode):
@@ -105,7 +105,7 @@ def test_unbatched_and_ignored(device, reduction):
 
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_unbatched_with_a_class_in_a_vector(device, reduction, ignored):
+def test_unbatched_with_target_vector(device, reduction, ignored):
     """Which torch takes in forward, and cannot differentiate: the gradients are those of the class alone."""
     arguments = make_call(device=device, batched=False)
     target = arguments["target"]
@@ -144,7 +144,7 @@ def test_probabilities_and_weights_of_other_dtypes(device, positions, target, cl
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.bool])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_class_weights_of_integers_beside_probabilities(device, reduction, dtype):
+def test_class_weight_of_integers_with_probabilities(device, reduction, dtype):
     for positions in ((), (2,)):
         arguments = make_call(positions, device=device, probabilities=True)
         arguments["weight"] = torch.arange(7, device=device).to(dtype)
@@ -152,7 +152,7 @@ def test_class_weights_of_integers_beside_probabilities(device, reduction, dtype
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_targets_of_bytes(device, reduction):
+def test_uint8_targets(device, reduction):
     arguments = make_call(device=device, integer=torch.uint8, ignored=3)
     check_same(arguments, reduction=reduction, ignore_index=3)
     check_same(arguments, reduction=reduction)
@@ -160,7 +160,7 @@ def test_targets_of_bytes(device, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("ignore_index", [None, -100, 156 - 512])
-def test_a_byte_is_never_a_negative_ignore_index(device, reduction, ignore_index):
+def test_uint8_target_never_negative_ignore_index(device, reduction, ignore_index):
     """Class 156 is not -100, though its byte is."""
     arguments = make_call(device=device) | {
         "linear_weight": torch.randn(200, D, dtype=torch.float64, device=device),
@@ -170,7 +170,7 @@ def test_a_byte_is_never_a_negative_ignore_index(device, reduction, ignore_index
 
 
 @pytest.mark.parametrize("ignore_index", [-(2**63), -1, 0, 6, 7, 2**31 + 3, 2**63 - 1])
-def test_any_ignore_index(device, ignore_index):
+def test_ignore_index_any_value(device, ignore_index):
     arguments = make_call(device=device, ignored=ignore_index)
     for reduction in REDUCTIONS:
         check_same(arguments, reduction=reduction, ignore_index=ignore_index)
@@ -192,7 +192,7 @@ def test_float32(device, positions, probabilities, reduction):
 
 
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_class_weights_that_would_need_a_gradient_where_none_is_taken(device, probabilities):
+def test_no_grad_class_weight_requires_gradient(device, probabilities):
     arguments = make_call(device=device, class_weight=True, probabilities=probabilities)
     arguments["weight"].requires_grad_()
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_any_strides(device, positions):
     check_same(arguments)
 
 
-def test_the_input_of_a_k_dimensional_loss_is_rounded_once(device):
+def test_positions_input_rounded_once(device):
     """Its gradient is a sum over positions."""
     x, w = torch.randn(16, 8), torch.randn(7, 64, 8)
     target = torch.randint(7, (16, 64))
@@ -241,7 +241,7 @@ def dense_with_options(
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("positions", [(3,), (2, 3)])
-def test_what_is_ours_alone_of_a_k_dimensional_loss(device, positions, reduction, small):
+def test_positions_own_options(device, positions, reduction, small):
     """Soft cap, learned scale and z-loss beside smoothing, class weights and ignored rows; and under vmap."""
     arguments = make_call(positions, device=device, bias=True, class_weight=True, ignored=-100)
     arguments["scale"] = torch.tensor(0.7, dtype=torch.float64, device=device)

@@ -18,7 +18,7 @@ from tests.ops.linear_cross_entropy.calls import REDUCTIONS, N, check_same, chec
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("class_weight", [False, True])
 @pytest.mark.parametrize("positions", [(), (3,)])
-def test_nothing_counts(device, positions, class_weight, reduction):
+def test_no_valid_rows(device, positions, class_weight, reduction):
     for arguments in (
         make_call(positions, device=device, rows=0, class_weight=class_weight),
         make_call(positions, device=device, rows=0, class_weight=class_weight, probabilities=True),
@@ -55,7 +55,7 @@ def test_one_class(device, probabilities, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["classes", "all ignored", "probabilities"])
 @pytest.mark.parametrize("positions", [(), (2,), (0,), (2, 0)])
-def test_nothing_of_anything(device, positions, kind, reduction):
+def test_no_valid_rows_and_no_features(device, positions, kind, reduction):
     """No rows, classes, features or positions, alone and together: the same value, or the same error."""
     for rows, classes, features in itertools.product((0, 3, None), (0, 4), (0, 2)):
         if rows is None and positions:
@@ -82,7 +82,7 @@ def test_nothing_of_anything(device, positions, kind, reduction):
 @pytest.mark.parametrize("smoothing", [-0.1, -1, -math.inf, math.nan])
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_smoothing_that_is_not_above_zero(device, reduction, probabilities, smoothing):
+def test_label_smoothing_not_positive(device, reduction, probabilities, smoothing):
     """It is none, NaN as well."""
     for class_weight in (False, True):
         arguments = make_call(device=device, probabilities=probabilities, class_weight=class_weight)
@@ -101,18 +101,18 @@ INDICES = [
 
 
 @pytest.mark.parametrize("smoothing", SMOOTHINGS, ids=lambda number: f"{type(number).__name__} {number}")
-def test_any_number_for_a_smoothing(smoothing):
+def test_label_smoothing_any_number(smoothing):
     for probabilities, positions in itertools.product((False, True), ((), (2,))):
         check_same(make_call(positions, probabilities=probabilities), label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("index", INDICES, ids=lambda number: f"{type(number).__name__} {number}")
-def test_any_number_for_an_index(index):
+def test_ignore_index_any_number(index):
     for positions in ((), (2,)):
         check_same(make_call(positions, ignored=int(index)), ignore_index=index)
 
 
-def test_any_number_for_our_own_options():
+def test_own_options_any_number():
     """Where torch has none: as Python's own."""
     arguments = make_call()
     own = {"softcap": 2, "z_loss": 0.5, "logit_scale": 0.5, "workspace": 1 << 20}
@@ -129,7 +129,7 @@ def test_no_features(device):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_what_is_not_finite(device, probabilities, value):
+def test_nonfinite(device, probabilities, value):
     for name, reduction in itertools.product(("input", "linear_weight", "linear_bias"), REDUCTIONS):
         arguments = make_call(device=device, bias=True, probabilities=probabilities)
         arguments[name] = arguments[name].clone()

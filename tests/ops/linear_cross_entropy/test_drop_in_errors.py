@@ -95,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_the_same_kind_of_error(what):
+def test_errors_match_torch(what):
     arguments = {"input": x, "linear_weight": w, "target": t} | REFUSED[what]
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         F.linear_cross_entropy(**arguments)
@@ -103,7 +103,7 @@ def test_the_same_kind_of_error(what):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_error_samples_of_torch(device):
+def test_errors_of_torch_samples(device):
     op = torchs_samples()
     if op.error_inputs_func is None:
         pytest.skip("torch has no error samples of it")

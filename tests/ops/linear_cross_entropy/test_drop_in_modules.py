@@ -46,7 +46,7 @@ def test_modules(device, positions, bias, class_weight, probabilities):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("positions", [(), (2, 3)])
-def test_one_weight_for_both_modules(device, positions, reduction):
+def test_weight_shared_by_both_modules(device, positions, reduction):
     theirs = nn.LinearCrossEntropyLoss(
         D, V, out_features=positions, bias=True, reduction=reduction, ignore_index=1, device=device
     ).double()
@@ -64,7 +64,7 @@ def test_one_weight_for_both_modules(device, positions, reduction):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_samples_of_torch(device):
+def test_module_samples_of_torch(device):
     count = 0
     for sample in torchs_samples().sample_inputs(device, torch.float64, requires_grad=False):
         (linear_weight, target), options = sample.args, dict(sample.kwargs)

@@ -167,7 +167,7 @@ def test_bad_arguments(arguments, error, parts):
         assert part in str(caught.value)
 
 
-def test_the_base_of_these_calls_is_good():
+def test_base_call_accepted():
     options = {"softcap": 3.0, "logit_scale": V[0], "z_loss": 0.1, "label_smoothing": 0.1}
     assert call(linear_bias=V, weight=V, ignore_index=-100, **options).isfinite()
     assert call(target=p, linear_bias=V, weight=V, **options).isfinite()
@@ -200,13 +200,13 @@ def test_bad_arguments_of_log_probs(arguments, error, part):
         lowtide.linear_log_probs(**{"input": x, "linear_weight": w, "target": t} | arguments)
 
 
-def test_class_weights_of_the_module_are_a_tensor():
+def test_class_weight_of_module_not_tensor():
     with pytest.raises(TypeError, match=r"weight must be a torch\.Tensor, got list"):
         lowtide.LinearCrossEntropyLoss(3, 4, weight=[1.0] * 4)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_out_of_range_targets_raise_without_gradients_too(reduction):
+def test_target_out_of_range_no_grad(reduction):
     with torch.no_grad(), pytest.raises(IndexError, match="got 9"):
         call(target=torch.tensor([0, 9, 0, 0]), reduction=reduction)
 
@@ -214,7 +214,7 @@ def test_out_of_range_targets_raise_without_gradients_too(reduction):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [False, True])
-def test_the_workspace_that_the_message_names_is_enough(device, options, dtype, reduction):
+def test_workspace_named_in_error_suffices(device, options, dtype, reduction):
     inputs = make_inputs(device=device, dtype=dtype, bias=options, class_weight=options)
     chosen = {"reduction": reduction, "label_smoothing": 0.1 * options}
     least = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, **chosen))
@@ -224,7 +224,7 @@ def test_the_workspace_that_the_message_names_is_enough(device, options, dtype, 
     assert fused(inputs, workspace=least, **chosen).isfinite().all()
 
 
-def test_devices_must_agree(device):
+def test_devices_mismatched(device):
     if device == "cpu":
         pytest.skip("needs two devices")
     inputs = make_inputs(device=device)
@@ -260,7 +260,7 @@ for run in (
 
 
 @pytest.mark.parametrize("environment", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted, too late"])
-def test_triton_refuses_the_cpu(plain_environment, environment):
+def test_triton_refuses_cpu(plain_environment, environment):
     """Too late: Triton is imported."""
     pytest.importorskip("triton")
     run = subprocess.run(

@@ -67,7 +67,7 @@ def test_class_blocks(device):
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
 @pytest.mark.parametrize("bits", [24, 20])
-def test_a_sum_in_few_bits(device, bits, options, monkeypatch):
+def test_packed_sum(device, bits, options, monkeypatch):
     """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter truncates,
     as above."""
     monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
@@ -82,7 +82,7 @@ def test_a_sum_in_few_bits(device, bits, options, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [24, 20])
-def test_what_few_bits_hold(device, bits):
+def test_packed_sum_accuracy(device, bits):
     """Each product that is added rounds the sum by half a unit of its last bit; what is not finite stays
     so."""
     chunks, C, V, D = 6, 40, 72, 48
@@ -112,7 +112,7 @@ def test_what_few_bits_hold(device, bits):
 
 
 @pytest.mark.parametrize(("bits", "factor"), [(24, 2.0), (20, 4.0)])
-def test_a_frequent_class_of_a_model_that_knows_it(device, bits, factor, monkeypatch):
+def test_frequent_class_confident(device, bits, factor, monkeypatch):
     """What the probabilities of a class add to its row of dW, and what its targets subtract, are fifty times
     what is left. A sum of first the one and then the other, over 16 chunks, would err by several times as
     much as eager in 24 bits, and 16 times that in 20."""
@@ -146,7 +146,7 @@ def test_a_frequent_class_of_a_model_that_knows_it(device, bits, factor, monkeyp
     assert (found - exact).norm() <= factor * (eager - exact).norm()
 
 
-def test_the_entropy_of_rows_whose_target_is_unlikely(device):
+def test_entropy_of_unlikely_targets(device):
     """One class has nearly all probability, 15 to 38 above the target: what is left is small, and exact."""
     N, D = 24, 16
     hidden = torch.zeros(N, D)
@@ -185,7 +185,7 @@ def test_logits_far_from_the_targets(device):
 
 
 @pytest.mark.parametrize("probability", [0.9, 0.999, 0.9999999])
-def test_confident_tokens_keep_their_digits(device, probability):
+def test_confident_tokens_digits(device, probability):
     """1 - p is formed without a difference of numbers near 1: relative precision at any p."""
     N, D, V = 32, 32, 64
     inputs = make_inputs(N, D, V, device=device, dtype=dtype_on(device), ignored=0)
@@ -201,7 +201,7 @@ def test_confident_tokens_keep_their_digits(device, probability):
     torch.testing.assert_close(loss, exact.expand(N), rtol=2e-6, atol=0)
 
 
-def test_a_frequent_class_and_a_shifted_slice(device):
+def test_frequent_class_and_shifted_slice(device):
     """Many rows of one target, ignored rows among them, and an input that is no view of [N, D]."""
     hidden = torch.randn(5, 31, 24, device=device).to(dtype_on(device)).requires_grad_()
     weight = torch.randn(101, 24, device=device).mul(0.3).to(dtype_on(device)).requires_grad_()
@@ -210,7 +210,7 @@ def test_a_frequent_class_and_a_shifted_slice(device):
     run(Inputs(hidden[:, :-1], weight, target))
 
 
-def test_nan_in_an_ignored_row_stays_there(device):
+def test_nan_in_ignored_row(device):
     inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device), ignored=0)
     with torch.no_grad():
         inputs.target[3], inputs.input[3] = -100, torch.nan
@@ -219,14 +219,14 @@ def test_nan_in_an_ignored_row_stays_there(device):
     assert actual["input"][3].eq(0).all()
 
 
-def test_nan_reaches_the_loss(device):
+def test_nan_reaches_loss(device):
     inputs = make_inputs(20, 24, 101, device=device, dtype=dtype_on(device), ignored=0)
     with torch.no_grad():
         inputs.input[3] = torch.nan
     assert fused(inputs, backend="triton", reduction="none").isnan().nonzero().flatten().tolist() == [3]
 
 
-def test_frozen_operands_and_repeatability(device):
+def test_frozen_operands_same_bits(device):
     inputs = make_inputs(D=24, V=101, device=device, dtype=dtype_on(device))
     both = differentiate(fused, inputs, backend="triton")
     again = differentiate(fused, inputs, backend="triton")
@@ -238,7 +238,7 @@ def test_frozen_operands_and_repeatability(device):
         getattr(inputs, frozen).requires_grad_(True)
 
 
-def test_the_plan_takes_what_fits(device):
+def test_plan_engine_supported(device):
     dtype = dtype_on(device)
     assert planned(make_inputs(9, 24, 31, device=device, dtype=dtype), None, backend="triton").exponentials
     for unfit in (
@@ -254,7 +254,7 @@ def test_the_plan_takes_what_fits(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_graphs_engine_runs_wherever_its_operands_begin(device, monkeypatch, reduction):
+def test_graph_engine_any_address(device, monkeypatch, reduction):
     """A compiled graph is run with tensors that begin elsewhere: a copy of them begins at 16 bytes. Without
     one, where the engine is chosen for the tensors themselves, another is."""
     dtype = dtype_on(device)

@@ -53,7 +53,7 @@ def plans(monkeypatch, kind):
 @pytest.mark.parametrize(
     ("kind", "options"), [(kind, {}) for kind in KINDS] + [(kind, SMOOTHING) for kind in KINDS[:2]], ids=str
 )
-def test_nothing_is_written_over_what_is_needed(device, plans, kind, options, reduction, widths, frozen):
+def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, widths, frozen):
     """In chunks, the last of which is smaller, and pieces of these; or, at once, in pieces alone."""
     N = 75 if device == "cpu" or kind == "single_product" else 1100
     N = 150 if device == "cpu" and kind == "packed" else N
@@ -94,7 +94,7 @@ def widened(tensor):
 
 
 @pytest.mark.parametrize("start", [0, 40])
-def test_rows_in_the_memory_of_float32_ones(device, start, monkeypatch):
+def test_rows_in_float32_memory(device, start, monkeypatch):
     """Products take bfloat16, dX is float32: half the memory of a row, and none of another's."""
     N, C, D, V = 80, 40, 24, 101
     inputs = make_inputs(N, D, V, device=device, ignored=0)
@@ -137,7 +137,7 @@ EXTRAS = {"bias": True, "class_weight": True, "logit_scale": True}
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_holds_what_is_foretold(
+def test_memory_matches_plan(
     device,
     silent,  # noqa: F811
     plans,
@@ -197,7 +197,7 @@ def test_it_holds_what_is_foretold(
 
 
 @pytest.mark.parametrize("kind", ["accumulate"])
-def test_it_holds_what_is_foretold_without_gradients(device, silent, plans, kind):  # noqa: F811
+def test_memory_matches_plan_no_grad(device, silent, plans, kind):  # noqa: F811
     """Of a chunk nothing is left when the next is made, copies of its rows either."""
     if device == "cuda":
         pytest.skip("test_exponentials_surroundings.py has the card's own sizes")

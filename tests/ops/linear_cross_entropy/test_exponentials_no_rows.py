@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("N", [0, 7], ids=["no rows", "all ignored"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "softcap": 3.0}, {"label_smoothing": 0.1}], ids=str)
-def test_gradients_are_zero(device, options, reduction, N):
+def test_no_rows_gradients_zero(device, options, reduction, N):
     made = {"bias": True, "class_weight": True, "logit_scale": True, "ignored": 1.0}
     inputs = make_inputs(N, 32, 80, device=device, dtype=torch.bfloat16, **made)
     options = {"reduction": reduction, "backend": "triton", **options}

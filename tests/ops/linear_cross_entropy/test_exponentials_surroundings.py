@@ -75,7 +75,7 @@ def test_memory(kind, reduction):
         assert peak.bytes <= workspace + sum(leaf.nbytes for leaf in leaves) + loss.nbytes
 
 
-def test_the_loss_alone_allocates_nothing_of_the_weight():
+def test_no_grad_allocates_no_weight_size():
     N, D, V = 256, 512, 32768
     inputs = make_inputs(N, D, V, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_the_loss_alone_allocates_nothing_of_the_weight():
 
 @REDUCTIONS
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
-def test_a_cuda_graph(options, reduction):
+def test_cuda_graph(options, reduction):
     inputs = of_all()
     assert takes_the_path(inputs, **options)
     leaves = tuple(inputs.leaves().values())
@@ -105,7 +105,7 @@ def test_a_cuda_graph(options, reduction):
 
 
 @REDUCTIONS
-def test_one_compiled_graph(reduction, monkeypatch):
+def test_compile_one_graph(reduction, monkeypatch):
     monkeypatch.undo()  # the compiler has its own torch.empty
     torch.compiler.reset()
 
@@ -146,7 +146,7 @@ def test_opcheck(reduction):
 
 @REDUCTIONS
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_and_what_is_saved_elsewhere(reduction, use_reentrant):
+def test_checkpointing_and_saved_tensors_moved(reduction, use_reentrant):
     inputs = of_all()
     upstream = torch.randn(inputs.leading, device="cuda") if reduction == "none" else 0.3
     expected = differentiate(fused, inputs, upstream, reduction=reduction, **OPTIONS)

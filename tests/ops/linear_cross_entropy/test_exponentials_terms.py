@@ -63,7 +63,7 @@ def run_in_terms(taken, inputs, widths=(24, 8), *, upstream=1.0, factor=2.0, **o
     assert set(taken) == {len(widths)}
 
 
-def test_a_second_term_fits_one_step_of_the_product():
+def test_second_term_fits_one_block():
     assert requirements.SECOND_FEATURES == tiles.BLOCK_D
 
 
@@ -124,7 +124,7 @@ def test_log_probs_of_two_terms(device, taken, options, scale):
 
 
 @pytest.mark.parametrize("widths", [(16, 16, 8), (8, 80), (24, 4)])
-def test_terms_that_the_path_does_not_take(device, taken, widths):
+def test_terms_unsupported(device, taken, widths):
     """They take the other one, and are as exact."""
     inputs = make_inputs(9, sum(widths), 31, device=device, dtype=dtype_on(device))
     check(differentiate(in_terms(cross_entropy, widths), inputs, backend="triton"), inputs)
@@ -136,7 +136,7 @@ def test_terms_that_the_path_does_not_take(device, taken, widths):
 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_one_product(device, options, reduction):
+def test_single_product(device, options, reduction):
     """It is the gradient but for the rows of targets: frequent ones, ignored ones and the last class too."""
     N, V = 75, 203
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, bias=bool(options))
@@ -150,7 +150,7 @@ def test_one_product(device, options, reduction):
 
 
 @pytest.mark.parametrize("ignored", ["all", "nearly all"])
-def test_one_product_of_ignored_tokens(device, ignored):
+def test_single_product_ignored_tokens(device, ignored):
     inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         inputs.target.fill_(-100)
@@ -160,7 +160,7 @@ def test_one_product_of_ignored_tokens(device, ignored):
     run(inputs, reduction="sum", factor=2.0 if device == "cuda" else 4.0)
 
 
-def test_one_product_rounds_once(device):
+def test_single_product_rounds_once(device):
     """As exact as a sum in float32 that is rounded at the end."""
     inputs = make_inputs(1100 if device == "cuda" else 96, 48, 150, device=device, dtype=torch.bfloat16)
     few = workspace_for(inputs, lambda plan: plan.weight_gradient == "packed", backend="triton")
@@ -173,7 +173,7 @@ def test_one_product_rounds_once(device):
     assert error(None) <= 1.1 * error(few)
 
 
-def test_one_product_for_few_targets_alone(device, monkeypatch):
+def test_single_product_few_targets(device, monkeypatch):
     """Where there are many, most of the weight's gradient would be formed twice."""
     inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
     for classes, kind in ((2, "single_product"), (3, "accumulate")):
@@ -181,7 +181,7 @@ def test_one_product_for_few_targets_alone(device, monkeypatch):
         assert planned(inputs, None, backend="triton").weight_gradient == kind
 
 
-def test_targets_at_a_time(device, monkeypatch):
+def test_target_blocks_same_bits(device, monkeypatch):
     """Blocks of targets meet in the middle of a class: the same bits."""
     inputs = make_inputs(90, 24, 101, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -195,7 +195,7 @@ def test_targets_at_a_time(device, monkeypatch):
 
 
 @pytest.mark.parametrize("N", [20, 70])
-def test_one_product_holds_what_is_planned_for_it(device, N):
+def test_single_product_memory_matches_plan(device, N):
     """Beside its operands and the gradient: fewer targets than are taken at a time, and more."""
     D, V, dtype = 512, 400, dtype_on(device)
     exp_NV, x_ND = torch.rand(N, V, device=device).to(dtype), torch.randn(N, D, device=device).to(dtype)
@@ -210,7 +210,7 @@ def test_one_product_holds_what_is_planned_for_it(device, N):
     assert targets * D * 4 <= peak.bytes <= accumulators.TARGETS * (N * dtype.itemsize + D * 4) + vectors
 
 
-def test_a_symbol_decides_nothing():
+def test_few_tokens_not_decided_by_symbol():
     """A graph of any length is one, with a sum: how many tokens are few would cut it in two."""
     inputs = make_inputs(8, 24, 640, dtype=torch.bfloat16)
     head = Head((inputs.input,), (inputs.linear_weight,))

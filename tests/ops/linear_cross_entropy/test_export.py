@@ -54,7 +54,7 @@ def gradients(module, arguments):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_an_exported_model_is_trained(device, reduction, kind, dynamic):
+def test_export_trained(device, reduction, kind, dynamic):
     model = Model(reduction=reduction, **KINDS[kind]).to(device)
     rows = {0: torch.export.Dim("rows", min=2)} if dynamic else None
     positions = KINDS[kind].get("out_features", ())
@@ -66,7 +66,7 @@ def test_an_exported_model_is_trained(device, reduction, kind, dynamic):
             assert torch.equal(found, expected)
 
 
-def test_exported_log_probs_are_differentiated(device):
+def test_export_log_probs_differentiated(device):
     model = Scores().to(device)
     program = torch.export.export(model, batch(device))
     arguments = batch(device)
@@ -74,7 +74,7 @@ def test_exported_log_probs_are_differentiated(device):
         assert torch.equal(found, expected)
 
 
-def test_a_graph_that_is_kept(device):
+def test_saved_graph(device):
     """Backward twice, with other gradients upstream."""
     model = Model().to(device)
     module, arguments = torch.export.export(model, batch(device)).module(), batch(device)
@@ -86,7 +86,7 @@ def test_a_graph_that_is_kept(device):
         torch.testing.assert_close(3 * one, three)
 
 
-def test_derivatives_of_an_exported_models_gradients(device):
+def test_export_second_derivatives(device):
     model = Model(**KINDS["all"]).to(device).double()
     hidden, target = batch(device)
     arguments = (hidden.double(), target)
@@ -101,7 +101,7 @@ def test_derivatives_of_an_exported_models_gradients(device):
 
 @pytest.mark.parametrize("way", ["no_grad", "frozen"])
 @pytest.mark.parametrize("make", [Model, Scores])
-def test_what_was_exported_without_gradients_says_so(device, make, way):
+def test_export_no_grad_backward_raises(device, make, way):
     """Rather than to leave out the gradients that it was not made for."""
     model = make().to(device)
     if way == "frozen":
@@ -116,7 +116,7 @@ def test_what_was_exported_without_gradients_says_so(device, make, way):
         loss.sum().backward()
 
 
-def test_compiled_after_export(device):
+def test_export_then_compile(device):
     model = Model().to(device)
     module, arguments = torch.export.export(model, batch(device)).module(), batch(device)
     torch.compiler.reset()

@@ -30,7 +30,7 @@ def small(device, backend, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
-def test_all_logits_far_from_zero(device, offset, dtype, backend):
+def test_logits_far_from_zero(device, offset, dtype, backend):
     inputs = small(device, backend, dtype=dtype, bias=True)
     bias = (inputs.linear_bias.detach() + offset).requires_grad_()
     inputs = replace(inputs, linear_bias=bias)
@@ -48,7 +48,7 @@ def test_logits_of_ten_thousand(device, smoothing, reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_class_that_is_masked_out(device, reduction, backend):
+def test_masked_class(device, reduction, backend):
     """A bias of -inf gives a class probability 0; nobody has it as target."""
     inputs = small(device, backend, bias=True)
     bias = inputs.linear_bias.detach().clone()
@@ -62,7 +62,7 @@ def test_a_class_that_is_masked_out(device, reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_target_that_is_masked_out(device, reduction, backend):
+def test_masked_target(device, reduction, backend):
     inputs = small(device, backend, bias=True)
     bias = inputs.linear_bias.detach().clone()
     bias[2] = -torch.inf
@@ -74,7 +74,7 @@ def test_a_target_that_is_masked_out(device, reduction, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("class_weight", [False, True])
-def test_masked_out_with_smoothing_is_infinite(device, class_weight, backend):
+def test_masked_class_with_smoothing_infinite(device, class_weight, backend):
     inputs = small(device, backend, bias=True, class_weight=class_weight)
     bias = inputs.linear_bias.detach().clone()
     bias[2] = -torch.inf
@@ -85,7 +85,7 @@ def test_masked_out_with_smoothing_is_infinite(device, class_weight, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite_reaches_the_loss(device, value, reduction, backend):
+def test_nonfinite_row_reaches_loss(device, value, reduction, backend):
     inputs = small(device, backend)
     x = inputs.input.detach().clone()
     x[2, 1] = value
@@ -100,7 +100,7 @@ def test_a_row_that_is_not_finite_reaches_the_loss(device, value, reduction, bac
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_row_that_is_not_finite_and_ignored(device, smoothing, reduction, backend):
+def test_nonfinite_row_ignored(device, smoothing, reduction, backend):
     """Neither the loss nor the gradients of other rows see it. (The weight's does, 0 * NaN, as in torch.)"""
     inputs = small(device, backend)
     frozen = replace(inputs, linear_weight=inputs.linear_weight.detach())
@@ -114,7 +114,7 @@ def test_a_row_that_is_not_finite_and_ignored(device, smoothing, reduction, back
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_cuda_targets_out_of_range_make_the_loss_nan(device, reduction):
+def test_cuda_target_out_of_range_gives_nan(device, reduction):
     if device == "cpu":
         pytest.skip("an IndexError there: test_errors.py")
     inputs = make_inputs(7, 5, 11, device=device, ignored=0.0)
@@ -133,7 +133,7 @@ def test_cuda_targets_out_of_range_make_the_loss_nan(device, reduction):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("std", [0.002, 0.02, 200.0])
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "z-loss"])
-def test_a_float16_gradient_is_not_rounded_to_nothing(device, kind, std, backend):
+def test_float16_gradient_no_underflow(device, kind, std, backend):
     """Before its factor is known room is left for what a log-sum-exp or a row's probabilities may be: a small
     weight's rows would fall below float16's range by it."""
     skip_unless_runnable(backend, device, torch.float16)
@@ -155,7 +155,7 @@ def test_a_float16_gradient_is_not_rounded_to_nothing(device, kind, std, backend
 @pytest.mark.parametrize(
     "options", [{"z_loss": 1.0}, {"label_smoothing": 1.0, "z_loss": 0.5, "softcap": 0.5}]
 )
-def test_a_weights_float16_gradient_is_not_rounded_to_nothing(device, options, backend):
+def test_float16_weight_gradient_no_underflow(device, options, backend):
     """Class by class it is rounded before its factor is known: few rows leave room for numbers that are far
     below the largest factor."""
     skip_unless_runnable(backend, device, torch.float16)

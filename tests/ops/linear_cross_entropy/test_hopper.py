@@ -25,7 +25,7 @@ from lowtide.core import backend
         ("3.6.0", (10, 0), False),
     ],
 )
-def test_cards_and_releases(monkeypatch, release, capability, expected):
+def test_gluon_cards_and_releases(monkeypatch, release, capability, expected):
     monkeypatch.setattr(triton, "__version__", release)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -36,7 +36,7 @@ def test_cards_and_releases(monkeypatch, release, capability, expected):
     assert not pipelines_on(torch.device("cuda"))
 
 
-def test_what_is_worth_a_launch():
+def test_gluon_large_gemm():
     assert backend.is_large_gemm(1024, 131072, 4096)
     assert not backend.is_large_gemm(1024, 128256, 4096)
     assert not backend.is_large_gemm(4096, 26240, 2048)

@@ -171,7 +171,7 @@ def test_gradient_of_some_classes(device, softmax_gradient_, block, extras, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_writes_over_the_logits(device, block, dtype):
+def test_kernel_overwrites_logits(device, block, dtype):
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, padding=3)
@@ -185,7 +185,7 @@ def test_the_kernel_writes_over_the_logits(device, block, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_kernel_never_reads_an_ignored_row(device, block, smoothing, dtype):
+def test_kernel_skips_ignored_rows(device, block, smoothing, dtype):
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, smoothing=smoothing)
@@ -223,7 +223,7 @@ def test_no_rows(device, softmax_gradient_):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of the series far from 0
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1e-3, 0.2, 0.2499999, 0.25, 0.3, 1.0, 5.0, 20.0, 1e30])
-def test_tanh_keeps_its_digits_everywhere(device, size):
+def test_tanh_digits(device, size):
     """Near 0 too, where 1 - 2 / (1 + exp(2 x)) has none."""
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")

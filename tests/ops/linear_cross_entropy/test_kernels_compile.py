@@ -19,7 +19,7 @@ def compiled(request):
 
 
 @pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
-def test_compiles_without_spills(compiled, name, capability):
+def test_kernels_compile_without_spills(compiled, name, capability):
     result = compiled[name, capability]
     print(result)
     assert "error" not in result, result["error"]
@@ -28,7 +28,7 @@ def test_compiles_without_spills(compiled, name, capability):
     assert result["shared"] <= (163 if capability == 80 else 227) << 10
 
 
-def test_every_kernel_is_built():
+def test_kernels_all_built():
     """All entry kernels: those whose names end in _kernel; helpers are compiled into them."""
     package = Path(lowtide.__file__).parent
     files = [*(package / "core").rglob("*.py"), *(package / "ops" / "linear_cross_entropy").rglob("*.py")]

@@ -100,7 +100,7 @@ def test_integer_targets(device, integer):
     check(differentiate(fused, inputs), inputs)
 
 
-def test_arguments_are_left_as_they_are(device):
+def test_arguments_not_changed(device):
     inputs = make_inputs(device=device, bias=True, class_weight=True)
     tensors = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}

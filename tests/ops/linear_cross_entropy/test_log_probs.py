@@ -86,13 +86,13 @@ def test_triton(device, kind, names, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference(device, kind):
+def test_reference(device, kind):
     made, options = KINDS[kind]
     check_fused(make_inputs(device=device, dtype=torch.float64, **made), backend="reference", **options)
 
 
 @pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "logit_scale"])
-def test_the_gradient_of_one_alone(device, name):
+def test_gradient_of_one_operand(device, name):
     inputs = make_inputs(device=device, bias=True, logit_scale=True)
     frozen = {other: leaf.detach() for other, leaf in inputs.leaves().items() if other != name}
     check_fused(replace(inputs, **frozen), softcap=1.5)
@@ -122,7 +122,7 @@ def test_integer_targets(device, integer):
 
 
 @pytest.mark.parametrize("ignore_index", [None, -100, -1, 5, 63, -(2**40)])
-def test_ignored_rows_are_zeros_and_minus_one(device, ignore_index):
+def test_ignored_rows_values(device, ignore_index):
     index = -100 if ignore_index is None else ignore_index
     inputs = make_inputs(device=device, bias=True, ignored=0.5, ignore_index=index)
     ignored = inputs.target == index
@@ -148,7 +148,7 @@ def test_all_rows_ignored(device):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_first_of_equal_logits(device, backend):
+def test_argmax_first_of_equal_logits(device, backend):
     skip_unless_runnable(backend, device)
     x = torch.tensor([[1.0], [-1.0], [0.0]], device=device)
     w = torch.tensor([[0.0], [2.0], [-1.0], [2.0], [-1.0]], device=device)
@@ -157,7 +157,7 @@ def test_the_first_of_equal_logits(device, backend):
     assert found.argmax.tolist() == [1, 2, 0]
 
 
-def test_a_uniform_distribution(device):
+def test_uniform_distribution(device):
     x, w = torch.zeros(4, 3, device=device), torch.randn(11, 3, device=device)
     found = lowtide.linear_log_probs(x, w, torch.arange(4, device=device))
     for part, value in zip(found, (-math.log(11), math.log(11), math.log(11), 0)):
@@ -165,7 +165,7 @@ def test_a_uniform_distribution(device):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_class_that_is_masked_out(device, backend):
+def test_masked_class(device, backend):
     """It adds 0 to the entropy, not 0 times infinity, and takes no gradient."""
     skip_unless_runnable(backend, device)
     inputs = make_inputs(7, 5, 11, device=device, bias=True, ignored=0.0)
@@ -200,7 +200,7 @@ def test_confident_rows(device, scale, backend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_log_prob_is_minus_the_loss(device, dtype):
+def test_log_prob_matches_loss(device, dtype):
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     found = fused_log_probs(inputs, softcap=2.0, logit_scale=0.8)
     loss = fused(inputs, softcap=2.0, logit_scale=0.8, reduction="none")
@@ -217,7 +217,7 @@ def test_names_and_dtypes(device):
     assert [part.requires_grad for part in found] == [True, True, True, False]
 
 
-def test_without_gradients_the_same_values(device):
+def test_no_grad_same_values(device):
     inputs = make_inputs(device=device, bias=True)
     expected = fused_log_probs(inputs)
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_without_gradients_the_same_values(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_retained_graph_is_exact_every_time(device, dtype):
+def test_retained_graph_exact(device, dtype):
     """The results one after the other, and together, from one graph."""
     inputs = make_inputs(device=device, dtype=dtype, bias=True)
     found, leaves = fused_log_probs(inputs), inputs.leaves()
@@ -242,7 +242,7 @@ def test_a_retained_graph_is_exact_every_time(device, dtype):
         check_log_probs(values | dict(zip(leaves, gradients)), inputs, upstream)
 
 
-def test_the_same_call_gives_the_same_bits(device):
+def test_same_call_same_bits(device):
     inputs = make_inputs(device=device, dtype=torch.bfloat16, bias=True, logit_scale=True)
     upstream = upstream_of(RESULTS, inputs)
     first = differentiate_log_probs(fused_log_probs, inputs, upstream)
@@ -251,7 +251,7 @@ def test_the_same_call_gives_the_same_bits(device):
         assert torch.equal(tensor, again[name]), name
 
 
-def test_a_policy_gradient(device):
+def test_policy_gradient(device):
     """What it is for: a clipped ratio, an entropy bonus and a penalty, in one backward."""
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     old, advantage = torch.randn(37, device=device).double(), torch.randn(37, device=device).double()

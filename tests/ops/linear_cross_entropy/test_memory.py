@@ -53,7 +53,7 @@ def held_by_gradients(inputs):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_forward_and_backward_keep_to_the_workspace(device, dtype, extras, reduction, room, backend):
+def test_workspace_kept_forward_and_backward(device, dtype, extras, reduction, room, backend):
     if device == "cpu" and backend == "torch":
         pytest.skip("that is auto")
     inputs, options = prepared(device, dtype, extras, room, reduction, backend)
@@ -80,7 +80,7 @@ def test_forward_and_backward_keep_to_the_workspace(device, dtype, extras, reduc
 @pytest.mark.parametrize("room", ROOM)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_retained_graph_holds_one_more_set_of_gradients(device, dtype, reduction, room):
+def test_retained_graph_memory(device, dtype, reduction, room):
     """Those that wait in the graph, and those handed out; kept in float32 where they are summed in it."""
     inputs, options = prepared(device, dtype, {}, room, reduction)
     with peak_memory(device) as peak:
@@ -92,7 +92,7 @@ def test_a_retained_graph_holds_one_more_set_of_gradients(device, dtype, reducti
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_alone(device, dtype, extras, reduction, room):
+def test_memory_of_loss_alone(device, dtype, extras, reduction, room):
     """Without gradients only the loss is left, and nothing of V x D (beyond the logits) is ever allocated."""
     inputs, options = prepared(device, dtype, extras, room, reduction)
     with torch.no_grad(), peak_memory(device) as peak:
@@ -103,7 +103,7 @@ def test_the_loss_alone(device, dtype, extras, reduction, room):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("forward", [*REDUCTIONS, "log-probs"])
-def test_forward_alone_makes_nothing_of_the_weights_size(device, forward, dtype):
+def test_no_grad_allocates_no_weight_size(device, forward, dtype):
     """By default, where the workspace has room for it."""
     inputs = make_inputs(N, 512, V, device=device, dtype=dtype)
 
@@ -123,7 +123,7 @@ def test_forward_alone_makes_nothing_of_the_weights_size(device, forward, dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("trained", [("input",), ("linear_bias",), ("input", "linear_bias")])
-def test_nothing_of_the_weight_is_allocated_when_it_is_frozen(device, trained, reduction, dtype):
+def test_frozen_weight_allocates_nothing(device, trained, reduction, dtype):
     features = 64  # so that V x D stands out
     inputs = make_inputs(N, features, V, device=device, dtype=dtype, bias=True)
     frozen = {name: leaf.detach() for name, leaf in inputs.leaves().items() if name not in trained}
@@ -140,7 +140,7 @@ def test_nothing_of_the_weight_is_allocated_when_it_is_frozen(device, trained, r
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_default_workspace(device, dtype, reduction):
+def test_default_workspace(device, dtype, reduction):
     """64 MiB on the CPU; on CUDA 1 GiB and the float32 sum of a half-precision weight gradient."""
     promised = 64 << 20
     rows, features, classes = 2048, 8, 16384  # 128 MiB of float32 logits
@@ -159,7 +159,7 @@ def test_the_default_workspace(device, dtype, reduction):
 @pytest.mark.parametrize("kind", ["shifted input", "strided input", "strided weight", "autocast"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_copies_of_operands_count(device, times, reduction, kind, dtype):
+def test_workspace_counts_operand_copies(device, times, reduction, kind, dtype):
     inputs = make_inputs(N, D, V, device=device, dtype=dtype)
     shifted = torch.randn(4, N // 4 + 1, D).to(device, dtype)[:, :-1].requires_grad_()
     wide_x, wide_w = (torch.randn(n, 2 * D).to(device, dtype)[:, ::2].requires_grad_() for n in (N, V))
@@ -189,7 +189,7 @@ def test_copies_of_operands_count(device, times, reduction, kind, dtype):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", ["columns", "expanded", "batched columns", "transposed"])
-def test_an_input_that_no_product_reads_is_copied_by_chunks(device, kind, reduction):
+def test_input_copied_by_chunks(device, kind, reduction):
     """Many features, few classes: a copy of the input would be all of the memory."""
     rows, features, classes = 2048, 512, 64
     inputs = make_inputs(rows, features, classes, device=device)
@@ -211,7 +211,7 @@ def test_an_input_that_no_product_reads_is_copied_by_chunks(device, kind, reduct
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_vectors_of_many_rows_count(device, dtype):
+def test_workspace_counts_row_vectors(device, dtype):
     rows = 40_000
     inputs = make_inputs(rows, 1, 4, device=device, dtype=dtype, bias=True, class_weight=True)
     options = {"label_smoothing": 0.1}
@@ -225,7 +225,7 @@ def test_vectors_of_many_rows_count(device, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_positions_of_a_k_dimensional_loss_do_not_add_up(device, reduction, dtype):
+def test_positions_memory_not_summed(device, reduction, dtype):
     """Beside the workspace, tensors of the input's size in float32, however many positions there are; and one
     position's part of the weight's gradient, of none all of them, as it is put together."""
     rows, features, classes, positions = 512, 64, 64, 32

@@ -57,7 +57,7 @@ def most_over(loss, leaves):
 @pytest.mark.parametrize(
     ("dtype", "extras"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
-def test_no_layout_of_the_input_or_the_weight_takes_more(dtype, layout, extras):
+def test_layout_memory_input_and_weight(dtype, layout, extras):
     """Wide enough for the CPU's own bfloat16 products, where there are any."""
     N, D, V = 40, 1000, 1049
     x, w = matrix(N, D, layout, dtype), matrix(V, D, layout, dtype)
@@ -78,7 +78,7 @@ def test_no_layout_of_the_input_or_the_weight_takes_more(dtype, layout, extras):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["one row", "one column", "columns"])
-def test_of_a_second_term_and_of_a_teacher(layout, dtype):
+def test_layout_memory_second_term_and_teacher(layout, dtype):
     N, D, R, V = 24, 40, 12, 500
     inputs = [torch.randn(N, size).to(dtype).requires_grad_() for size in (D, R)]
     weights = [matrix(V, D, "rows", dtype), matrix(V, R, layout, dtype)]
@@ -106,7 +106,7 @@ sizes = st.integers(0, 12).flatmap(lambda power: st.integers(2 ** (power // 2), 
     ignored=st.sampled_from([0.0, 0.3, 1.0]),
     extras=st.booleans(),
 )
-def test_any_layout_keeps_to_the_workspace(N, D, V, dtype, layouts, reduction, ignored, extras):
+def test_layout_memory_random(N, D, V, dtype, layouts, reduction, ignored, extras):
     x, w = matrix(N, D, layouts[0], dtype), matrix(V, D, layouts[1], dtype)
     target = torch.randint(V, (N,)).masked_fill(torch.rand(N) < ignored, -100)
     bias = torch.randn(V).to(dtype).requires_grad_() if extras else None

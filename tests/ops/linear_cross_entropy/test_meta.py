@@ -15,7 +15,7 @@ from tests.support.loss import fused, fused_log_probs, make_inputs
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("positions", [(), (2, 3)])
-def test_as_with_data(positions, probabilities, reduction, dtype):
+def test_meta_matches_data(positions, probabilities, reduction, dtype):
     arguments = make_call(positions, dtype=dtype, bias=True, class_weight=True, probabilities=probabilities)
     without = {name: tensor.to("meta") for name, tensor in arguments.items()}
     leaves = ("input", "linear_weight", "linear_bias")
@@ -30,7 +30,7 @@ def test_as_with_data(positions, probabilities, reduction, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_every_option(kind, autocast):
+def test_meta_every_option(kind, autocast):
     """Under autocast, which knows no such device, as well."""
     made, options = KINDS[kind]
     inputs = make_inputs(**made)
@@ -44,7 +44,7 @@ def test_every_option(kind, autocast):
         ).shape == (37, 19)
 
 
-def test_log_probs():
+def test_meta_log_probs():
     inputs = make_inputs(bias=True)
     tensors = {name: tensor.to("meta") for name, tensor in vars(inputs).items() if tensor is not None}
     expected, found = fused_log_probs(inputs), fused_log_probs(replace(inputs, **tensors))
@@ -53,7 +53,7 @@ def test_log_probs():
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
 
 
-def test_a_model_too_large_to_have():
+def test_meta_huge_model():
     """A batch of 2**40 logits."""
     x, w = (torch.empty(1 << 20, 1 << 12, device="meta", requires_grad=True) for _ in range(2))
     target = torch.empty(1 << 20, dtype=torch.long, device="meta")

@@ -15,7 +15,7 @@ def batch(device, dtype=torch.float32):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_is_the_function_of_its_linear(device, dtype, bias):
+def test_module_matches_function(device, dtype, bias):
     class_weight = torch.rand(21, device=device)
     options = {"reduction": "sum", "ignore_index": 3, "label_smoothing": 0.1, "workspace": 1 << 20}
     criterion = lowtide.LinearCrossEntropyLoss(
@@ -41,7 +41,7 @@ def test_is_the_function_of_its_linear(device, dtype, bias):
         assert torch.equal(ours, theirs)
 
 
-def test_starts_as_a_linear_does():
+def test_module_initialised_as_linear():
     torch.manual_seed(5)
     criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True)
     torch.manual_seed(5)
@@ -67,14 +67,14 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copies(way):
+def test_module_copies(way):
     criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, weight=torch.rand(21), label_smoothing=0.1)
     other = COPIES[way](criterion)
     assert torch.equal(criterion(*(data := batch("cpu"))), other(*data))
     assert other.linear.weight.data_ptr() != criterion.linear.weight.data_ptr()
 
 
-def test_state_dict_names():
+def test_module_state_dict_names():
     plain = lowtide.LinearCrossEntropyLoss(8, 21)
     assert list(plain.state_dict()) == ["linear.weight"]
     full = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, weight=torch.ones(21))
@@ -82,14 +82,14 @@ def test_state_dict_names():
     assert [name for name, _ in full.named_parameters()] == ["linear.weight", "linear.bias"]
 
 
-def test_moves_and_casts():
+def test_module_moves_and_casts():
     criterion = lowtide.LinearCrossEntropyLoss(8, 21, weight=torch.rand(21)).to(torch.bfloat16)
     assert criterion.weight.dtype == criterion.linear.weight.dtype == torch.bfloat16
     meta = lowtide.LinearCrossEntropyLoss(8, 21, device="meta")
     assert meta.linear.weight.is_meta
 
 
-def test_a_tied_head(device):
+def test_tied_head(device):
     embedding = nn.Embedding(21, 8, device=device)
     criterion = lowtide.LinearCrossEntropyLoss(8, 21, device=device)
     criterion.linear.weight = embedding.weight
@@ -101,20 +101,20 @@ def test_a_tied_head(device):
     torch.testing.assert_close(embedding.weight.grad, reference.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_repr():
+def test_module_repr():
     text = repr(lowtide.LinearCrossEntropyLoss(8, 21, label_smoothing=0.1))
     assert "in_features=8, out_features=21, bias=False" in text
     assert "reduction='mean', label_smoothing=0.1, z_loss=0.0, backend='auto'" in text
     assert "workspace" not in text
 
 
-def test_bad_options_raise_when_called():
+def test_module_bad_options_raise_in_call():
     with pytest.raises(ValueError, match="reduction must be one of"):
         lowtide.LinearCrossEntropyLoss(8, 21, reduction="avg")(*batch("cpu"))
 
 
 @pytest.mark.parametrize("out_features", [(), (2,)])
-def test_an_error_names_what_the_user_of_the_module_passed(out_features):
+def test_module_errors_name_arguments(out_features):
     criterion = lowtide.LinearCrossEntropyLoss(8, 5, out_features=out_features)
     with pytest.raises(ValueError, match=r"input must have shape \[\.\.\., 8\], in_features .*got \[3, 7\]"):
         criterion(torch.zeros(3, 7), torch.zeros(3, dtype=torch.long))

@@ -32,7 +32,7 @@ def made(monkeypatch):
     "options", [{}, {"label_smoothing": 0.2}, {"softcap": 3.0, "z_loss": 0.1, "logit_scale": 1.7}], ids=str
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_in_chunks_and_pieces(device, made, whole, options, reduction):
+def test_chunks_and_blocks(device, made, whole, options, reduction):
     """Rows that are ignored, and a logit below all others' range, so that exponentials are 0."""
     N, D, R, V = (1100, 24, 16, 5008) if device == "cuda" else (75, 24, 8, 203)
     inputs = make_inputs(N, D + R, V, device=device, dtype=dtype_on(device), bias=True, class_weight=True)

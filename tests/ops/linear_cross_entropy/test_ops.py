@@ -22,7 +22,7 @@ def operands(device, **made):
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
+def test_opcheck_loss(device, reduction, probabilities, wanted):
     head = operands(device, probabilities=probabilities)
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1)
     call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
@@ -35,7 +35,7 @@ def test_opcheck_of_the_loss(device, reduction, probabilities, wanted):
 
 
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
-def test_opcheck_of_log_probs(device, wanted):
+def test_opcheck_log_probs(device, wanted):
     head, options = operands(device), Options(softcap=3.0)
     call = with_new_graph_facts("lowtide::linear_log_probs", (*head, wanted, *options))
     torch.library.opcheck(OPS.linear_log_probs.default, call)
@@ -54,7 +54,7 @@ def test_opcheck_of_log_probs(device, wanted):
         ("", "engine must be one of"),
     ],
 )
-def test_a_graph_from_elsewhere_says_that_its_engine_cannot_run(engine, reason):
+def test_foreign_graph_engine_unsupported(engine, reason):
     """Neither forward nor backward takes another: their statistics would mean something else."""
     head, options = operands("cpu"), Options(reduction="none", backend="torch")
     call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
@@ -89,7 +89,7 @@ def test_flops(device):
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 30.0])
-def test_an_entropys_gradient_keeps_its_digits(device, scale):
+def test_entropy_gradient_digits(device, scale):
     """E[z] - z from the statistics, not from the difference of a log-sum-exp and an entropy."""
     torch.manual_seed(0)
     x = (torch.randn(50, 8) * scale).to(device).requires_grad_()

@@ -73,7 +73,7 @@ def test_each_option(device, kind, reduction, dtype, workspace):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_option_in_triton(device, kind, reduction, dtype, workspace):
+def test_each_option_triton(device, kind, reduction, dtype, workspace):
     skip_unless_runnable("triton", device)
     if device == "cpu" and (workspace == "few" or dtype != torch.float32) and not kind.startswith("all"):
         pytest.skip("slow in the interpreter")
@@ -108,7 +108,7 @@ def test_every_combination(device, reduction, class_weight, probabilities):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_reference(device, reduction, kind):
+def test_reference(device, reduction, kind):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, dtype=torch.float64, **made)
     check_fused(inputs, reduction=reduction, backend="reference", **options)
@@ -120,7 +120,7 @@ def test_the_reference(device, reduction, kind):
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "logit_scale"])
-def test_the_gradient_of_one_alone(device, name, reduction, kind):
+def test_gradient_of_one_operand(device, name, reduction, kind):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, **made)
     frozen = {other: leaf.detach() for other, leaf in inputs.leaves().items() if other != name}
@@ -130,7 +130,7 @@ def test_the_gradient_of_one_alone(device, name, reduction, kind):
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_retained_graph_is_exact_every_time(device, dtype, reduction, kind):
+def test_retained_graph_exact(device, dtype, reduction, kind):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, dtype=dtype, **made)
     options = options | {"reduction": reduction}
@@ -144,7 +144,7 @@ def test_a_retained_graph_is_exact_every_time(device, dtype, reduction, kind):
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_call_gives_the_same_bits(device, dtype, reduction, kind):
+def test_same_call_same_bits(device, dtype, reduction, kind):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, dtype=dtype, **made)
     first = differentiate(fused, inputs, 0.3, reduction=reduction, **options)
@@ -155,7 +155,7 @@ def test_the_same_call_gives_the_same_bits(device, dtype, reduction, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_without_gradients_the_same_loss(device, reduction, kind):
+def test_no_grad_same_loss(device, reduction, kind):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, **made)
     expected = fused(inputs, reduction=reduction, **options).detach()
@@ -171,7 +171,7 @@ def test_without_gradients_the_same_loss(device, reduction, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("rows", [0, 9])
-def test_nothing_counts(device, rows, reduction, dtype):
+def test_no_valid_rows(device, rows, reduction, dtype):
     """Nor does the z-loss of an ignored row."""
     inputs = make_inputs(rows, device=device, dtype=dtype, bias=True, logit_scale=True, ignored=1.0)
     result = differentiate(fused, inputs, reduction=reduction, z_loss=0.1, softcap=3.0)
@@ -185,7 +185,7 @@ def test_nothing_counts(device, rows, reduction, dtype):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_rows_of_probabilities(device, reduction):
+def test_probabilities_no_rows(device, reduction):
     inputs = make_inputs(0, device=device, bias=True, probabilities=True)
     check_fused(inputs, reduction=reduction)
 
@@ -220,7 +220,7 @@ def test_leading_dimensions(device, kind, reduction):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("softcap", "scale"), [(30.0, 1e4), (1e-3, 2.0), (30.0, 50.0), (1e6, 2.0)])
-def test_caps_of_any_size(device, softcap, scale, dtype, backend):
+def test_soft_cap_any_size(device, softcap, scale, dtype, backend):
     """Logits far above it, at it, and far below."""
     skip_unless_runnable(backend, device)
     inputs = make_inputs(7, 5, 11, device=device, dtype=dtype, scale=scale)
@@ -228,7 +228,7 @@ def test_caps_of_any_size(device, softcap, scale, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_a_class_that_is_masked_out_is_capped(device, backend):
+def test_soft_cap_of_masked_class(device, backend):
     """c tanh(-inf) is -c: a finite logit."""
     skip_unless_runnable(backend, device)
     inputs = make_inputs(7, 5, 11, device=device, bias=True)
@@ -237,7 +237,7 @@ def test_a_class_that_is_masked_out_is_capped(device, backend):
     check_fused(replace(inputs, linear_bias=bias.requires_grad_()), softcap=4.0, backend=backend)
 
 
-def test_a_temperature_of_capped_logits(device):
+def test_soft_cap_and_temperature(device):
     """The docstring: c tanh(z / c) / T is a scale of 1 / T and a cap of c / T."""
     T, c = 0.7, 3.0
     inputs = make_inputs(device=device, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_a_temperature_of_capped_logits(device):
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, 1.0, -3, 1e-6, 1e3])
 @pytest.mark.parametrize("learned", [False, True])
-def test_scales_of_any_size(device, learned, value):
+def test_scale_any_size(device, learned, value):
     inputs = make_inputs(device=device)
     if learned:
         scale = torch.tensor(float(value), device=device, requires_grad=True)
@@ -263,14 +263,14 @@ def test_scales_of_any_size(device, learned, value):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_scale_of_another_dtype(device, scale_dtype, dtype, reduction):
+def test_scale_of_other_dtype(device, scale_dtype, dtype, reduction):
     """Its gradient has its dtype."""
     inputs = make_inputs(device=device, dtype=dtype)
     scale = torch.tensor(0.7, dtype=scale_dtype, device=device, requires_grad=True)
     check_fused(replace(inputs, logit_scale=scale), 0.3, reduction=reduction)
 
 
-def test_a_tensor_and_a_number_are_the_same_scale(device):
+def test_scale_tensor_matches_number(device):
     inputs = make_inputs(device=device)
     scale = torch.tensor(0.7, device=device)
     by_number = differentiate(fused, inputs, logit_scale=0.7)
@@ -282,7 +282,7 @@ def test_a_tensor_and_a_number_are_the_same_scale(device):
 # Class probabilities.
 
 
-def test_the_z_loss_is_the_square_of_the_log_sum_exp(device):
+def test_z_loss_definition(device):
     inputs = make_inputs(device=device, dtype=torch.float64, class_weight=True, ignored=0.0)
     logsumexp = (inputs.input @ inputs.linear_weight.t()).logsumexp(1)
     plain, penalised = (fused(inputs, reduction="none", z_loss=z) for z in (0.0, 0.3))
@@ -291,11 +291,11 @@ def test_the_z_loss_is_the_square_of_the_log_sum_exp(device):
 
 @pytest.mark.parametrize("z_loss", [1e-4, 1, 100.0])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_z_losses_of_any_size(device, dtype, z_loss):
+def test_z_loss_any_size(device, dtype, z_loss):
     check_fused(make_inputs(device=device, dtype=dtype, scale=20.0), z_loss=z_loss)
 
 
-def test_one_class_has_a_z_loss_alone(device):
+def test_z_loss_one_class(device):
     inputs = make_inputs(9, 5, 1, device=device, dtype=torch.float64, ignored=0.0)
     loss = fused(inputs, z_loss=0.3)
     expected = 0.3 * (inputs.input @ inputs.linear_weight.t()).square().mean()

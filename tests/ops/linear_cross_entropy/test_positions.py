@@ -96,7 +96,7 @@ def test_accuracy(device, dtype, factor, workspace):
         assert (found - truth).norm() <= 2 * (eager - truth).norm()
 
 
-def test_rounded_as_a_single_heads(device):
+def test_rounding_matches_single_head(device):
     """Each position's part of the weight's gradient has the bits of a call of its own."""
     [x_ND], [w_VPD], _, _, target_NP = operands(device, dtype=torch.bfloat16)
     x_ND, w_VPD = x_ND.requires_grad_(), w_VPD.requires_grad_()
@@ -110,7 +110,7 @@ def test_rounded_as_a_single_heads(device):
     assert loss.item() == pytest.approx(total, rel=1e-6)
 
 
-def test_a_graph_that_is_kept(device):
+def test_saved_graph(device):
     """Gradients that wait are read twice, by two upstream gradients."""
     arguments = make_call((3,), device=device, bias=True)
     leaves = {name: arguments[name].clone().requires_grad_() for name in ("input", "linear_weight")}
@@ -155,7 +155,7 @@ def test_forward_mode(device):
 
 
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "saved on the CPU"])
-def test_what_backward_needs_recomputed_or_elsewhere(device, way):
+def test_saved_tensors_recomputed_or_moved(device, way):
     leaves, ours, dense = leaves_and_loss(device)
     if way == "saved on the CPU":
         with torch.autograd.graph.save_on_cpu():
@@ -181,7 +181,7 @@ def test_autocast(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_cuda_graph(device, reduction):
+def test_cuda_graph(device, reduction):
     if device == "cpu":
         pytest.skip("needs CUDA graphs")
     leaves, ours, _ = leaves_and_loss(device, torch.bfloat16, reduction=reduction)
@@ -215,13 +215,13 @@ def test_all_rows_of_one_position_ignored(device, reduction):
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("workspace", [1 << 20, None])
-def test_what_it_holds_is_foretold(dtype, workspace, wanted):
+def test_memory_matches_plan(dtype, workspace, wanted):
     measured, foretold = held(dtype, workspace, wanted, rows=512, classes=2048, positions=3)
     assert 0.7 * foretold <= measured <= foretold
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_vectors_of_positions_do_not_add_up(reduction):
+def test_row_vectors_memory_not_summed(reduction):
     measured, foretold = held(
         torch.float32, 600_000, False, rows=2048, classes=16, positions=128, reduction=reduction
     )

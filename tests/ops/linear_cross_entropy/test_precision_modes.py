@@ -74,7 +74,7 @@ def test_autocast(device, leaves, reduction, dtype, input_dtype):
         assert torch.equal(gradient, result[name]), name
 
 
-def test_autocast_leaves_float64_alone(device):
+def test_autocast_keeps_float64(device):
     inputs = make_inputs(device=device, dtype=torch.float64)
     plain = differentiate(fused, inputs)
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -86,7 +86,7 @@ def test_autocast_leaves_float64_alone(device):
 @pytest.mark.parametrize("upstream", [65536.0, 1.0, 2.0**-10])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
-def test_float16_with_a_loss_scale(device, ignored, reduction, upstream):
+def test_float16_with_loss_scale(device, ignored, reduction, upstream):
     """Where the gradients themselves are in range, no step on the way to them is out of it."""
     inputs = make_inputs(512, 19, 1000, device=device, dtype=torch.float16, ignored=ignored, scale=1.0)
     if reduction != "mean":
@@ -102,7 +102,7 @@ def test_float16_with_a_loss_scale(device, ignored, reduction, upstream):
 
 @pytest.mark.parametrize("size", [1e-7, 1e-4, 1e4])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_float16_with_class_weights_of_any_size(device, reduction, size):
+def test_float16_with_any_class_weight(device, reduction, size):
     """Class weights in float32, so small or large that p - 1 times one of them leaves float16's range."""
     inputs = make_inputs(64, 19, 63, device=device, dtype=torch.float16, class_weight=True)
     inputs = replace(inputs, weight=inputs.weight.float() * size)
@@ -115,7 +115,7 @@ def test_float16_with_class_weights_of_any_size(device, reduction, size):
     )
 
 
-def test_a_grad_scaler_takes_its_scale_out_again(device):
+def test_grad_scaler_unscales(device):
     weight = torch.randn(63, 19, device=device).requires_grad_()
     inputs = make_inputs(device=device, dtype=torch.float32)
     inputs = replace(inputs, linear_weight=weight)
@@ -130,7 +130,7 @@ def test_a_grad_scaler_takes_its_scale_out_again(device):
     assert torch.equal(weight.grad, plain["linear_weight"])
 
 
-def test_float16_with_a_vanishing_upstream_gradient(device):
+def test_float16_with_tiny_upstream(device):
     """1e-36 is 0 in float16, as it is in eager torch; not NaN, however it is scaled on the way."""
     inputs = make_inputs(device=device, dtype=torch.float16)
     upstream = torch.full(inputs.leading, 1e-36, device=device)

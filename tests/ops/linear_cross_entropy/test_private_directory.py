@@ -25,7 +25,7 @@ def umask():
 
 
 @pytest.mark.parametrize("mask", [0, 0o002, 0o022, 0o077])
-def test_it_is_made_private_whatever_the_umask(tmp_path, umask, mask):
+def test_directory_private_any_umask(tmp_path, umask, mask):
     umask(mask)
     parent = tmp_path / "not" / "there"
     for _ in range(2):  # made, then found
@@ -34,7 +34,7 @@ def test_it_is_made_private_whatever_the_umask(tmp_path, umask, mask):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
-def test_no_descriptor_is_left_open(tmp_path):
+def test_descriptors_closed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
@@ -46,7 +46,7 @@ def test_no_descriptor_is_left_open(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o701, 0o704, 0o710, 0o740, 0o755, 0o770, 0o777, 0o1777])
-def test_one_that_is_open_to_others_is_refused(tmp_path, mode):
+def test_directory_open_to_others_refused(tmp_path, mode):
     (tmp_path / "own").mkdir()
     (tmp_path / "own").chmod(mode)
     with pytest.raises(PermissionError, match=rf"own is open to others: its mode {mode:04o} must be 0700"):
@@ -55,7 +55,7 @@ def test_one_that_is_open_to_others_is_refused(tmp_path, mode):
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link", "pipe"])
-def test_one_that_is_no_directory_is_refused(tmp_path, kind):
+def test_directory_not_a_directory_refused(tmp_path, kind):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     own = tmp_path / "own"
     if kind == "file":
@@ -71,7 +71,7 @@ def test_one_that_is_no_directory_is_refused(tmp_path, kind):
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o720, 0o702])
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_directory_above_that_others_can_change_is_refused(tmp_path, level, mode):
+def test_parent_writable_by_others_refused(tmp_path, level, mode):
     parent = tmp_path / "0" / "1" / "2"
     parent.mkdir(parents=True)
     above = [parent.parent.parent, parent.parent, parent][level]
@@ -83,14 +83,14 @@ def test_a_directory_above_that_others_can_change_is_refused(tmp_path, level, mo
     assert open_and_close(parent) == str(parent / "own")
 
 
-def test_another_users_directory_is_refused(tmp_path, monkeypatch):
+def test_directory_of_other_user_refused(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match=rf"belongs to another user \(uid {os.getuid()}\)"):
         open_and_close(tmp_path)
 
 
-def test_a_path_through_another_users_link_or_directory_is_refused(tmp_path, monkeypatch):
+def test_path_through_other_user_refused(tmp_path, monkeypatch):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     fstat, strange = os.fstat, set()
@@ -108,7 +108,7 @@ def test_a_path_through_another_users_link_or_directory_is_refused(tmp_path, mon
 
 
 @pytest.mark.parametrize("target", ["real", "../up/real", "./real/", "{}/real", "second"])
-def test_links_lead_on(tmp_path, target):
+def test_links_followed(tmp_path, target):
     (tmp_path / "up" / "real").mkdir(parents=True)
     (tmp_path / "up" / "second").symlink_to("real")
     (tmp_path / "up" / "link").symlink_to(target.format(tmp_path / "up"))
@@ -116,7 +116,7 @@ def test_links_lead_on(tmp_path, target):
     assert found == str(tmp_path / "up" / "real" / "inner" / "own")
 
 
-def test_what_a_link_leads_through_is_checked_too(tmp_path):
+def test_links_target_path_checked(tmp_path):
     (tmp_path / "open" / "inner").mkdir(parents=True)
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path / "open" / "inner")
@@ -127,14 +127,14 @@ def test_what_a_link_leads_through_is_checked_too(tmp_path):
         open_and_close(tmp_path / "open" / "back")
 
 
-def test_links_in_a_circle_end(tmp_path):
+def test_links_in_circle_refused(tmp_path):
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("one")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
         open_and_close(tmp_path / "one")
 
 
-def test_a_file_on_the_way(tmp_path):
+def test_file_in_path_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         open_and_close(tmp_path / "file")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_certainty_is_a_class(device, reduction):
+def test_probabilities_one_hot_match_class(device, reduction):
     inputs = make_inputs(device=device, dtype=torch.float64, class_weight=True, ignored=0.0)
     certain = replace(inputs, target=torch.nn.functional.one_hot(inputs.target, 63).double())
     if reduction == "mean":  # of rows, not of class weights: as in torch
@@ -25,7 +25,7 @@ def test_certainty_is_a_class(device, reduction):
 
 @pytest.mark.parametrize("target_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_probabilities_of_another_dtype(device, dtype, target_dtype):
+def test_probabilities_of_other_dtype(device, dtype, target_dtype):
     inputs = make_inputs(device=device, dtype=dtype, probabilities=True)
     inputs = replace(inputs, target=inputs.target.to(target_dtype))
     actual = differentiate(fused, inputs)
@@ -47,7 +47,7 @@ def test_probabilities_of_any_strides(device, layout, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_numbers_that_are_no_distribution(device, reduction):
+def test_probabilities_not_normalised(device, reduction):
     """torch takes them as they are: of any sum, also below zero."""
     inputs = make_inputs(device=device, dtype=torch.float64, probabilities=True)
     check_fused(replace(inputs, target=torch.randn_like(inputs.target)), reduction=reduction)
@@ -68,7 +68,7 @@ def test_gradients_of_probabilities_and_class_weights(device, reduction, kind, d
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_class_of_probability_zero_that_is_masked_out(device, reduction):
+def test_probabilities_zero_on_masked_class(device, reduction):
     """0 times infinity, in torch and here: the loss is NaN, the gradients are not."""
     inputs = make_inputs(7, 5, 11, device=device, dtype=torch.float64, bias=True, probabilities=True)
     bias, target = inputs.linear_bias.detach().clone(), inputs.target.clone()

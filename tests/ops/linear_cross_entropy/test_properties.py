@@ -124,7 +124,7 @@ def test_any_number_of_terms(device, sizes, made, options, cuts):
     reduction=st.sampled_from(["mean", "sum", "none"]),
     options=st.sampled_from([{}, {"softcap": 1.5, "z_loss": 0.1, "label_smoothing": 0.1}]),
 )
-def test_any_leading_dimensions_are_rows(device, leading, probabilities, reduction, options):
+def test_leading_dimensions_are_rows(device, leading, probabilities, reduction, options):
     """The same bits as for [N, D], in another shape."""
     torch.manual_seed(0)
     N = torch.Size(leading).numel()
@@ -146,7 +146,7 @@ def test_any_leading_dimensions_are_rows(device, leading, probabilities, reducti
 
 @SETTINGS
 @given(made=MADE, options=LOSS, rooms=st.tuples(st.integers(0, 5_000), st.integers(0, 60_000)))
-def test_the_workspace_does_not_change_the_result(device, made, options, rooms):
+def test_result_independent_of_workspace(device, made, options, rooms):
     """Each row's sums are its own, so the losses of rows agree to a rounding of each."""
     torch.manual_seed(0)
     inputs = make_inputs(device=device, **made)
@@ -160,7 +160,7 @@ def test_the_workspace_does_not_change_the_result(device, made, options, rooms):
 
 @SETTINGS
 @given(sizes=SIZES, made=MADE, options=LOSS, factor=st.sampled_from([2.0, -1.0, 2.0**-7]))
-def test_gradients_are_linear_in_the_upstream(device, sizes, made, options, factor):
+def test_gradients_linear_in_upstream(device, sizes, made, options, factor):
     """A power of two goes through every product and sum without a rounding."""
     torch.manual_seed(0)
     # In float16 it may leave the range.
@@ -178,7 +178,7 @@ def test_gradients_are_linear_in_the_upstream(device, sizes, made, options, fact
     shift=st.sampled_from([-64.0, 3.0, 1000.0]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_a_shift_of_all_logits_changes_nothing(device, sizes, shift, dtype):
+def test_result_independent_of_logit_shift(device, sizes, shift, dtype):
     torch.manual_seed(0)
     inputs = make_inputs(*sizes, device=device, dtype=dtype, bias=True, ignored=0.0)
     shifted = type(inputs)(
@@ -199,7 +199,7 @@ def test_a_shift_of_all_logits_changes_nothing(device, sizes, shift, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_logits_than_32_bits_count(reduction, backend):
+def test_more_logits_than_int32(reduction, backend):
     """N V is 2^31 and more in one chunk: the last rows, whose offsets leave int32, are the same as alone."""
     N, D, V = (1 << 14) + 128, 16, 1 << 17
     if torch.cuda.mem_get_info()[0] < 5 * N * V:
@@ -222,7 +222,7 @@ def test_more_logits_than_32_bits_count(reduction, backend):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_weight_of_more_elements_than_32_bits_count():
+def test_weight_larger_than_int32():
     """V D beyond 2^31: offsets into the weight and its gradient."""
     N, D, V = 64, 4096, (1 << 19) + 64
     if torch.cuda.mem_get_info()[0] < 20 * D * V:

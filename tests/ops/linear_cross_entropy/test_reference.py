@@ -14,7 +14,7 @@ OPTIONS = list(
 
 
 @pytest.mark.parametrize(("reduction", "bias", "class_weight", "smoothing", "ignore_index"), OPTIONS)
-def test_is_cross_entropy_of_linear(device, reduction, bias, class_weight, smoothing, ignore_index):
+def test_reference_matches_torch(device, reduction, bias, class_weight, smoothing, ignore_index):
     inputs = make_inputs(
         11,
         5,
@@ -50,7 +50,7 @@ def test_leading_dimensions(device, shape, reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_taken_to_float32_first(device, dtype):
+def test_half_precision_widened_first(device, dtype):
     inputs = make_inputs(9, 5, 7, device=device, dtype=dtype)
     loss = fused(inputs, backend="reference")
     assert loss.dtype == torch.float32
@@ -59,7 +59,7 @@ def test_half_precision_is_taken_to_float32_first(device, dtype):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_derivatives_of_first_and_second_order(reduction, smoothing):
+def test_derivatives_first_and_second_order(reduction, smoothing):
     inputs = make_inputs(5, 3, 4, dtype=torch.float64, bias=True, class_weight=True)
 
     def loss(input, linear_weight, linear_bias):

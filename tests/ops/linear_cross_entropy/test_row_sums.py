@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
-def test_sums_and_maxima_of_parts(device, T, C, largest):
+def test_row_sums_and_maxima(device, T, C, largest):
     """Of all rows, or of those in marked tiles alone, which are 128 high."""
     rows_C = torch.zeros(C, dtype=torch.bool, device=device)
     rows_C[C // 2] = True
@@ -39,7 +39,7 @@ def _log1p_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, at 0
-def test_the_logarithm_of_1_and_a_little(device):
+def test_log1p_digits(device):
     values = [0, 1e-45, 1e-30, 1e-9, 6e-8, 1.2e-7, 1e-3, 0.5, 0.9999999, 1, 1.5, 1e10, 1e38]
     x = torch.tensor([*values, 3e-5, torch.inf, torch.nan], device=device)
     found = torch.empty_like(x)

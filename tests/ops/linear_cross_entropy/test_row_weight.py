@@ -71,7 +71,7 @@ def upstream_of(inputs, reduction):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
-def test_beside_each_option(device, kind, reduction, dtype, workspace):
+def test_with_each_option(device, kind, reduction, dtype, workspace):
     inputs, options = weighted(device=device, dtype=dtype, kind=kind)
     for backend in ("auto", "torch") if device == "cuda" else ("torch",):
         chosen = options | {"reduction": reduction, "backend": backend}
@@ -82,7 +82,7 @@ def test_beside_each_option(device, kind, reduction, dtype, workspace):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["plain", *ALL])
-def test_in_triton(device, kind, reduction, dtype):
+def test_triton(device, kind, reduction, dtype):
     skip_unless_runnable("triton", device)
     inputs, options = weighted(5, 3, 21, device=device, dtype=dtype, kind=kind, ignored=0.4)
     chosen = options | {"reduction": reduction, "backend": "triton"}
@@ -99,7 +99,7 @@ SHIFTED = [
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("options", SHIFTED, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_without_a_pass_over_the_logits(device, reduction, options, learned, monkeypatch):
+def test_exponentials(device, reduction, options, learned, monkeypatch):
     pytest.importorskip("triton")
     put_everywhere(device, monkeypatch)
     inputs, options, upstream = with_options(device, options, reduction, learned, D=24)
@@ -110,7 +110,7 @@ def test_without_a_pass_over_the_logits(device, reduction, options, learned, mon
 
 @pytest.mark.parametrize("options", SHIFTED, ids=str)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_class_by_class(device, reduction, options, monkeypatch):
+def test_class_blocks(device, reduction, options, monkeypatch):
     """The float32 sum of the weight's gradient does not fit."""
     pytest.importorskip("triton")
     put_everywhere(device, monkeypatch)
@@ -125,7 +125,7 @@ def test_class_by_class(device, reduction, options, monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_distances_of_class_probabilities(device, reduction, monkeypatch):
+def test_soft_targets(device, reduction, monkeypatch):
     pytest.importorskip("triton")
     put_everywhere(device, monkeypatch)
     made = {"probabilities": True, "class_weight": True, "bias": True, "row_weight": True}
@@ -137,7 +137,7 @@ def test_distances_of_class_probabilities(device, reduction, monkeypatch):
 
 @pytest.mark.parametrize("weight_gradient", ["accumulate", "packed", "class_blocks"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_exponentials_on_the_cpu(reduction, weight_gradient, monkeypatch):
+def test_cpu_exponentials(reduction, weight_gradient, monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
     monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
@@ -156,7 +156,7 @@ def test_exponentials_on_the_cpu(reduction, weight_gradient, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_reference(device, reduction, kind):
+def test_reference(device, reduction, kind):
     inputs, options = weighted(device=device, dtype=torch.float64, kind=kind)
     check_fused(inputs, upstream_of(inputs, reduction), reduction=reduction, backend="reference", **options)
 
@@ -193,7 +193,7 @@ def test_autocast(device, reduction, dtype):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["plain", *ALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_1_change_nothing(device, dtype, kind, reduction):
+def test_weights_of_1(device, dtype, kind, reduction):
     inputs, options = weighted(device=device, dtype=dtype, kind=kind)
     one, none = (replace(inputs, row_weight=each) for each in (torch.ones_like(inputs.row_weight), None))
     found, expected = (differentiate(fused, each, reduction=reduction, **options) for each in (one, none))
@@ -203,7 +203,7 @@ def test_weights_of_1_change_nothing(device, dtype, kind, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ALL)
-def test_a_weight_of_0_takes_a_row_out(device, kind, reduction):
+def test_weight_of_0(device, kind, reduction):
     inputs, options = weighted(device=device, kind=kind)
     found = differentiate(fused, inputs, reduction=reduction, **options)
     none_N = inputs.row_weight == 0
@@ -213,7 +213,7 @@ def test_a_weight_of_0_takes_a_row_out(device, kind, reduction):
         assert not found["loss"][none_N].any()
 
 
-def test_the_mean_divides_by_what_it_divides_by_without_them(device):
+def test_mean_denominator_without_weights(device):
     for class_weight in (False, True):
         inputs, _ = weighted(device=device, dtype=torch.float64, class_weight=class_weight)
         counted_N = inputs.target >= 0
@@ -223,7 +223,7 @@ def test_the_mean_divides_by_what_it_divides_by_without_them(device):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_the_weight_of_an_ignored_row_is_not_used(device, reduction):
+def test_weight_of_ignored_row_not_used(device, reduction):
     inputs, options = weighted(device=device, kind="all, classes")
     assert inputs.row_weight.isnan().any()
     for backend in ("auto", "reference"):
@@ -232,7 +232,7 @@ def test_the_weight_of_an_ignored_row_is_not_used(device, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_nothing_counts(device, reduction):
+def test_no_valid_rows(device, reduction):
     inputs, _ = weighted(9, device=device, ignored=1.0)
     found = differentiate(fused, inputs, reduction=reduction)
     loss = found.pop("loss")
@@ -242,7 +242,7 @@ def test_nothing_counts(device, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weights", DTYPES)
-def test_weights_of_another_dtype(device, weights, reduction):
+def test_weights_of_other_dtype(device, weights, reduction):
     """The loss keeps its own."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs, _ = weighted(device=device, dtype=dtype)
@@ -371,7 +371,7 @@ def test_memory(device, reduction, dtype, probabilities):
     assert peaks[1] - peaks[0] <= 3 * 4 * N
 
 
-def test_what_it_holds_is_foretold(device):
+def test_memory_matches_plan(device):
     inputs, options = make_inputs(device=device, row_weight=True), Options(workspace=1 << 20)
     head = [[inputs.input.detach()], [inputs.linear_weight.detach()], None, None, inputs.target, None]
     found = {
@@ -397,7 +397,7 @@ def small(device, kind):
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_derivatives_of_first_and_second_order(device, reduction, kind):
+def test_derivatives_first_and_second_order(device, reduction, kind):
     inputs, options = small(device, kind)
     loss, values = kinds.loss_of_leaves(inputs, reduction=reduction, **options)
     leaves = tuple(value.requires_grad_() for value in values)
@@ -447,7 +447,7 @@ def test_vmap_over_weights(device, positions, reduction):
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_checkpoint(device, reduction):
+def test_checkpointing(device, reduction):
     inputs, options = weighted(device=device, kind="all, classes")
     expected = differentiate(fused, inputs, 0.3, reduction=reduction, **options)
     names = list(inputs.leaves())
@@ -465,7 +465,7 @@ def test_checkpoint(device, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["plain", *ALL])
-def test_a_retained_graph_is_exact_every_time(device, kind, reduction):
+def test_retained_graph_exact(device, kind, reduction):
     inputs, options = weighted(device=device, dtype=torch.bfloat16, kind=kind)
     loss, leaves = fused(inputs, reduction=reduction, **options), inputs.leaves()
     for last, upstream in ((False, 0.3), (False, -2.0), (True, 0.3)):
@@ -535,7 +535,7 @@ def traced(monkeypatch):
 
 @pytest.mark.parametrize("positions", [(), (2,)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_compiled(device, reduction, positions, traced):
+def test_compile(device, reduction, positions, traced):
     model = Model(reduction=reduction, out_features=positions).to(device)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for rows in (9, 14):
@@ -546,7 +546,7 @@ def test_compiled(device, reduction, positions, traced):
 
 @pytest.mark.parametrize("positions", [(), (2,)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_exported(device, reduction, positions, traced):
+def test_export(device, reduction, positions, traced):
     model = Model(reduction=reduction, out_features=positions).to(device)
     rows = {0: torch.export.Dim("rows", min=2)}
     program = torch.export.export(model, batch(9, device, positions), dynamic_shapes=(rows, rows, rows))
@@ -588,7 +588,7 @@ def test_errors(arguments, error, parts):
     assert all(part in str(caught.value) for part in parts)
 
 
-def test_without_a_graph_a_weight_may_require_a_gradient():
+def test_no_grad_weight_requires_gradient():
     row_weight = r.clone().requires_grad_()
     with torch.no_grad():
         assert lowtide.linear_cross_entropy(x, w, t, row_weight=row_weight).isfinite()

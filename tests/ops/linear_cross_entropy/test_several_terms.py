@@ -52,7 +52,7 @@ def in_terms(function, widths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_is_one_term_of_all_features(device, widths, reduction, dtype, workspace):
+def test_terms_match_concatenation(device, widths, reduction, dtype, workspace):
     loss_of = in_terms(cross_entropy, widths)
     for options in ({}, OPTIONS):
         inputs = make_inputs(device=device, dtype=dtype, bias=bool(options), class_weight=bool(options))
@@ -99,7 +99,7 @@ def test_log_probs(device, widths, dtype):
 
 @pytest.mark.parametrize("frozen", ["input", "linear_weight"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_frozen_operand(device, reduction, frozen):
+def test_frozen_operand(device, reduction, frozen):
     inputs = make_inputs(device=device, bias=True)
     inputs = replace(inputs, **{frozen: getattr(inputs, frozen).detach()})
     check(
@@ -111,7 +111,7 @@ def test_a_frozen_operand(device, reduction, frozen):
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_one_frozen_term(device, reduction, trained):
+def test_frozen_term(device, reduction, trained):
     """The gradients of the other are those that it has when nothing is frozen."""
     inputs = make_inputs(device=device)
 
@@ -180,7 +180,7 @@ def test_lora(device, reduction, dtype, frozen_weight):
         assert norm(found.double() - want) <= 2 * norm(theirs.double() - want) + rounding
 
 
-def test_an_adapter_that_starts_at_zero(device):
+def test_adapter_of_zeros(device):
     """B = 0, as LoRA starts: the loss of the bare head, and a gradient for B that is not zero."""
     x, w, a, b, target = lora_leaves(device, torch.float64, frozen_weight=True)
     b = torch.zeros_like(b).requires_grad_()
@@ -204,7 +204,7 @@ def test_an_adapter_that_starts_at_zero(device):
         (((4, 3),), ((7, 3), (7, 2)), "linear_weights"),
     ],
 )
-def test_terms_that_do_not_fit(inputs, weights, message):
+def test_terms_of_mismatched_shapes(inputs, weights, message):
     with pytest.raises(ValueError, match=message):
         cross_entropy(
             [torch.randn(shape) for shape in inputs],

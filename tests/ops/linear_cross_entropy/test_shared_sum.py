@@ -15,7 +15,7 @@ from tests.support.loss import HALVES, check, differentiate, fused, make_inputs,
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("V", [1, 2, 3, 4, 7, 64, 101])
 @pytest.mark.parametrize("D", [1, 5, 32])
-def test_the_gradient_is_the_sum_rounded_once(D, V, dtype):
+def test_in_place_sum_rounded_once(D, V, dtype):
     gradient_VD = torch.empty(V, D, dtype=dtype)
     chunks = [(torch.randn(6, V), torch.randn(6, D)) for _ in range(3)]
     factor = torch.tensor(1 / 7)
@@ -29,7 +29,7 @@ def test_the_gradient_is_the_sum_rounded_once(D, V, dtype):
     assert torch.equal(gradient_VD, (torch.cat(apart) * factor).to(dtype))
 
 
-def test_it_takes_half_of_the_sum_beside_the_gradient():
+def test_in_place_sum_memory():
     V, D = 1001, 512
     gradient_VD = torch.empty(V, D, dtype=torch.bfloat16)
     g_CV, x_CD, factor = torch.randn(64, V), torch.randn(64, D), torch.tensor(0.5)
@@ -66,7 +66,7 @@ def test_gradients_and_workspace(V, dtype, reduction):
     assert peak.largest < V * D * 4
 
 
-def test_nothing_that_counts_leaves_a_gradient_of_zeros():
+def test_in_place_sum_no_valid_rows():
     inputs = make_inputs(200, 24, 101, dtype=torch.bfloat16)
     inputs = replace(inputs, target=torch.full_like(inputs.target, -100))
     workspace = workspace_for(inputs, is_split)
@@ -74,7 +74,7 @@ def test_nothing_that_counts_leaves_a_gradient_of_zeros():
     assert not actual["linear_weight"].any()
 
 
-def test_the_benchmarks_shape_needs_no_fourth_product():
+def test_benchmark_shape_three_products():
     """Its float32 sum is all of the default workspace."""
     (case,) = (case for case in CASES if case.name == "cpu-bf16")
     x, w = (
@@ -87,7 +87,7 @@ def test_the_benchmarks_shape_needs_no_fourth_product():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_cpu_rounds_a_product_with_a_factor_once(dtype):
+def test_cpu_product_with_factor_rounded_once(dtype):
     """Of one half-precision tensor and a float32 factor, without a copy of the tensor."""
     tensor, factor = torch.randn(300, 40).to(dtype), torch.tensor(1 / 1843)
     want = (tensor.float() * factor).to(dtype)
@@ -101,7 +101,7 @@ def test_the_cpu_rounds_a_product_with_a_factor_once(dtype):
 
 
 @pytest.mark.parametrize("spent", [False, True])
-def test_a_wide_sum_is_rounded_once_and_kept_unless_it_is_spent(spent):
+def test_float32_sum_rounded_once_and_kept(spent):
     tensor, factor = torch.randn(300, 40), torch.tensor(1 / 1843)
     before, out = tensor.clone(), torch.empty(300, 40, dtype=torch.bfloat16)
     pending_gradient.scale_into(out, tensor, factor, "torch", spent=spent)

@@ -17,7 +17,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_rows_are_copied_where_there_is_no_view_of_them(name):
+def test_rows_copied_without_view(name):
     input = VIEWS[name](torch.randn(2, 3, 4, 8))
     try:
         input.view(-1, 8)

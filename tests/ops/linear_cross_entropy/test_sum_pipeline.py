@@ -56,7 +56,7 @@ def untouched(whole):
 @pytest.mark.parametrize(("C", "D", "V"), SIZES)
 @pytest.mark.parametrize("bits", [24, 20])
 @pytest.mark.parametrize("last", [None, "factor", "spread", "class weights"])
-def test_few_bits(bits, last, C, D, V):
+def test_packed_sum_matches_triton(bits, last, C, D, V):
     chunks = 3
     exp_CV, x_CD = operands(C, D, V, chunks)
     factor, smoothing_row_D = torch.tensor(0.37, device="cuda"), torch.randn(D, device="cuda")
@@ -111,7 +111,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_float32_weight_under_autocast(products, name, reduction):
+def test_float32_weight_autocast(products, name, reduction):
     """In several chunks and in one, with a sum in float32: the error that rounding exponentials makes."""
     N, D, V = 1500, 512, 3000
     x = torch.randn(N, D, device="cuda").bfloat16()
@@ -140,7 +140,7 @@ def test_a_float32_weight_under_autocast(products, name, reduction):
 
 
 @pytest.mark.parametrize("float32", [False, True])
-def test_a_cuda_graph(products, float32):
+def test_cuda_graph(products, float32):
     """Of chunks in float32, or in 24 bits beside a rounded gradient."""
     N, D, V = 2600, 256, 3000
     x = torch.randn(N, D, device="cuda").bfloat16().requires_grad_()
@@ -162,7 +162,7 @@ def test_a_cuda_graph(products, float32):
     assert all(map(torch.equal, found, step()))
 
 
-def test_what_is_not_taken():
+def test_gluon_unsupported():
     exp_CV, x_CD = (each[0] for each in operands(16, 288, 24, 1))
     pair_VP = torch.empty(24, 144, device="cuda", dtype=torch.int32)
     low_VP = pair_VP.to(torch.uint16)
@@ -177,7 +177,7 @@ def test_what_is_not_taken():
     assert not taken(few, few.to(torch.uint8), exp_CV, x_CD[:, :16])
 
 
-def test_what_is_not_worth_it(monkeypatch):
+def test_gluon_too_small(monkeypatch):
     exp_CV, x_CD = (each[0] for each in operands(64, 256, 512, 1))
     pair_VP = torch.empty(512, 128, device="cuda", dtype=torch.int32)
     sums = pair_VP, pair_VP.to(torch.uint16)

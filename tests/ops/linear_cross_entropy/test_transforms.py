@@ -93,7 +93,7 @@ def _varied(tensor, shape):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("batched", ["input", "weight", "target"])
-def test_vmap_over_a_batch_of_none(device, batched, reduction, kind):
+def test_vmap_empty_batch(device, batched, reduction, kind):
     """Shapes and dtypes as from any other batch; torch's own composite fails at some of these."""
     inputs, options = small(device, kind)
     name = {"weight": "linear_weight"}.get(batched, batched)
@@ -114,7 +114,7 @@ def test_vmap_over_a_batch_of_none(device, batched, reduction, kind):
         assert none.dtype == some.dtype
 
 
-def test_vmap_of_log_probs_over_a_batch_of_none(device):
+def test_vmap_log_probs_empty_batch(device):
     inputs = make_inputs(6, 3, 4, device=device)
     w, target = inputs.linear_weight.detach(), inputs.target
     nothing = torch.ones(0, 6, 3, device=device)
@@ -123,7 +123,7 @@ def test_vmap_of_log_probs_over_a_batch_of_none(device):
     assert [part.dtype for part in found] == [torch.float32] * 3 + [torch.int64]
 
 
-def test_gradients_of_each_sample(device):
+def test_gradients_per_sample(device):
     """vmap(grad), as differential privacy uses it: one gradient of the weight for each row."""
     inputs = make_inputs(5, 3, 4, device=device, dtype=torch.float64, ignored=0.0)
     weight = inputs.linear_weight.detach()
@@ -137,7 +137,7 @@ def test_gradients_of_each_sample(device):
     assert_close(found, expected)
 
 
-def test_vmap_of_log_probs(device):
+def test_vmap_log_probs(device):
     inputs = make_inputs(6, 3, 4, device=device, dtype=torch.float64)
     x, w, target = (
         inputs.input.detach().view(2, 3, 3),

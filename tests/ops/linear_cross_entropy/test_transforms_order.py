@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_derivatives_of_first_and_second_order(device, reduction, kind, backend):
+def test_derivatives_first_and_second_order(device, reduction, kind, backend):
     """Against finite differences, and backward mode against forward mode."""
     inputs, options = small(device, kind)
     loss, values = loss_of_leaves(inputs, reduction=reduction, backend=backend, **options)
@@ -30,7 +30,7 @@ def test_derivatives_of_first_and_second_order(device, reduction, kind, backend)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_derivatives_for_probabilities_and_class_weights(device, reduction):
+def test_derivatives_of_probabilities_and_class_weight(device, reduction):
     inputs, options = small(device, "all, probabilities")
     inputs.target.requires_grad_(), inputs.weight.requires_grad_()
     loss, values = loss_of_leaves(inputs, reduction=reduction, **options)
@@ -56,7 +56,7 @@ def test_derivatives_of_log_probs(device, result):
 @pytest.mark.parametrize("workspace", [None, "few"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_penalty_on_gradients(device, reduction, kind, workspace):
+def test_gradient_penalty(device, reduction, kind, workspace):
     """create_graph, and the ordinary backward of what comes out, whatever the chunks."""
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, dtype=torch.float64, **made)
@@ -72,7 +72,7 @@ def test_a_penalty_on_gradients(device, reduction, kind, workspace):
 
 @pytest.mark.parametrize(("order", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
-def test_higher_orders_keep_to_the_workspace(device, kind, order, dtype):
+def test_workspace_kept_by_higher_orders(device, kind, order, dtype):
     """Of a penalty on gradients, and of one on its gradients: beside the workspace there are gradients, and
     copies of the operands in float32."""
     made, options = KINDS[kind]
@@ -94,7 +94,7 @@ def test_higher_orders_keep_to_the_workspace(device, kind, order, dtype):
     assert peak.largest <= workspace
 
 
-def test_a_graph_of_a_graph_backward_twice(device):
+def test_double_graph_backward_twice(device):
     """What create_graph gives may be differentiated again, and the first gradients stay as they were."""
     inputs = make_inputs(device=device, dtype=torch.float64)
     plain = differentiate(fused, inputs)

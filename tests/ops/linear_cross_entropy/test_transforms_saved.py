@@ -18,7 +18,7 @@ from tests.support.loss import (
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_activation_checkpointing(device, reduction, kind, use_reentrant):
+def test_checkpointing(device, reduction, kind, use_reentrant):
     made, options = KINDS[kind]
     inputs = make_inputs(device=device, **made)
     loss, _ = loss_of_leaves(inputs, reduction=reduction, **options)
@@ -32,7 +32,7 @@ def test_activation_checkpointing(device, reduction, kind, use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_of_log_probs(device, use_reentrant):
+def test_checkpointing_log_probs(device, use_reentrant):
     inputs = make_inputs(device=device)
 
     def total(x, w):
@@ -92,7 +92,7 @@ def test_selective_checkpointing(device, reduction, keep):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("retain", [False, True])
-def test_what_is_saved_may_be_elsewhere(device, retain, reduction):
+def test_saved_tensors_moved(device, retain, reduction):
     """save_on_cpu, and hooks that give other tensors of the same values."""
     inputs = make_inputs(device=device, bias=True, logit_scale=True)
     leaves = tuple(inputs.leaves().values())
@@ -110,7 +110,7 @@ def test_what_is_saved_may_be_elsewhere(device, retain, reduction):
                 assert torch.equal(gradient, plain[name]), name
 
 
-def test_log_probs_saved_on_the_cpu(device):
+def test_log_probs_saved_on_cpu(device):
     inputs = make_inputs(device=device)
     leaves = (inputs.input, inputs.linear_weight)
     plain = torch.autograd.grad(fused_log_probs(inputs).entropy.sum(), leaves)

@@ -26,7 +26,7 @@ from tests.support.loss import (
 @pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("place", ["outside", "inside", "backward too"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_autocast(device, reduction, place, cast):
+def test_transforms_autocast(device, reduction, place, cast):
     """As if the operands had been cast (on the CPU, where products are in float32, as if they had not). The
     gradients have the parameters' own dtypes."""
     inputs = make_inputs(device=device, bias=True, logit_scale=True)
@@ -60,7 +60,7 @@ def test_autocast(device, reduction, place, cast):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_cuda_graph(device, reduction, dtype):
+def test_transforms_cuda_graph(device, reduction, dtype):
     """Captured once, forward and backward, and played for other data in the same memory."""
     if device == "cpu":
         pytest.skip("needs CUDA graphs")
@@ -83,7 +83,7 @@ def test_a_cuda_graph(device, reduction, dtype):
         assert all(map(torch.equal, found, step()))
 
 
-def test_nothing_waits_for_the_device(device):
+def test_transforms_no_device_sync(device):
     for kind in KINDS:
         made, options = KINDS[kind]
         inputs = make_inputs(device=device, **made)
@@ -104,7 +104,7 @@ def saved(criterion):
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved])
 @pytest.mark.parametrize("out_features", [(), (2, 3)])
-def test_copies_of_the_module(device, out_features, way):
+def test_transforms_of_module_copies(device, out_features, way):
     """With every option, after it has run; the copy trains by itself."""
     criterion = lowtide.LinearCrossEntropyLoss(
         8, 7, out_features=out_features, bias=True, weight=torch.rand(7), label_smoothing=0.1, softcap=3.0,
@@ -123,7 +123,7 @@ def test_copies_of_the_module(device, out_features, way):
         assert theirs.data_ptr() != ours.data_ptr()
 
 
-def test_threads(device):
+def test_transforms_in_threads(device):
     """Backward in another thread than forward, which sees none of its modes."""
     inputs = make_inputs(device=device)
     expected = differentiate(fused, inputs)
@@ -137,7 +137,7 @@ def test_threads(device):
         assert torch.equal(gradient, expected[leaf])
 
 
-def test_inside_a_custom_function(device):
+def test_transforms_in_autograd_function(device):
     """Called with gradients on in the forward of another Function, as chunked training code does."""
 
     class Outer(torch.autograd.Function):

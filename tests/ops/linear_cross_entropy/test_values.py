@@ -87,7 +87,7 @@ def test_odd_sizes(device, sizes, kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("rows", [0, 9])
-def test_nothing_counts(device, rows, reduction, dtype):
+def test_no_valid_rows(device, rows, reduction, dtype):
     """No rows at all, or all of them ignored: the mean is 0 / 0, every gradient is zero."""
     inputs = make_inputs(rows, device=device, dtype=dtype, bias=True, class_weight=True, ignored=1.0)
     result = differentiate(fused, inputs, reduction=reduction, label_smoothing=0.1)
@@ -104,7 +104,7 @@ def test_nothing_counts(device, rows, reduction, dtype):
 
 @pytest.mark.parametrize("ignore_index", [-1, 0, 5, 62, 63, 10_000, -(2**40)])
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
-def test_any_ignore_index(device, ignore_index, integer):
+def test_ignore_index_any_value(device, ignore_index, integer):
     if integer == torch.int32 and abs(ignore_index) >= 2**31:
         pytest.skip("no int32")
     inputs = make_inputs(device=device, ignore_index=ignore_index, class_weight=True)
@@ -116,17 +116,17 @@ def test_any_ignore_index(device, ignore_index, integer):
 
 @pytest.mark.parametrize("smoothing", [0, 1e-6, 1, 1.0])
 @pytest.mark.parametrize("class_weight", [False, True])
-def test_ends_of_label_smoothing(device, smoothing, class_weight):
+def test_label_smoothing_0_and_1(device, smoothing, class_weight):
     check_fused(make_inputs(device=device, class_weight=class_weight), label_smoothing=smoothing)
 
 
-def test_class_weights_of_another_dtype(device):
+def test_class_weight_of_other_dtype(device):
     inputs = make_inputs(device=device, dtype=torch.bfloat16, class_weight=True)
     inputs = type(inputs)(**{**vars(inputs), "weight": inputs.weight.float() / 3})
     check_fused(inputs, label_smoothing=0.1)
 
 
-def test_a_class_weight_of_zero(device):
+def test_class_weight_of_zero(device):
     inputs = make_inputs(device=device, class_weight=True)
     inputs.weight[inputs.target[inputs.target >= 0][0]] = 0
     for reduction, smoothing in itertools.product(REDUCTIONS, (0.0, 0.1)):
@@ -144,7 +144,7 @@ def test_a_class_weight_of_zero(device):
     smoothing=st.sampled_from([0.0, 0.05, 0.9]),
     ignored=st.sampled_from([0.0, 0.5]),
     room=st.integers(0, 100_000),
-    upstream=st.sampled_from([1.0, -0.5, 2.0**-20, 2.0**13]),  # for others: test_a_scaled_loss
+    upstream=st.sampled_from([1.0, -0.5, 2.0**-20, 2.0**13]),  # for others: test_loss_scaled
 )
 def test_any_call(
     device, reduction, dtype, kind, sizes, bias, class_weight, smoothing, ignored, room, upstream

@@ -42,7 +42,7 @@ def differentiated(loss, leaves, target):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "log-probabilities"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-def test_a_bias_of_more_digits(device, backend, dtype, reduction):
+def test_bias_of_higher_precision(device, backend, dtype, reduction):
     torch.manual_seed(0)
     x = torch.randn(N, D, device=device).to(dtype)
     w = (torch.randn(V, D, device=device) / 16).to(dtype)
@@ -56,7 +56,7 @@ def test_a_bias_of_more_digits(device, backend, dtype, reduction):
         within_eager(ours, theirs, want, ours.dtype)
 
 
-def test_over_positions(device):
+def test_bias_of_higher_precision_positions(device):
     torch.manual_seed(0)
     x = torch.randn(9, 16, device=device).bfloat16()
     w = torch.randn(33, 2, 16, device=device).bfloat16()
@@ -78,7 +78,7 @@ def test_over_positions(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_others_are_refused(dtype):
+def test_bias_of_other_dtypes_refused(dtype):
     x, w = torch.randn(3, 4).bfloat16(), torch.randn(5, 4).bfloat16()
     with pytest.raises(TypeError, match="linear_bias must have the dtype of input"):
         lowtide.linear_cross_entropy(x, w, torch.arange(3), linear_bias=torch.zeros(5, dtype=dtype))

@@ -26,7 +26,7 @@ def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
 @pytest.mark.parametrize("wanted", [True, False], ids=["gradients", "loss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("workspace", [400 * KIB, 1024 * KIB, 2048 * KIB, None])
-def test_it_is_what_the_operator_holds(dtype, workspace, wanted):
+def test_workspace_matches_allocator(dtype, workspace, wanted):
     """400 KiB and 1 MiB form a bfloat16 weight's gradient by class, 2 MiB hold its float32 sum."""
     call = arguments(dtype, workspace, wanted)
     ops.linear_cross_entropy(*call)
@@ -39,7 +39,7 @@ def test_it_is_what_the_operator_holds(dtype, workspace, wanted):
     assert 0.75 * foretold <= measured <= foretold
 
 
-def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
+def test_autocast_copy_outside_workspace():
     with FakeTensorMode():
         found = []
         for dtype in (torch.bfloat16, torch.float32):
@@ -60,9 +60,7 @@ def test_a_copy_for_autocast_on_cuda_is_counted_beside_the_workspace():
         (8192, 2304, 256000, torch.bfloat16, "packed", 1408, 2048),
     ],
 )
-def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
-    N, D, V, dtype, kind, rows, product_rows, monkeypatch
-):
+def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows, monkeypatch):
     """On a Hopper card, in 1 GiB: so little that these many fit. Of fewer that would do, those
     whose products fill the waves of a card (predicted.py)."""
     made, held = planned_on_hopper(monkeypatch, N, D, V, dtype, 1 << 30)
@@ -75,7 +73,7 @@ def test_what_a_row_of_a_chunk_takes_beside_its_exponentials(
 
 
 @pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (512, "accumulate")])
-def test_a_sum_of_24_bits_comes_first_on_the_pipeline(D, kind, monkeypatch):
+def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
     cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
     hopper = pytest.importorskip("lowtide.core.backend")
@@ -102,7 +100,7 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
         return planner.make_plan(*call), planner.peak_bytes(*call)
 
 
-def test_a_narrow_terms_sum_is_not_the_defaults():
+def test_low_rank_term_sum_outside_default():
     """Of 128 features of 128k classes it is as large as the default itself, and so is a float32 copy of its
     weight, as the CPU takes it."""
     V, R, D = 128256, 128, 64
@@ -121,7 +119,7 @@ def test_a_narrow_terms_sum_is_not_the_defaults():
             planner.make_plan(head, options._replace(workspace=64 << 20), call_kind)
 
 
-def test_the_operators_that_have_one():
+def test_workspace_of_operators():
     names = ("linear_cross_entropy", "linear_log_probs")
     for name in (*names, *(f"{name}_backward" for name in names)):
         assert is_loss(getattr(OPERATORS, name).default)

@@ -41,7 +41,7 @@ def gradients_of_autograd(case, inputs):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_truth(case, monkeypatch):
+def test_truth(case, monkeypatch):
     monkeypatch.setattr(
         "lowtide.tools.bench.attention.truth.SCORES", 5 * case.H * case.M
     )  # five queries a chunk
@@ -52,7 +52,7 @@ def test_the_truth(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_provider_computes_the_same(case):
+def test_providers_agree(case):
     rows = list(attention_rows(case, ATTENTION_PROVIDERS))
     ran = {row.provider.name: row.figures for row in rows if row.figures}
     assert {"lowtide", "eager"} <= ran.keys()
@@ -65,7 +65,7 @@ def test_every_provider_computes_the_same(case):
     assert not [row.reason for row in rows if row.failed and row.provider.name.startswith("lowtide")]
 
 
-def test_rows_say_which_engine_ran():
+def test_rows_name_backend():
     cases = {case.name: case for case in CASES}
     engines = {}
     for name in ("causal, shared heads", "bias of keys"):
@@ -94,7 +94,7 @@ def test_rates_and_ratios(monkeypatch):
     assert (second.figures.forward.ratio, third.figures.step_ratio) == (1.0, 1.0)
 
 
-def test_what_fails_is_a_row():
+def test_failure_row():
     def broken(case):
         raise RuntimeError("out of luck\nand more")
 
@@ -112,7 +112,7 @@ def test_what_fails_is_a_row():
     assert rows["eager"].figures is not None
 
 
-def test_torchs_setting_of_precision_is_left_as_it_was():
+def test_precision_setting_not_changed():
     seen = []
 
     def watched(case):
@@ -126,7 +126,7 @@ def test_torchs_setting_of_precision_is_left_as_it_was():
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_cases_are_named_once_and_counted_as_they_should():
+def test_cases_named_and_counted():
     names = [case.name for case in ATTENTION_CASES]
     assert len(set(names)) == len(names)
     of = {case.name: case for case in ATTENTION_CASES}
@@ -137,7 +137,7 @@ def test_cases_are_named_once_and_counted_as_they_should():
     assert "H 16/4" in of["causal-512-gqa"].shape
 
 
-def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
+def test_case_too_large_row_per_provider():
     case = AttentionCase("far too long", 1 << 20, 1 << 10, 1 << 20, 8, **SMALL)
     rows = list(attention_rows(case, ATTENTION_PROVIDERS))
     assert [row.provider.name for row in rows] == [provider.name for provider in ATTENTION_PROVIDERS]
@@ -149,7 +149,7 @@ def test_a_case_that_does_not_fit_is_a_row_for_each_provider():
 # Of Dynamo, which looks at every attribute of flex attention's operands; as an error it would end in it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["smoke-cuda", "smoke-cuda-bias", "smoke-cuda-dropout"])
-def test_every_provider_of_a_card(name):
+def test_providers_on_card(name):
     (case,) = (case for case in ATTENTION_CASES if case.name == name)
     rows = {row.provider.name: row for row in attention_rows(case, ATTENTION_PROVIDERS)}
     assert not [row.reason for row in rows.values() if row.failed and row.provider.backend]

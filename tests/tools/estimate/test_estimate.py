@@ -20,9 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.
         ("demo-cpu", Dtype.autocast, False, Optimizer.sgd),
     ],
 )
-def test_it_foretells_what_the_allocator_of_the_cpu_counts(
-    config, model, dtype, checkpointing, optimizer, loss
-):
+def test_estimate_matches_cpu_allocator(config, model, dtype, checkpointing, optimizer, loss):
     pytest.importorskip("transformers")
     path = model if model == "demo-cpu" else config(TINY_LLAMA if model == "llama" else TINY_GPT2)
     setting = Setting(path, 1, 64, dtype, optimizer, checkpointing, workspace=2**20)
@@ -36,7 +34,7 @@ def test_it_foretells_what_the_allocator_of_the_cpu_counts(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_it_foretells_what_the_allocator_of_the_gpu_counts(checkpointing, loss):
+def test_estimate_matches_gpu_allocator(checkpointing, loss):
     setting = Setting("demo-cuda", 8, 1024, Dtype.autocast, checkpointing=checkpointing)
     assert estimate(setting, loss).peak == pytest.approx(measure(setting, loss), rel=0.1)
 
@@ -52,7 +50,7 @@ def measured_peak(setting, loss):
     return sum(held.values()) + peak.bytes
 
 
-def test_scores_and_masks_are_not_made_where_cuda_makes_none(config):
+def test_estimate_without_scores_and_masks_on_cuda(config):
     pytest.importorskip("transformers")
     queries = 32_768
     path = config(TINY_LLAMA, vocab_size=128)
@@ -64,7 +62,7 @@ def test_scores_and_masks_are_not_made_where_cuda_makes_none(config):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_transformers_is_left_as_it_was(config, fails, monkeypatch):
+def test_transformers_not_changed(config, fails, monkeypatch):
     interfaces = pytest.importorskip("transformers").modeling_utils.ALL_ATTENTION_FUNCTIONS, masks()
     before = [dict(interface) for interface in interfaces]
     setting = Setting(config(TINY_LLAMA, vocab_size=128), 1, 16)
@@ -83,7 +81,7 @@ def masks():
     return ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def test_dropout_on_cuda_keeps_a_byte_an_element(config):
+def test_dropout_mask_bytes_on_cuda(config):
     pytest.importorskip("transformers")
     B, T, D = 2, 256, 64
     held = []
@@ -94,7 +92,7 @@ def test_dropout_on_cuda_keeps_a_byte_an_element(config):
     assert held[1] - held[0] == masks * B * T * D
 
 
-def test_checkpointing_and_workspace_are_what_they_say(config):
+def test_checkpointing_and_workspace(config):
     pytest.importorskip("transformers")
     path = config(TINY_LLAMA, num_hidden_layers=4)
     plain, kept = (
@@ -106,7 +104,7 @@ def test_checkpointing_and_workspace_are_what_they_say(config):
     assert 2**22 < large.held["logits"] <= 2**24
 
 
-def test_what_autocast_copies_are_weights(config):
+def test_autocast_copies_count_as_weights(config):
     pytest.importorskip("transformers")
     path = config(TINY_LLAMA)
     wide, autocast = (

@@ -30,7 +30,7 @@ def pair():
     return [Result(eager, out_of_memory=True), Result(ours, measured=int(12.5 * GIB))]
 
 
-def test_the_table_says_it_all(pair):
+def test_table_contents(pair):
     console = Console(record=True, width=100)
     print_table(console, pair)
     lines = [line.replace("│", " ").split() for line in console.export_text().splitlines()]
@@ -43,7 +43,7 @@ def test_the_table_says_it_all(pair):
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_the_picture_has_a_bar_for_each(pair, tmp_path, kind):
+def test_picture_bars(pair, tmp_path, kind):
     path = tmp_path / "deeper" / f"memory.{kind}"
     draw([*pair, *pair], path)
     content = path.read_bytes()
@@ -54,7 +54,7 @@ def test_the_picture_has_a_bar_for_each(pair, tmp_path, kind):
 
 
 @pytest.mark.parametrize("tokens", [1000, 1_000_000])
-def test_every_label_is_in_the_panel(pair, tmp_path, monkeypatch, tokens):
+def test_picture_labels_inside(pair, tmp_path, monkeypatch, tokens):
     """Also that of the longest bar, which is hundreds of GiB."""
     eager, ours = (replace(each.estimate, setting=Setting("m", 16, tokens)) for each in pair)
     large = replace(eager, held={name: 40 * size for name, size in eager.held.items()})
@@ -65,7 +65,7 @@ def test_every_label_is_in_the_panel(pair, tmp_path, monkeypatch, tokens):
     assert drawing.is_in_a_panel("800.00 GiB  (measured 800.04)")
 
 
-def test_what_is_written_is_read_again(pair, tmp_path):
+def test_file_round_trip(pair, tmp_path):
     eager, ours = pair
     whole = Setting("a.json", 2, 64, Dtype.autocast, Optimizer.sgd, True, 2**20)
     other = Result(replace(ours.estimate, setting=whole))
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_again(pair, tmp_path):
         (f"{','.join(COLUMNS)}\n2026-11-21,card", "estimate.csv: "),  # cut off
     ],
 )
-def test_another_file_is_one_clear_line(tmp_path, content, message):
+def test_file_of_other_kind(tmp_path, content, message):
     path = tmp_path / "estimate.csv"
     path.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -92,7 +92,7 @@ def test_another_file_is_one_clear_line(tmp_path, content, message):
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="not measured on a card with --csv yet")
-def test_the_page_says_what_was_measured():
+def test_page_matches_measurements():
     page = (ROOT / "docs" / "estimate.md").read_text()
     told = re.findall(r"\| ([\d,]+) tokens, (\w+) \| ([\d.]+) \| ([\d.]+) \|", page)
     found = [
