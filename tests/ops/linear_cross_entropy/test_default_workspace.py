@@ -153,7 +153,7 @@ def test_dense_peak_prediction(dtype, N, D, V, grad, cast):
         assert measured <= said + 16
 
 
-# On CUDA, of tensors without data: the plan is tested to be what is held (test_workspace_of.py).
+# On CUDA, of tensors without data: the plan is tested to be what is held (test_workspace_size.py).
 
 ENGINES = [
     pytest.param("torch", False, id="torch"),

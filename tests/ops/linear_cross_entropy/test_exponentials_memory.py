@@ -150,7 +150,7 @@ def test_memory_matches_plan(
 ):
     """In several pieces, and chunks. copied: a bfloat16 input, whose gradient has no room for scaled rows."""
     if device == "cuda":
-        pytest.skip("test_exponentials_surroundings.py has the card's own sizes")
+        pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 400, 512, 1504
     monkeypatch.setattr(memory_model, "PRODUCT_ROWS", 64)
     # On a card it has no temporary where it rounds.
@@ -200,7 +200,7 @@ def test_memory_matches_plan(
 def test_memory_matches_plan_no_grad(device, silent, plans, kind):  # noqa: F811
     """Of a chunk nothing is left when the next is made, copies of its rows either."""
     if device == "cuda":
-        pytest.skip("test_exponentials_surroundings.py has the card's own sizes")
+        pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 1200, 512, 1504
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16)
 

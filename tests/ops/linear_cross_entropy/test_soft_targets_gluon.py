@@ -1,5 +1,5 @@
 """The product of class probabilities in Gluon beside the one in Triton, which the interpreter knows and
-test_distances.py looks at: the same numbers, whatever is cut off.
+test_soft_targets.py looks at: the same numbers, whatever is cut off.
 
 Shapes: C tokens, D features (R of a second term), V classes; T parts of a row.
 """
