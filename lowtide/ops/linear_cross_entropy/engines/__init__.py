@@ -13,7 +13,7 @@ gradients         memory for the gradients, and the factors still to be applied 
 gemm/             what the GEMM kernels share, in Triton and in Gluon
 weight_gradient/  accumulators of the weight gradient, and the choice of one
 engine            the base engine: the walk over chunks of rows and blocks of classes
-logits/           the engine that stores float32 logits: "torch" and "triton"
+logits/           the engine that stores float32 logits: "logits_torch" and "logits_triton"
 exponentials/     the engines that store exponentials, never logits, on CUDA and on the CPU
 soft_targets/     the engine for class probabilities on a Hopper GPU
 """

@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
     ClassBlocks,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import Call
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import Operands, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 # Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
@@ -46,14 +46,17 @@ def _logits_torch(call: Call, operands: Operands) -> ByteCounts:
     return _on_float32_sums(
         call,
         operands,
-        logits=call.V * ((logit if call.needs_grad.some else call.sum_size) + copies),
+        logits=padded_classes(call.V, call.device)
+        * ((logit if call.needs_grad.some else call.sum_size) + copies),
         block_logit=logit + copies,
     )
 
 
 def _logits_triton(call: Call, operands: Operands) -> ByteCounts:
     """Count float32 logits, which become their gradient in place."""
-    return _on_float32_sums(call, operands, logits=call.V * call.sum_size, block_logit=call.sum_size)
+    return _on_float32_sums(
+        call, operands, logits=padded_classes(call.V, call.device) * call.sum_size, block_logit=call.sum_size
+    )
 
 
 def _soft_targets(call: Call, operands: Operands) -> ByteCounts:

@@ -56,6 +56,14 @@ def readable(head: Head, options: Options) -> Head:
     return head
 
 
+def padded_classes(classes: int, device: str) -> int:
+    """Return the columns of a buffer of logits; on CUDA its rows begin at whole vectors.
+
+    Each row is a multiple of 16 bytes, in float32 and in half precision (decision 0053).
+    """
+    return -(-classes // 8) * 8 if device == "cuda" else classes
+
+
 def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 

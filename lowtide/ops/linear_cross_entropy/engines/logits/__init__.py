@@ -4,5 +4,5 @@ Modules, in import order (a module imports only from those above it):
 
 softmax_torch   row statistics and gradient of a tile of logits, in torch
 softmax_triton  the same as one Triton kernel
-engine          the engine: "torch" and "triton"
+engine          the engine: "logits_torch" and "logits_triton"
 """

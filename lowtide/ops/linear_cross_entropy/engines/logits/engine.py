@@ -10,13 +10,14 @@ from torch import Tensor
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
+from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 
 
 class LogitsEngine(Engine):
     """Turn the float32 logits of a chunk into their gradient, in place."""
 
     def chunk_buffer(self, gradient: bool) -> Tensor:
-        return self.buffer(self.plan.rows, self.V)
+        return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
 
     def chunk_gradient_(
         self,
