@@ -14,7 +14,7 @@ FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SU
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
 
-test: $(READY)  ## every test, each value of its parameters; without a GPU kernels run through Triton's interpreter
+test: $(READY)  ## tests with each value of their parameters; without a GPU kernels run through Triton's interpreter
 	$(PYTEST) -m 'not extended and not every_build'
 
 test-extended: $(READY)  ## what make test leaves out: the other combinations of parameters, and what takes long

@@ -88,8 +88,8 @@ def test_loss_call():
     assert done.exit_code == 0, done.output
     assert "20 MiB" in done.output
     assert "1000 a chunk, 1 chunk" in done.output
-    assert "its gradient" in done.output
-    assert "its gradient" not in invoke("linear-cross-entropy", *sizes, "--no-gradients").output
+    assert "weight gradient" in done.output
+    assert "weight gradient" not in invoke("linear-cross-entropy", *sizes, "--no-gradients").output
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Call:
         if plan.operand_classes < self.V:
             found["weight"] = f"copied {plan.operand_classes} classes at a time, for its dtype or its strides"
         if self.gradients:
-            found["its gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
+            found["weight gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
                 sum_dtype=dtype_name(plan.sum_dtype),
                 split=f"{plan.sum_bits} bits, {plan.sum_bits - 16} for each weight beside it"
                 if plan.backend == "triton"

@@ -63,16 +63,16 @@ def test_description():
     assert found["workspace"] == f"{dense / 1024:,.0f} KiB, the default"
     assert replace(SMALL, N=20_000).describe()["workspace"] == "64 MiB, the default"
     assert found["rows"] == "200 a chunk, 1 chunk"
-    assert found["its gradient"] == "summed over the chunks in float32"
+    assert found["weight gradient"] == "summed over the chunks in float32"
     tight = replace(SMALL, V=5000, dtype=torch.bfloat16, workspace=400_000)
     plan, found = tight.plan(), tight.describe()
     assert found["rows"] == f"{plan.rows} a chunk, {-(-200 // plan.rows)} chunks"
     assert found["products in"] == "float32", "on the CPU"
-    assert found["its gradient"].startswith("class block by class block")
+    assert found["weight gradient"].startswith("class block by class block")
     shared = replace(SMALL, N=2048, D=512, V=32_768, dtype=torch.bfloat16)
     assert shared.plan().weight_gradient == "packed"
-    assert "float32, two bytes for each weight beside it" in shared.describe()["its gradient"]
-    assert "its gradient" not in replace(SMALL, gradients=False).describe()
+    assert "float32, two bytes for each weight beside it" in shared.describe()["weight gradient"]
+    assert "weight gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
     soft = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, probabilities=torch.bfloat16).describe()
     assert soft["why"].startswith("not cpu_exponentials: it takes one linear term, class indices")
