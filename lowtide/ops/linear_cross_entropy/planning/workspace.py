@@ -41,14 +41,14 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
         return most
     if counts.target_rows_bytes:
         dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V)
-    room, smallest = ROOM[counts.device], counts.smallest_workspace
+    smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
-    one_product = counts.fixed + counts.smallest_copy + counts.single_product()
-    if counts.target_rows_bytes and limited < one_product <= min(most, limited + room):
-        return one_product  # one GEMM less than with class blocks
-    if _has_large_pieces(choose_sizes(limited, counts), counts):
+    tiling = choose_sizes(limited, counts)
+    # Class blocks take one GEMM more, which on a card the same room avoids.
+    one_more = counts.device == "cuda" and tiling.weight_gradient == "class_blocks"
+    if _has_large_pieces(tiling, counts) and not one_more:
         return limited
-    return min(most, max(limited, smallest + room))
+    return min(most, max(limited, smallest + ROOM[counts.device]))
 
 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:
