@@ -262,12 +262,13 @@ def test_positions():
 
 def test_doctor_names_engine(monkeypatch):
     found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
-    assert found["engine"] == "cpu_exponentials, no pass over the logits"
+    assert found["engine"] == "cpu_exponentials"
+    assert found["kernels"] == "C++, with oneDNN's bfloat16 products; no pass over the logits"
     assert found["products in"] == "bfloat16"
     assert "why" not in found
     monkeypatch.setattr(gemm, "against", lambda: "g++ could not compile them")
     found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
-    assert found["engine"] == "logits"
+    assert found["engine"] == "logits_torch"
     assert found["why"] == "not cpu_exponentials: g++ could not compile them"
 
 
