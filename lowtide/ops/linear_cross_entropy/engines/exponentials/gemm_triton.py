@@ -1,10 +1,10 @@
 """Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
 
 exponentials/engine.py has the formulas; gemm.py launches this kernel. A pipeline in Gluon was at
-most 0.8 % of a step faster (decision 0039).
+most 0.8 % of a step faster, so this is in Triton (decision 0039).
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all;
-lower case = one tile, h a half of its classes.
+Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
+or all. Lower case: one tile; h: half of a tile's classes.
 """
 
 import triton
@@ -15,8 +15,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, t
 
 HUGE = tl.constexpr(1e38)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# An exponent of 2 that gives 0 in float32. It is finite, so that an excluded class (z = -inf) adds
-# 0.
+# Replaces -inf as an exponent of 2. 2^-200 is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
+# (an excluded class has z = -inf).
 LOWEST = tl.constexpr(-200.0)
 
 
@@ -51,10 +51,10 @@ def epilogue(
     STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
     RECOMPUTE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Run the epilogue of half a tile: store the row sums, return exp(z - reference).
+    """Run the epilogue of half a tile: store its partial sums, return what is stored of E.
 
     `part` is the number of the half among all halves of a row. exponentials_kernel explains the
-    options.
+    pointers and options. Without STORE and sums there is nothing to store, and this returns u.
     """
     H: tl.constexpr = u_ch.shape[1]
     exp_ch = u_ch
@@ -64,16 +64,16 @@ def epilogue(
     beyond = first + H > B
     if bias_B_ptr is not None:
         u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-    # The exact slope would spill registers, and E is bfloat16 anyway.
+    # Not exact: the exact slope would spill registers, and E is rounded to bfloat16 anyway.
     z_ch, bend_ch = transformed(u_ch, scale, SOFTCAP, False)
     if max_ptr is not None:
         z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
         max_c = tl.max(z_ch, 1)
         tl.store(max_ptr + place, max_c, mask=rows < C)
         if argmax_ptr is not None:
-            # Find the first column that holds the maximum. A comparison runs on half of the
-            # multiprocessor's lanes, arithmetic on all of them, so arithmetic does it: 0 x HUGE -
-            # column is larger than anything below the maximum.
+            # Find the first column of the maximum. Arithmetic runs on twice as many lanes as
+            # comparisons. (z - max) * HUGE - column is -column at the maximum and far less
+            # elsewhere.
             if RECOMPUTE:
                 place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
                 argmax_c = tl.min(place_ch, 1)
@@ -82,7 +82,7 @@ def epilogue(
                 argmax_c = -tl.max(score_ch, 1).to(tl.int32)
             tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
         if mean_ptr is not None:
-            # Refer to the half's own maximum: far from it, differences would lose their digits.
+            # Differences from a reference that is far away would lose their digits.
             reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
     if STORE or sum_ptr is not None:
         shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
@@ -159,15 +159,20 @@ def exponentials_kernel(
 ):
     """Store E = exp(z - reference) in bfloat16 with 0 at the target, and partial sums in float32.
 
-    E is multiplied, as it is stored, by the class's factor in the gradient and, with factor_C_ptr,
-    by the row's. For each row and half tile, these are computed if they have a pointer: the sum of
-    E, the sum of E (z - reference), the sum of the stored value times u, and the largest z with its
-    class. With means, which require maxima, the reference is the largest z of the half.
+    Before it is stored, E is multiplied by each element's own factor in the gradient (soft-cap
+    slope, entropy) and, with factor_C_ptr, by its row's factor. For each row and half tile, what
+    has a pointer is computed:
 
-    RECOMPUTE: only the row tiles that are marked. The first number of marks_ptr tells if any is;
-    the others belong to the row tiles. GUARDED: an ignored row, whose reference is infinite, adds 0
-    even if its logits are not finite. MASKED: the target is excluded in every half tile, not only
-    in those that hold one.
+        sum_ptr               sum of E
+        mean_ptr              sum of E (z - reference); needs max_ptr, and its reference is the
+                              half tile's largest z
+        grad_dot_logit_ptr    sum of E, with the elements' factors but not the row's, times u
+        max_ptr, argmax_ptr   the largest z, and its class
+
+    ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: only the row tiles
+    that are marked; marks_ptr[0] is 1 if any is, marks_ptr[1 + i] is not 0 if tile i is. GUARDED:
+    an ignored row, whose reference is infinite, adds 0 even if its logits are not finite. MASKED:
+    the target is excluded in every half tile, not only in those that hold one.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """

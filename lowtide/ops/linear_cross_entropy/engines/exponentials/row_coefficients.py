@@ -76,7 +76,7 @@ def coefficients(
     *,
     take_nll: bool,
 ) -> None:
-    """Write c to row_scale_C and h to target_coef_C; with `take_nll`, the statistics' nll too."""
+    """Write c to row_scale_C and h to target_weight_coef_C; with `take_nll`, nll too."""
     C = logit_C.shape[0]
     _coefficients_kernel[(triton.cdiv(C, BLOCK),)](
         logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.softmax_coef_N, row.target_coef_N,

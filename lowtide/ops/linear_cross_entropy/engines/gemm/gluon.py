@@ -6,9 +6,9 @@ the products of the other. In kernels of Triton itself all warps run together, s
 (decision 0039).
 
 Tiles pass through a ring of stages in shared memory. A stage holds BLOCK_A rows of one operand, in
-two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may load
-something else into that memory. `step` counts the stages passed so far, in the producer and in each
-consumer.
+two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may also
+use a stage for other data that its epilogue reads. The producer and each consumer count in `step`
+how many stages they have used; the current one is step % STAGES.
 
 lowtide/core/backend.py says where this runs. Triton's interpreter does not support Gluon, so each
 epilogue is written as a function that works in both languages.
@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_A, BLOCK_B, BLOCK_K = 128, 256, 64
 STAGES = 4
-WARPS = 4  # of a consumer warpgroup; the other consumer and the producer come on top
+WARPS = 4  # of one consumer warpgroup; those of the other consumer and the producer are added
 REGISTERS = (232, 40)  # per thread: of the second consumer warpgroup, and of the producer
 
 # Two functions were renamed in Triton 3.7.
@@ -72,7 +72,7 @@ def view(buffer, dtype, shape, layout, _semantic=None):
 
 @tl.core.builtin
 def pack_args(*arguments, _semantic=None):
-    """Pack kernel arguments into a tuple for a warp group; None becomes a constant, as it must."""
+    """Pack kernel arguments into a tuple for a warp group; None is wrapped as a constexpr."""
     return tl.tuple([tl.constexpr(None) if each is None else each for each in arguments])
 
 
@@ -80,7 +80,7 @@ def pack_args(*arguments, _semantic=None):
 def ring(a, b, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
     """Allocate the ring's memory for tiles of two descriptors, and its barriers "full" and "empty".
 
-    TRANSPOSED: the inner dimension runs along the rows of both operands, so tiles are transposed.
+    TRANSPOSED: both operands are stored [inner, outer], so each tile is transposed.
     """
     # With boxes of other sizes, other numbers of bytes would arrive than the barriers wait for.
     K: gl.constexpr = 0 if TRANSPOSED else 1
