@@ -106,7 +106,7 @@ def check(program: Program, device: str) -> None:
 
 
 def _may_be_taken(program: Program, plain: Evaluation, device: str) -> bool:
-    """Whether torch's error is one of its memory or its kernels, and says nothing of the numbers."""
+    """Return whether torch's error concerns its memory or its kernels, and not the numbers."""
     text = str(plain.error)
     if plain.backward and program.has("changes", "data"):
         return True  # of what it has saved; lowtide has saved it before the change, or something else
@@ -232,7 +232,7 @@ def _of_parts(program: Program, device: str, name: str, exact: Tensor, sure: Ten
 
 
 def _moved(exact: Tensor, moved: list[Tensor]) -> Tensor:
-    """How far a result moves, relatively to STEP, by which others were perturbed."""
+    """Return how far a result moves, relative to STEP, by which others were perturbed."""
     return torch.stack([(each - exact).nan_to_num(0, 0, 0).abs() / STEP for each in moved]).amax(0)
 
 

@@ -89,7 +89,7 @@ def _targets(draw: Draw, N: int, V: int, ignored: int) -> Tensor:
 
 
 def _row_weight(draw: Draw, inputs: Inputs, ignore_index: int | None) -> Tensor:
-    """Of any sign, some of them 0; those of ignored rows may be NaN."""
+    """Draw weights of either sign, some of them 0; those of ignored rows may be NaN."""
     weight = draw.normal(inputs.leading, draw.choice(FLOATS)).masked_fill(draw.mask(0.2, inputs.leading), 0)
     unused = draw.pick("unused-weights", (1.0, torch.nan))
     ignored = inputs.ignored_N(ignore_index).view(inputs.leading)

@@ -30,7 +30,7 @@ class Job:
 
     functional: Functional
     hidden: int
-    """How many of the tensors that are cut go into the head."""
+    """Counts the tensors that are cut and go into the head."""
     row_names: tuple[str, ...]
     """The names of the tensors that are cut."""
     leading: torch.Size

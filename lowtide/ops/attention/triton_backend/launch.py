@@ -72,7 +72,7 @@ class KernelCall:
     grad_output: Tensor | None = None
     """Gradient of the result; in pieces where query is."""
     row_terms: Tensor | None = None
-    """What delta_kernel writes of each row, [B, H, 2 or 3, M]."""
+    """Holds what delta_kernel writes per row, [B, H, 2 or 3, M]."""
     row_first: Tensor | None = None
     """The queries that see a key, row_first <= i < row_end, [N]."""
     row_end: Tensor | None = None
@@ -81,7 +81,7 @@ class KernelCall:
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
     grad_bias: Tensor | None = None
-    """Of a bias with rows and columns."""
+    """Holds the gradient of a bias that has rows and columns."""
     bias_sum: Tensor | None = None
     """The gradient of a bias that is the same for all queries, [B, H, 1, N]."""
 

@@ -5,8 +5,7 @@ Nothing here reads the values of tensors or launches a kernel.
 Modules, in import order (a module imports only from those above it):
 
 call             what a call computes from a head; the names of the engines
-tiling           the sizes of the pieces of a call, and the ways to form its weight gradient
-plan             the plan of a call
+plan             the plan of a call: the sizes of its pieces, the way to form its weight gradient
 operands         how an engine reads its operands
 requirements     which engine runs a call, and why no other
 call_memory      bytes of a whole call: the dense computation, a K-dimensional loss

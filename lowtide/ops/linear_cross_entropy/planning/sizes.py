@@ -10,7 +10,7 @@ import functools
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.planning import class_blocks, cost_model
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.plan import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     accumulator_bytes,
     added_bytes,

@@ -14,7 +14,7 @@ instead: as exact, at the price of one more GEMM.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.plan import WeightGradient
 
 # With fewer rows per chunk, reading the weight and its sum costs more than one recomputed GEMM.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}

@@ -20,7 +20,7 @@ class WeightAccumulator(Protocol):
     """Add up dW over the chunks of tokens."""
 
     factor: Tensor | None
-    """What the rows of x must be multiplied by before `add_product`; None for 1."""
+    """Multiplies the rows of x before `add_product`, by the caller; None for 1."""
 
     def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
         """Add g_CV^T x_CD; the first chunk overwrites what was there."""
