@@ -15,6 +15,7 @@ TARGETS = (80, 90)
 # Bytes a block may have: what consumer cards of the older generation have; and an H100.
 SHARED = {80: 99 << 10, 90: 227 << 10}
 F32, I32_PTR = "*fp32", "*i32"
+BYTES = {None: 0, "*fp32": 4, "*fp64": 8}
 STRIDES = ("i32", "i32", "i32", 1)
 
 
@@ -61,6 +62,8 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
+    "forward, half, 128, float64 bias": 320,
+    "query, half, 128, float64 bias": 96,
     "forward, half, 512": 32,
     "forward of 2 pieces, 128, all": 96,
     "forward of 2 pieces, 256, all": 320,
@@ -123,12 +126,12 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "PIECES": 1,
         **build.arguments,
     }
-    row_bias = given["bias_ptr"] is not None and not given["COLUMN_BIAS"]
-    return {**given, **_tile(kernel, given["PIECES"], build.half, build.features, capability, row_bias)}
+    row_bias_bytes = 0 if given["COLUMN_BIAS"] else BYTES[given["bias_ptr"]]
+    return {**given, **_tile(kernel, given["PIECES"], build.half, build.features, capability, row_bias_bytes)}
 
 
 def _tile(
-    kernel: str, pieces: int, half: bool, features: int, capability: int, row_bias: bool
+    kernel: str, pieces: int, half: bool, features: int, capability: int, row_bias_bytes: int
 ) -> dict[str, Any]:
     from lowtide.ops.attention.triton_backend.tile_sizes import find_tile
 
@@ -139,7 +142,7 @@ def _tile(
     if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
     kernel = re.sub(r" of \d pieces", "", kernel)
-    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias)
+    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes)
     assert tile is not None
     return {**dict(zip(CONSTANTS, tile.constants)), "warps": tile.warps, "stages": tile.stages}
 
@@ -185,7 +188,9 @@ def _builds() -> dict[str, Build]:
         ("forward", "128", 128, {}, TARGETS),
         ("forward", "512", 512, {}, (90,)),
         ("forward", "all", 64, ALL, (90,)),
+        ("forward", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, TARGETS),
         ("query", "128", 128, {}, TARGETS),
+        ("query", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, (90,)),
         ("query", "256", 256, {}, (80,)),
         ("query", "all", 64, ALL, (90,)),
         ("key and value", "128", 128, {}, TARGETS),

@@ -126,9 +126,10 @@ class KernelCall:
 
     def find_tile(self, kernel: str) -> Tile | None:
         """Return the same, or None if the kernel is not for so many features."""
-        row_bias = self.bias is not None and self.bias.shape[2] > 1
+        bias = self.bias
+        row_bias_bytes = bias.itemsize if bias is not None and bias.shape[2] > 1 else 0
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
-        return find_tile(kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias)
+        return find_tile(kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias_bytes)
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:

@@ -159,12 +159,12 @@ SMALL_FLOAT: Table = {
 
 
 def find_tile(
-    kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias: bool = False
+    kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias_bytes: int = 0
 ) -> Tile | None:
     """Return the tile of a kernel, or None if it is not for so many features.
 
-    "pieces" counts those of each operand. "half" means 16-bit operands. "row_bias" means a bias
-    that differs between queries, whose own tiles need room.
+    "pieces" counts those of each operand. "half" means 16-bit operands. "row_bias_bytes" are those
+    of a number of a bias that differs between queries, whose own tiles need room; 0 without one.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
@@ -173,16 +173,18 @@ def find_tile(
     size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None
-    if row_bias:
-        size = _with_row_bias(kernel, pieces, size, features)
+    if row_bias_bytes:
+        size = _with_row_bias(kernel, pieces, size, features, row_bias_bytes)
     block_k = max(MIN_FEATURES, min(next_power_of_2(K), size.K))
     block_e = max(MIN_FEATURES, min(next_power_of_2(E), size.E))
     blocks = block_k, cdiv(K, block_k), block_e, cdiv(E, block_e)
     return Tile(size.M, size.N, *blocks, K % block_k > 0, E % block_e > 0, size.warps, size.stages)
 
 
-def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int) -> TileSizes:
-    """Return a size that leaves room for the tiles of a bias."""
+def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int, bytes: int) -> TileSizes:
+    """Return a size that leaves room for the tiles of a bias, of so many bytes a number."""
+    if bytes > 4:  # float64: a tile of it takes as much as those of 128 keys and values
+        return size._replace(stages=1)
     if kernel == "forward" and pieces == 3 and size.N > 32:
         return size._replace(N=32, stages=size.stages + 1)
     if pieces > 1:
