@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import errno
+import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.exists() and not path.is_file():
-            with open(path, mode, **options) as file, _own_errors():
+            with open(path, mode, **options) as file:
                 yield file
             return
         _make_directory(path.parent)
@@ -38,24 +39,12 @@ def whole_file(path: Path, mode: str = "wb", **options: Any) -> Iterator[IO[Any]
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             with open(unfinished, mode, **options) as file:
-                with _own_errors():
-                    yield file
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise the file's own error, which torch's zip writer replaces by one of its own."""
-    try:
-        yield
-    except RuntimeError as problem:
-        if isinstance(problem.__context__, OSError):
-            raise problem.__context__ from problem
-        raise
 
 
 def _make_directory(path: Path) -> None:
@@ -130,8 +119,20 @@ def read_table(path: Path, columns: Sequence[str], kind: str) -> list[dict[str, 
     return rows
 
 
+def save(content: dict, path: Path) -> None:
+    """Write a dictionary of tensors and numbers, in the format of `torch.save`, as a whole file.
+
+    torch writes to memory. Where a write to a file fails or is interrupted, its zip writer raises
+    an error of its own instead, or ends the process.
+    """
+    memory = io.BytesIO()
+    torch.save(content, memory)
+    with whole_file(path) as file:
+        file.write(memory.getbuffer())
+
+
 def load(path: Path) -> dict:
-    """Return the dictionary that `torch.save` wrote, on the CPU; the file executes no code."""
+    """Return the dictionary that `save` wrote, on the CPU; the file executes no code."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError):

@@ -45,8 +45,8 @@ def load_corpus(path: Path | None, vocab_size: int, context: int) -> Corpus:
     if saved.get("format") != CACHE_FORMAT:
         saved = tokenize(texts, vocab_size)
         # The cache only saves time.
-        with contextlib.suppress(OSError), files.whole_file(cache) as file:
-            torch.save(saved, file)
+        with contextlib.suppress(OSError):
+            files.save(saved, cache)
 
     ids = saved["ids"]
     held_out = max(int(len(ids) * HELD_OUT), context + 1)

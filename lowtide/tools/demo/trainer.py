@@ -119,8 +119,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "history": [asdict(step) for step in self.history],
         }
-        with files.whole_file(self.config.directory / CHECKPOINT) as file:
-            torch.save(content, file)
+        files.save(content, self.config.directory / CHECKPOINT)
         with files.whole_file(self.config.directory / LOG, "w") as file:
             log = csv.writer(file, lineterminator="\n")
             log.writerow(field.name for field in fields(Step))

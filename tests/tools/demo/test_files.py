@@ -1,4 +1,5 @@
 import errno
+import io
 import re
 from pathlib import Path
 
@@ -65,8 +66,10 @@ def test_full_disk_named(tmp_path):
     """/dev/full is one; torch's zip writer raises an error of its own in place of the file's."""
     link = tmp_path / "file.pt"
     link.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="/dev/full") as caught:
+        files.save({"numbers": torch.zeros(10**6)}, link)
+    assert caught.value.errno == errno.ENOSPC
     for write in (
-        lambda file: torch.save({"numbers": torch.zeros(10**6)}, file),
         lambda file: file.write(bytes(10**6)),
         lambda file: file.write(b"little, which is written when the file is closed"),
     ):
@@ -86,6 +89,24 @@ def test_error_of_block_unchanged(tmp_path):
     with pytest.raises(FileNotFoundError, match="other"), files.whole_file(tmp_path / "file"):
         (tmp_path / "other").read_text()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_save_interrupted(tmp_path, monkeypatch, old):
+    """Ctrl-C while the file is written: torch's zip writer would raise a RuntimeError in its place."""
+    path = tmp_path / "file.pt"
+    if old is not None:
+        path.write_bytes(old)
+
+    class Interrupted(io.FileIO):
+        def write(self, content):
+            super().write(bytes(content)[:100])
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "open", lambda file, mode, **_: Interrupted(file, mode), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        files.save({"numbers": torch.zeros(1000)}, path)
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == ([] if old is None else [old])
 
 
 def test_link_kept(tmp_path):
