@@ -23,6 +23,8 @@ torch.set_num_threads(1)
 
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
+# And through all that tests leave, at first after each 700 new objects: a twenty-fifth of their time.
+gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -48,7 +48,9 @@ def test_smoke_run_every_provider(tmp_path):
         if row["status"] == "unavailable":
             assert row["reason"] in done.stdout
             continue
-        assert float(row["ratio"]) > 0.5
+        p20, ms, p80, *others = (float(row[f]) for f in ("ms_p20", "ms", "ms_p80", "floor_ms", "ratio"))
+        assert 0 < p20 <= ms <= p80
+        assert all(math.isfinite(each) and each > 0 for each in (p80, *others))
         errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
         assert max(errors) < 1e-6
     ours = {name: row for name, row in rows.items() if name.startswith("lowtide") or name == "eager"}

@@ -2,9 +2,6 @@
 
 import csv
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -18,11 +15,8 @@ SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"
 
 def test_smoke_run_every_provider(tmp_path):
     out = tmp_path / "results" / "attention.csv"
-    command = [sys.executable, "-m", "lowtide", "bench", "attention", "--smoke", "--device", "cpu", "--csv"]
-    # Threads that spin while they wait make a tiny run many times longer where other tests share the cores.
-    patient = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([*command, out], capture_output=True, text=True, timeout=120, env=patient)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = invoke("--smoke", "--csv", out)
+    assert done.exit_code == 0, done.output
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(SMOKE) * len(ATTENTION_PROVIDERS)

@@ -75,11 +75,10 @@ def test_script_failing_keeps_record(script, tmp_path):
 
 def test_files_in_starting_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (tmp_path / "else").mkdir()
     (tmp_path / "leaves.py").write_text("import os, torch\nos.chdir('else')\ntorch.ones(2**20)\n")
-    done = lowtide("--out", "deeper/made", "leaves.py")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = invoke("--out", "deeper/made", "leaves.py")
+    assert (done.exit_code, done.stderr) == (0, "")
     assert "picture: deeper/made/memory.png\n" in done.stdout
     assert read(tmp_path / "deeper" / "made").peak == 4 * 2**20
     assert not list((tmp_path / "else").iterdir())

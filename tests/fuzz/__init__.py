@@ -3,6 +3,7 @@
 `python -m tests.fuzz --help` says how to run it, CONTRIBUTING.md when. One integer determines a case.
 
 __main__.py    the command line and the summary
+subjects.py    what is called, by name, and the module of each
 pool.py        processes that run cases: started again after a crash, stopped after a timeout
 worker.py      one such process, and one case
 draw.py        random numbers, tensors and memory layouts of a case, and its description

@@ -7,7 +7,7 @@ import sys
 import time
 
 from tests.fuzz.pool import Finding, Pool
-from tests.fuzz.worker import SUBJECTS
+from tests.fuzz.subjects import SUBJECTS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.fuzz.pool import Finding, Pool
-from tests.fuzz.worker import SUBJECTS, run_case
+from tests.fuzz.subjects import SUBJECTS
+from tests.fuzz.worker import run_case
 
 CASES = 30
 SEED = 20_000  # of the first

@@ -17,16 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.fuzz.draw import Draw
-
-SUBJECTS = {
-    "loss": "tests.fuzz.loss",
-    "log_probs": "tests.fuzz.log_probs",
-    "positions": "tests.fuzz.positions",
-    "distillation": "tests.fuzz.distillation",
-    "attention": "tests.fuzz.attention",
-    "chunked_loss": "tests.fuzz.chunked_loss",
-    "deferred": "tests.fuzz.deferred",
-}
+from tests.fuzz.subjects import SUBJECTS
 
 
 class Outcome(NamedTuple):

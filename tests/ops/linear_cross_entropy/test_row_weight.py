@@ -351,7 +351,7 @@ def test_products(device):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_memory(device, reduction, dtype, probabilities):
     """Vectors of N numbers alone, within the workspace; the plan is the same."""
-    N, D, V = 2048, 4, 64
+    N, D, V = 512, 4, 64
     inputs = make_inputs(N, D, V, device=device, dtype=dtype, probabilities=probabilities, row_weight=True)
     plain, peaks = replace(inputs, row_weight=None), []
     least = smallest_workspace(lambda size: fused(plain, reduction=reduction, workspace=size))
