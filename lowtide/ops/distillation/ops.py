@@ -18,8 +18,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.library import register_fake
-from torch.utils.flop_counter import register_flop_formula
 
+from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.distillation.chunking import keeps_sum

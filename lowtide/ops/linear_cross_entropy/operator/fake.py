@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import register_fake
-from torch.utils.flop_counter import register_flop_formula
 
+from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
