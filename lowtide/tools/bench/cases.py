@@ -32,6 +32,7 @@ class Case:
     smoke: bool = False
     logits: str = "random"
     largest_logit: float | None = None  # None for random logits.
+    softcap: float | None = None
 
     @property
     def shape(self) -> str:

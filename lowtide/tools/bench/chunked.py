@@ -18,7 +18,8 @@ from lowtide import linear_cross_entropy
 from lowtide.ops.chunked_loss import chunked_loss
 from lowtide.ops.chunked_loss.api import Mode
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
-from lowtide.tools.bench.providers import Call, eager_loss
+from lowtide.tools.bench.providers import Call
+from lowtide.tools.eager import eager_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -6,7 +6,10 @@ is taken in float32, which is much faster there (one try decides). Floor and ent
 process, so that both have the same clocks, and the median of the rounds' ratios can be compared
 between runs and cards. `peak_bytes` is the peak beyond inputs, loss and gradients. Errors are
 relative Frobenius norms against products in the next wider dtype (float32 for half precision, else
-float64).
+float64, for both where its products are affordable).
+
+Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. A second
+floor, that of the next multiples of 8, takes its turn as well. Otherwise the two floors are one.
 
 A plain entry, if given, takes its turn between the two, and shows what each entry costs over it.
 Entries then compute different things; instead of errors, all results are checked to be finite.
@@ -15,6 +18,7 @@ Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,14 +28,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
 from lowtide.tools.bench.providers import Call, Entry, Unavailable
 
+ALIGNMENT = 8
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
+MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half of a card whose float64 is not cut down.
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
 SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
@@ -52,6 +59,8 @@ class Figures:
     ratio: float
     peak_bytes: int
     errors: tuple[float, ...]  # Of the loss and, in a step, of dX and dW.
+    aligned_floor_ms: float = math.nan  # Of features and classes rounded up to multiples of 8.
+    aligned_ratio: float = math.nan
     plain_ms: float | None = None
     over_plain: float | None = None  # 0.05 is 5 % more time.
 
@@ -100,9 +109,13 @@ class _Bench:
         self.case, self.mode, self.budget_ms = case, mode, budget_ms
         self.inputs = case.inputs(requires_grad=mode is Mode.STEP)
         self.plain = plain.call(case, self.inputs) if plain else None
-        self.truth = None if plain else exact(*self.inputs, mode)
-        self.floor = floor(*self.inputs, mode)
+        self.truth = None if plain else exact(*self.inputs, mode, case.softcap)
+        # What takes its turn before each entry.
+        self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode)}
+        if case.features % ALIGNMENT or case.classes % ALIGNMENT:
+            self.beside["aligned"] = floor(*aligned(*self.inputs), mode)
         if self.plain:
+            self.beside["plain"] = partial(self.step, self.plain)
             # Compile and tune it before it is timed, with or without a row of its own.
             self.step(self.plain)
 
@@ -117,25 +130,23 @@ class _Bench:
         peak_bytes = peak.bytes - sum(tensor.nbytes for tensor in outputs)
         del outputs
 
-        others: list[Callable[[], object]] = [self.floor]
-        if self.plain:
-            others.append(partial(self.step, self.plain))
-        if once_ms > SLOW_MS:
-            floor_ms, *plain_ms = alternate(others, MIN_ROUNDS, self.case.device)
-            step_ms = [once_ms] * len(floor_ms)
-        else:
-            calls: list[Callable[[], object]] = [*others, partial(self.step, call)]
-            round_ms = sum(span for (span,) in alternate(calls, 1, self.case.device))
+        calls, rounds = dict(self.beside), MIN_ROUNDS
+        if once_ms <= SLOW_MS:
+            calls["step"] = partial(self.step, call)
+            round_ms = sum(span for (span,) in alternate(calls.values(), 1, self.case.device))
             rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms)))
-            floor_ms, *plain_ms, step_ms = alternate(calls, rounds, self.case.device)
-        step_ms = [ms / call.losses for ms in step_ms]
-        (floor_median,) = quantiles(floor_ms, 0.5)
+        spans = dict(zip(calls, alternate(calls.values(), rounds, self.case.device), strict=True))
+        step_ms = [ms / call.losses for ms in spans.get("step", [once_ms] * len(spans["floor"]))]
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
-        figures = Figures(median, p20, p80, floor_median, ratio(step_ms, floor_ms), peak_bytes, errors)
-        if not plain_ms:
+        beside = {name: (*quantiles(spans[name], 0.5), ratio(step_ms, spans[name])) for name in self.beside}
+        figures = Figures(
+            *(median, p20, p80, *beside["floor"], peak_bytes, errors),
+            *beside.get("aligned", beside["floor"]),
+        )
+        if not self.plain:
             return figures
-        (plain_median,) = quantiles(plain_ms[0], 0.5)
-        return replace(figures, plain_ms=plain_median, over_plain=ratio(step_ms, plain_ms[0]) - 1)
+        plain_median, over = beside["plain"]
+        return replace(figures, plain_ms=plain_median, over_plain=over - 1)
 
     def step(self, call: Call) -> tuple[Tensor, ...]:
         """Return outputs and gradients, or outputs alone; `.grad` accumulates nothing."""
@@ -155,10 +166,11 @@ class _Bench:
 
 
 @torch.no_grad()
-def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> tuple[Tensor, ...]:
-    """Return (loss, dX, dW), or the loss alone, by chunks in the next wider dtype."""
-    half = input_ND.dtype in (torch.float16, torch.bfloat16)
-    wide = torch.float32 if half else torch.float64
+def exact(
+    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode, softcap: float | None = None
+) -> tuple[Tensor, ...]:
+    """Return (loss, dX, dW), or the loss alone, by chunks in `truth_dtype`."""
+    wide = truth_dtype(len(input_ND), *weight_VD.shape, input_ND.dtype)
     wide_VD = weight_VD.to(wide)
     counted = (target_N != IGNORE_INDEX).sum()
     loss = torch.zeros((), dtype=torch.float64, device=input_ND.device)
@@ -166,6 +178,11 @@ def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
     for x_CD, target_C in zip(input_ND.split(TRUTH_CHUNK), target_N.split(TRUTH_CHUNK)):
         wide_CD = x_CD.to(wide)
         logits_CV = wide_CD @ wide_VD.T
+        slope_CV = None
+        if softcap is not None:
+            logits_CV.div_(softcap).tanh_()
+            slope_CV = 1 - logits_CV.square()
+            logits_CV.mul_(softcap)
         keep_C1 = (target_C != IGNORE_INDEX)[:, None]
         target_C1 = target_C.clamp_min(0)[:, None]
         logits_CV -= logits_CV.logsumexp(1, keepdim=True)
@@ -175,11 +192,27 @@ def exact(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
         grad_CV = logits_CV.exp_()
         grad_CV.scatter_add_(1, target_C1, grad_CV.new_full((), -1.0).expand_as(target_C1))
         grad_CV.mul_(keep_C1.to(wide) / counted)
+        if slope_CV is not None:
+            grad_CV.mul_(slope_CV)
         grads_ND.append(grad_CV @ wide_VD)
         grad_VD.addmm_(grad_CV.T, wide_CD)
     if mode is Mode.FORWARD:
         return (loss / counted,)
     return loss / counted, torch.cat(grads_ND), grad_VD
+
+
+def truth_dtype(tokens: int, classes: int, features: int, dtype: torch.dtype) -> torch.dtype:
+    """Return float64, or float32 for half precision whose products would take too long."""
+    if dtype.itemsize == 2 and 6 * tokens * classes * features > MOST_FLOAT64_FLOPS:
+        return torch.float32
+    return torch.float64
+
+
+def aligned(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Inputs:
+    """Return the inputs with zeros for features and classes up to the next multiples of 8."""
+    (V, D), step = weight_VD.shape, ALIGNMENT
+    padded_VD = F.pad(weight_VD.detach(), (0, -D % step, 0, -V % step))
+    return F.pad(input_ND.detach(), (0, -D % step)), padded_VD, target_N
 
 
 def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:

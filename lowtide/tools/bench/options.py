@@ -19,7 +19,8 @@ from lowtide import linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
 from lowtide.tools.bench.measure import Mode
-from lowtide.tools.bench.providers import PROVIDERS, Call, Entry, eager_loss
+from lowtide.tools.bench.providers import PROVIDERS, Call, Entry
+from lowtide.tools.eager import eager_loss
 from lowtide.tools.figures import GIB
 
 RANK = 16

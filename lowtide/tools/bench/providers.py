@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.eager import eager_loss
 from lowtide.tools.figures import GIB, MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,53 +88,56 @@ class Autocast(Provider):
         return Call(run, (input_ND, wide_VD))
 
 
-def _lowtide(name: str, workspace: int | None, kind: type[Provider] = Provider) -> Provider:
+def lowtide_provider(name: str, workspace: int | None, kind: type[Provider] = Provider) -> Provider:
     def load(case: Case) -> Loss:
         from lowtide import linear_cross_entropy
 
-        return partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, workspace=workspace)
+        options = {"ignore_index": IGNORE_INDEX, "softcap": case.softcap, "workspace": workspace}
+        return partial(linear_cross_entropy, **options)
 
     return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
 
 
-def eager_loss(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, reduction: str = "mean") -> Tensor:
-    logits_NV = F.linear(input_ND, weight_VD)
-    return F.cross_entropy(logits_NV.float(), target_N, ignore_index=IGNORE_INDEX, reduction=reduction)
-
-
 def _eager(case: Case) -> Loss:
-    return eager_loss
+    return partial(eager_loss, softcap=case.softcap)
 
 
 def _compiled(backend: str, case: Case) -> Loss:
     # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
     torch.compiler.reset()
-    return torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
+    compiled = torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
+    return partial(compiled, softcap=case.softcap)
 
 
 def _torch_chunked(case: Case) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
+    _refuse_softcap(case)
     options = torch.nn.LinearCrossEntropyOptions()
     return partial(F.linear_cross_entropy, ignore_index=IGNORE_INDEX, options=options)
 
 
 def _liger(accum_dtype: torch.dtype | None, case: Case) -> Loss:
     module = _cuda_module("liger_kernel.transformers.functional", case)
-    return partial(
-        module.liger_fused_linear_cross_entropy, ignore_index=IGNORE_INDEX, accum_dtype=accum_dtype
-    )
+    options = {"ignore_index": IGNORE_INDEX, "softcap": case.softcap, "accum_dtype": accum_dtype}
+    return partial(module.liger_fused_linear_cross_entropy, **options)
 
 
 def _cut_cross_entropy(case: Case) -> Loss:
     module = _cuda_module("cut_cross_entropy", case)
-    return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX)
+    return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
 
 
 def _quack(use_scaled_exp: bool, case: Case) -> Loss:
     module = _cuda_module("quack.linear_cross_entropy", case)
+    _refuse_softcap(case)
     loss = partial(module.chunked_linear_cross_entropy, ignore_index=IGNORE_INDEX)
     return partial(loss, use_scaled_exp=use_scaled_exp)
+
+
+def _refuse_softcap(case: Case) -> None:
+    if case.softcap is not None:
+        raise Unavailable("it has no soft cap")
 
 
 def _cuda_module(name: str, case: Case) -> ModuleType:
@@ -152,12 +156,12 @@ SWEPT = (
 )
 
 PROVIDERS = (
-    _lowtide("lowtide", None),
-    _lowtide("lowtide-3.5GiB", 7 * GIB // 2),
-    _lowtide("lowtide-1GiB", GIB),
-    _lowtide("lowtide-1GiB-autocast", GIB, Autocast),
-    _lowtide("lowtide-256MiB", 256 * MIB),
-    _lowtide("lowtide-64MiB", 64 * MIB),
+    lowtide_provider("lowtide", None),
+    lowtide_provider("lowtide-3.5GiB", 7 * GIB // 2),
+    lowtide_provider("lowtide-1GiB", GIB),
+    lowtide_provider("lowtide-1GiB-autocast", GIB, Autocast),
+    lowtide_provider("lowtide-256MiB", 256 * MIB),
+    lowtide_provider("lowtide-64MiB", 64 * MIB),
     Provider("eager", "torch", _eager),
     # Inductor's first C++ build on a CPU takes about as long as a whole smoke run may. A smoke run
     # uses the backend that generates no code, under that backend's name.

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import linear_cross_entropy
 from lowtide.tools import figures, files
+from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import ENVIRONMENT, Environment
 from lowtide.tools.errors import UserError
 from lowtide.tools.profile.record import recording
@@ -46,12 +46,7 @@ SHAPES = (Shape(1, 32_768, 4096, 128_256), Shape(4, 20_480, 4096, 128_256))
 SMOKE = (Shape(1, 128, 32, 2048), Shape(4, 64, 32, 2048))
 
 
-def eager(hidden_BTD: Tensor, weight_VD: Tensor, target_BT: Tensor) -> Tensor:
-    logits_BTV = F.linear(hidden_BTD, weight_VD).float()
-    return F.cross_entropy(logits_BTV.flatten(0, 1), target_BT.flatten())
-
-
-LOSSES: dict[str, Loss] = {"eager": eager, "lowtide": linear_cross_entropy}
+LOSSES: dict[str, Loss] = {"eager": eager_loss, "lowtide": linear_cross_entropy}
 
 
 @dataclass(frozen=True)

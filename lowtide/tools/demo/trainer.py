@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide import linear_cross_entropy
@@ -16,6 +15,7 @@ from lowtide.tools import files
 from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import Corpus, batch
 from lowtide.tools.demo.model import GPT
+from lowtide.tools.eager import eager_loss
 from lowtide.tools.errors import UserError
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
@@ -25,12 +25,7 @@ MEASURE_EVERY = 10
 VALIDATION_BATCHES = 4
 
 
-def eager_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    logits = (hidden @ weight.T).float()
-    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
-
-
-LOSSES: dict[str, Callable[..., Tensor]] = {"lowtide": linear_cross_entropy, "eager": eager_cross_entropy}
+LOSSES: dict[str, Callable[..., Tensor]] = {"lowtide": linear_cross_entropy, "eager": eager_loss}
 
 
 @dataclass(frozen=True)
