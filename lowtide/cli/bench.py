@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from lowtide.cli.errors import Commands
-from lowtide.cli.parameters import DeviceOption, output_file, output_picture
+from lowtide.cli.parameters import MOST_TOKENS, DeviceOption, output_file, output_picture, size_in_bytes
 from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.cli.timeline import memory_timeline
 from lowtide.tools.bench.attention.cases import ATTENTION_CASES
@@ -20,6 +20,10 @@ from lowtide.tools.bench.attention.table import ATTENTION
 from lowtide.tools.bench.cases import AXES, CASES, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
 from lowtide.tools.bench.draw import draw as draw_figure
+from lowtide.tools.bench.heads.data import HEADS
+from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
+from lowtide.tools.bench.heads.table import HEAD_ROWS
+from lowtide.tools.bench.heads.table import draw as draw_heads
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
@@ -122,6 +126,62 @@ def linear_cross_entropy(
         _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
     ]
     _print(tables, on, smoke, out)
+
+
+@app.command("heads")
+def heads_(
+    heads: Annotated[
+        str | None, typer.Option(help="Heads by name, between commas.", metavar="NAMES", show_default="all")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of tokens, between commas.",
+            metavar="NUMBERS",
+            show_default="256,1024,4096,16384,65536, on the CPU 256",
+        ),
+    ] = None,
+    workspaces: Annotated[
+        str, typer.Option(help="Of lowtide, between commas: default, or bytes as 256MiB.", metavar="SIZES")
+    ] = "default,256MiB",
+    device: DeviceOption = Device.auto,
+    smoke: Smoke = False,
+    out: Out = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(parser=output_picture, metavar="FILE", help="Draw the ratios, .svg or .png."),
+    ] = None,
+) -> None:
+    """Time the loss on the heads of public models, from GPT-2 to Kimi K2.
+
+    Each row of the CSV is one provider on one head and number of tokens, with
+    the engine that `lowtide doctor` names. Ratios are to the aligned floor: the
+    three products of features and classes rounded up to multiples of 8. The
+    floor of the operands as they are, for which cuBLAS has slower kernels, is
+    beside it. Errors are against float64 where that takes seconds at most.
+    """
+    on = choose_device(device)
+    chosen = _choose(HEADS, heads.split(",") if heads else None, smoke, "--heads")
+    counts = _counts(tokens) if tokens else TOKENS["cpu" if smoke else on]
+    sizes = [None if each == "default" else size_in_bytes(each) for each in workspaces.split(",")]
+    providers = _choose(head_providers(sizes), None, smoke, "--workspaces")
+    cases = head_cases(chosen, counts, on)
+    measured = (row for case in cases for row in head_rows(case, providers))
+    table = _Table(cases[0], len(cases) * len(providers), measured)
+    every = _print([table], on, smoke, out, HEAD_ROWS)
+    if plot is not None:
+        draw_heads(every, plot)
+        Console().print(f"picture: {plot}", soft_wrap=True)
+
+
+def _counts(words: str) -> list[int]:
+    try:
+        counts = [int(word) for word in words.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1 or max(counts) > MOST_TOKENS:
+        raise typer.BadParameter(f"{words!r} must be numbers from 1 to {MOST_TOKENS:,} between commas")
+    return counts
 
 
 @app.command("options")
@@ -244,12 +304,14 @@ class _Table(NamedTuple):
     rows: Iterator[Any]  # Lazy: a row is measured, and its tensors made, when it is asked for.
 
 
-def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None, form: Format = LOSS) -> None:
-    """Measure, print the tables and exit; a smoke run exits with 1 if a row failed."""
+def _print(
+    tables: Sequence[_Table], device: str, smoke: bool, out: Path | None, form: Format = LOSS
+) -> list[Any]:
+    """Measure, print the tables and return all rows; a smoke run exits with 1 if a row failed."""
     console = Console()
     if not console.is_terminal:
-        console.width = 120  # A file has no width, and rows should not be wrapped in it.
-    failed = False
+        console.width = form.width
+    every: list[Any] = []
     with contextlib.ExitStack() as stack:
         writer = None
         if out is not None:
@@ -263,8 +325,10 @@ def _print(tables: Sequence[_Table], device: str, smoke: bool, out: Path | None,
                         writer.write(row)
                     spinner.update(f"{table.case.name}: {len(measured)} of {table.total} rows")
             console.print(form.render(measured))
-            failed |= any(row.failed for row in measured)
-    raise typer.Exit(int(smoke and failed))
+            every += measured
+    if smoke and any(row.failed for row in every):
+        raise typer.Exit(1)
+    return every
 
 
 def _choose(known: Sequence[NamedT], names: list[str] | None, smoke: bool, option: str) -> list[NamedT]:

@@ -8,9 +8,10 @@ Modules, in the order of imports:
 * files: files that are either complete or absent; tables and dictionaries from them.
 * environment: versions, card and commit, for every table.
 * figures: the common look of figures.
+* eager: the loss with all logits, which every tool compares with.
 * demo: a small GPT and its training, with eager logits or lowtide's loss.
 * estimate: the peak memory of a training step, computed on fake tensors.
 * profile: memory over time, recorded from the allocator.
-* bench: time, memory and error beside torch and the peers.
 * doctor: what this machine has, and how it computes a call.
+* bench: time, memory and error beside torch and the peers.
 """

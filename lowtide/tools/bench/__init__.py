@@ -14,4 +14,5 @@ Modules, in the order of imports:
 * draw: the figure of a sweep.
 * timeline: the memory of a decoder's last stage over time.
 * attention: the benchmark of attention.
+* heads: the loss on the heads of public models.
 """

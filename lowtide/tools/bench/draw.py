@@ -9,7 +9,7 @@ Legend: N tokens, D features, V classes.
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -129,7 +129,7 @@ def _point(row: dict[str, str], axis: str) -> Point:
 
 def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:
     panels = figure.subplots(len(MEASURES), len(sweeps.lines), sharex="col", sharey="row", squeeze=False)
-    looks = _looks(sweeps)
+    looks = looks_of(name for lines in sweeps.lines.values() for name in lines)
     for row, measure in zip(panels, MEASURES):
         for axes, lines in zip(row, sweeps.lines.values()):
             for provider, points in lines.items():
@@ -152,14 +152,14 @@ def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:
         _name_lines(row, measure, sweeps, looks)
 
 
-def _looks(sweeps: Sweeps) -> dict[str, dict]:
+def looks_of(providers: Iterable[str]) -> dict[str, dict]:
     """Return colour and dashes of each provider.
 
     A variant ("lowtide-256MiB") has the colour of its kind.
     """
     looks: dict[str, dict] = {}
     variants: dict[str, int] = {}
-    for provider in dict.fromkeys(name for lines in sweeps.lines.values() for name in lines):
+    for provider in dict.fromkeys(providers):
         kinds = [kind for kind in figures.COLORS if provider == kind or provider.startswith(f"{kind}-")]
         kind = max(kinds, key=len, default="")
         number = variants[kind] = variants.get(kind, -1) + 1

@@ -5,8 +5,8 @@ chunk, back to back, in the dtype of the inputs. Half precision on a processor w
 is taken in float32, which is much faster there (one try decides). Floor and entry alternate in one
 process, so that both have the same clocks, and the median of the rounds' ratios can be compared
 between runs and cards. `peak_bytes` is the peak beyond inputs, loss and gradients. Errors are
-relative Frobenius norms against products in the next wider dtype (float32 for half precision, else
-float64, for both where its products are affordable).
+relative Frobenius norms against products in float64, or in float32 for half precision where float64
+would take too long.
 
 Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. A second
 floor, that of the next multiples of 8, takes its turn as well. Otherwise the two floors are one.
@@ -170,7 +170,8 @@ def exact(
     input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode, softcap: float | None = None
 ) -> tuple[Tensor, ...]:
     """Return (loss, dX, dW), or the loss alone, by chunks in `truth_dtype`."""
-    wide = truth_dtype(len(input_ND), *weight_VD.shape, input_ND.dtype)
+    V, D = weight_VD.shape
+    wide = truth_dtype(len(input_ND), D, V, input_ND.dtype)
     wide_VD = weight_VD.to(wide)
     counted = (target_N != IGNORE_INDEX).sum()
     loss = torch.zeros((), dtype=torch.float64, device=input_ND.device)
@@ -201,7 +202,7 @@ def exact(
     return loss / counted, torch.cat(grads_ND), grad_VD
 
 
-def truth_dtype(tokens: int, classes: int, features: int, dtype: torch.dtype) -> torch.dtype:
+def truth_dtype(tokens: int, features: int, classes: int, dtype: torch.dtype) -> torch.dtype:
     """Return float64, or float32 for half precision whose products would take too long."""
     if dtype.itemsize == 2 and 6 * tokens * classes * features > MOST_FLOAT64_FLOPS:
         return torch.float32

@@ -92,8 +92,8 @@ def lowtide_provider(name: str, workspace: int | None, kind: type[Provider] = Pr
     def load(case: Case) -> Loss:
         from lowtide import linear_cross_entropy
 
-        options = {"ignore_index": IGNORE_INDEX, "softcap": case.softcap, "workspace": workspace}
-        return partial(linear_cross_entropy, **options)
+        loss = partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
+        return partial(loss, workspace=workspace)
 
     return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
 

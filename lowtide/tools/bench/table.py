@@ -32,6 +32,8 @@ class Format(NamedTuple):
     columns: Sequence[str]
     record: Callable[[Any], dict[str, object]]
     render: Callable[[Any], Group]
+    width: int = 120
+    """Columns of a file that is printed to, which has no width."""
 
 
 class CsvWriter:

@@ -1,0 +1,80 @@
+"""Measure every provider on one head and number of tokens, and name the way that lowtide takes.
+
+Legend: N tokens, D features, V classes.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.heads.data import Head
+from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
+from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
+from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.figures import GIB, MIB
+
+TOKENS = {"cuda": (256, 1024, 4096, 16384, 65536), "cpu": (256,)}
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+WORKSPACES = (None, 256 * MIB)  # None is the default.
+
+
+@dataclass(frozen=True)
+class HeadCase(Case):
+    head: Head = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class HeadRow(Row):
+    case: HeadCase
+    engine: str = ""  # As `lowtide doctor` names it; "" for others than lowtide.
+    chunks: str = ""
+
+
+def head_cases(heads: Iterable[Head], tokens: Sequence[int], device: str) -> list[HeadCase]:
+    return [
+        HeadCase(
+            *(f"{head.name}-{count}", count, head.features, head.classes, DTYPES[device], device),
+            softcap=head.softcap,
+            head=head,
+        )
+        for head in heads
+        for count in tokens
+    ]
+
+
+def head_providers(workspaces: Iterable[int | None]) -> list[Provider]:
+    """Return lowtide with each workspace, then torch's own and the peers."""
+    ours = [lowtide_provider(f"lowtide{_suffix(size)}", size) for size in workspaces]
+    names = {*SWEPT, "compile-aot-eager"}
+    return ours + [each for each in PROVIDERS if each.name in names and each.distribution != "lowtide"]
+
+
+def _suffix(workspace: int | None) -> str:
+    if workspace is None:
+        return ""
+    unit, name = next(
+        (unit, name) for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (1, "B")) if workspace % unit == 0
+    )
+    return f"-{workspace // unit}{name}"
+
+
+def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow]:
+    for row in rows(case, providers, Mode.STEP, budget_ms=SWEEP_BUDGET_MS):
+        ours = row.provider.distribution == "lowtide"
+        way = _way(case, row.provider.workspace) if ours else ()
+        yield HeadRow(case, row.mode, row.provider, row.figures, row.reason, row.failed, *way)
+
+
+def _way(case: HeadCase, workspace: int | None) -> tuple[str, str]:
+    """Return the engine and the chunks, in the words of `lowtide doctor`."""
+    call = Call(
+        *(case.tokens, case.features, case.classes),
+        dtype=case.dtype,
+        device=case.device,
+        softcap=case.softcap,
+        workspace=workspace,
+    )
+    found = call.describe()
+    return found["engine"], found["rows"]

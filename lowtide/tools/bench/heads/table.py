@@ -1,0 +1,150 @@
+"""Show rows of the heads as one table, write them as a CSV, and draw them.
+
+Ratios are to the aligned floor: the three products of features and classes rounded up to multiples
+of 8. The floor of the operands as they are stands beside it.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.tools import figures
+from lowtide.tools.bench import table
+from lowtide.tools.bench.draw import looks_of
+from lowtide.tools.bench.heads.rows import HeadRow
+from lowtide.tools.bench.measure import Figures, quantiles, truth_dtype
+from lowtide.tools.bench.table import Format, rounded, status
+from lowtide.tools.environment import Environment, dtype_name
+from lowtide.tools.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FLOORS = ("aligned_floor_ms", "aligned_ratio")
+COLUMNS = (
+    *table.COLUMNS,
+    *("command", "head", "tied", "softcap", "source", "engine", "chunks", *FLOORS, "truth"),
+)
+
+
+def record(row: HeadRow) -> dict[str, object]:
+    case, head = row.case, row.case.head
+    fields: dict[str, object] = {
+        "command": " ".join(["lowtide", *sys.argv[1:]]),
+        "head": head.name,
+        "tied": head.tied,
+        "softcap": head.softcap,
+        "source": head.source,
+        "engine": row.engine,
+        "chunks": row.chunks,
+        "truth": dtype_name(truth_dtype(case.tokens, case.features, case.classes, case.dtype)),
+    }
+    if row.figures is not None:
+        fields |= {name: getattr(row.figures, name) for name in FLOORS}
+    return table.record(row) | rounded(fields)
+
+
+def render(rows: Sequence[HeadRow]) -> Group:
+    """Return a line for each head and number of tokens, with a cell for each provider."""
+    ran = [row for row in rows if row.figures is not None]
+    providers = list(dict.fromkeys(row.provider.name for row in ran))
+    shown = Table(
+        title="ratio to the aligned floor, time; peak beyond gradients, larger error of dX and dW",
+        caption="bold*: the best; floor: of features and classes rounded up to 8, and as they are",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+    )
+    for heading in ("head", "D x V", "N", "floor ms", "engine", *providers):
+        shown.add_column(heading, no_wrap=True)
+    for of_case in _by_case(ran):
+        case = of_case[0].case
+        best = min(of_case, key=lambda row: _figures(row).aligned_ratio)
+        cells = {row.provider.name: _cell(_figures(row), row is best) for row in of_case}
+        engines = dict.fromkeys(row.engine for row in of_case if row.engine)
+        shown.add_row(
+            *(case.head.name, f"{case.features} x {case.classes}", f"{case.tokens}"),
+            "\n".join(f"{_floor(of_case, name):.3g}" for name in ("aligned_floor_ms", "floor_ms")),
+            "\n".join(engines),
+            *(cells.get(name, "-") for name in providers),
+        )
+    absent: dict[str, list[str]] = {}
+    for row in rows:
+        if row.figures is None:
+            absent.setdefault(f"{row.provider.name} {status(row)}: {row.reason}", []).append(row.case.name)
+    # Text, because brackets in a reason would be markup.
+    return Group(shown, *(Text(f"  {reason} ({', '.join(cases)})") for reason, cases in absent.items()))
+
+
+def _figures(row: HeadRow) -> Figures:
+    assert row.figures is not None
+    return row.figures
+
+
+def _floor(rows: Iterable[HeadRow], name: str) -> float:
+    """Return the median over the providers, each of which was timed in turn with the floor."""
+    return quantiles([getattr(row.figures, name) for row in rows], 0.5)[0]
+
+
+def _by_case(rows: Iterable[HeadRow]) -> list[list[HeadRow]]:
+    found: dict[str, list[HeadRow]] = {}
+    for row in rows:
+        found.setdefault(row.case.name, []).append(row)
+    return list(found.values())
+
+
+def _cell(own: Figures, best: bool) -> Text:
+    ratio = Text(f"{own.aligned_ratio:.2f}{'*' if best else ''}", "bold" if best else "")
+    unit, name = figures.unit_of(own.peak_bytes)
+    return Text.assemble(
+        ratio, f" {own.ms:.3g} ms\n{own.peak_bytes / unit:.1f} {name} {max(own.errors[1:]):.0e}"
+    )
+
+
+def draw(rows: Sequence[HeadRow], path: Path) -> None:
+    """Draw each provider's ratio to the aligned floor over the heads, a panel for each number of tokens."""
+    ran = [row for row in rows if row.figures is not None]
+    if not ran:
+        raise UserError("no provider ran, and there is nothing to draw")
+    heads = sorted({row.case.head for row in ran}, key=lambda head: (head.features, head.classes))
+    places = {head: place for place, head in enumerate(heads)}
+    tokens = sorted({row.case.tokens for row in ran})
+    looks = looks_of(row.provider.name for row in ran)
+    with figures.figure(14, 3 + 2.2 * len(tokens)) as figure:
+        panels: list[Axes] = [*figure.subplots(len(tokens), 1, sharex=True, squeeze=False)[:, 0]]
+        for axes, count in zip(panels, tokens):
+            _draw_panel(axes, [row for row in ran if row.case.tokens == count], places, looks)
+            axes.set_ylabel(f"N = {count:,}")
+        panels[0].set_title("Forward and backward over three products, operands rounded up to 8")
+        panels[-1].set_xticks(range(len(heads)), [head.name for head in heads], rotation=90)
+        figures.names_above(panels[0])
+        here = Environment.of(ran[0].case.device)
+        source = f"{here.card}, torch {here.torch}, {ran[0].case.dtype_name}, lowtide {here.lowtide}"
+        figure.supxlabel(source, fontsize=9, color="#868e96")
+        figures.save(figure, path)
+
+
+def _draw_panel(axes: "Axes", rows: Sequence[HeadRow], places: dict, looks: dict[str, dict]) -> None:
+    axes.axhline(1, color=figures.INK, linewidth=0.8)
+    for name, look in looks.items():
+        own = [row for row in rows if row.provider.name == name]
+        points = [(places[row.case.head], _figures(row).aligned_ratio) for row in own]
+        if points:
+            hollow = look["linestyle"] != "-"  # A variant of its kind.
+            axes.plot(
+                *zip(*points),
+                linestyle="",
+                label=name,
+                fillstyle="none" if hollow else "full",
+                **{key: look[key] for key in ("color", "marker", "zorder")},
+            )
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+HEAD_ROWS = Format(COLUMNS, record, render, width=200)
