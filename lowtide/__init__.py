@@ -2,6 +2,7 @@
 
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
+from lowtide.first_call import warmup
 from lowtide.memory import peak_memory
 from lowtide.ops.attention import (
     memory_efficient_attention,
@@ -32,5 +33,6 @@ __all__ = [
     "merge_attentions",
     "peak_memory",
     "scaled_dot_product_attention",
+    "warmup",
 ]
 __version__ = "0.1.0"

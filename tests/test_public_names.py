@@ -21,6 +21,7 @@ def test_names():
         "merge_attentions",
         "peak_memory",
         "scaled_dot_product_attention",
+        "warmup",
     }
     assert expected == set(lowtide.__all__)
     assert lowtide.__all__ == sorted(lowtide.__all__)

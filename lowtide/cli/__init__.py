@@ -13,6 +13,7 @@ Modules, in the order of imports:
 * estimate: `lowtide estimate`.
 * profile: `lowtide profile`.
 * train: `lowtide train`.
+* warmup: `lowtide warmup`.
 """
 
 import sys
@@ -43,7 +44,7 @@ def make_app() -> "typer.Typer":
     import typer
 
     from lowtide import __version__
-    from lowtide.cli import bench, doctor, estimate, profile, train
+    from lowtide.cli import bench, doctor, estimate, profile, train, warmup
     from lowtide.cli.errors import Commands
 
     app = typer.Typer(
@@ -68,4 +69,5 @@ def make_app() -> "typer.Typer":
     app.command("estimate")(estimate.estimate)
     app.command("profile", context_settings=profile.SETTINGS)(profile.profile)
     app.command("train")(train.train)
+    app.command("warmup")(warmup.warmup)
     return app
