@@ -48,7 +48,7 @@ def doctor(context: typer.Context) -> None:
     """Say what this machine has, and which way a call takes on it.
 
     Alone it prints which engine takes the loss here, what the CPU has for
-    bfloat16 and how its threads wait, versions and devices, and which engine of
+    bfloat16 and how its threads wait, versions and devices, and which backend of
     attention takes which calls. The commands below describe one call, and are answered by the
     functions that choose when it runs; nothing is computed, but a CPU's
     bfloat16 products are compiled where that is still to be done.
@@ -107,7 +107,7 @@ def attention(
     logsumexp: Annotated[bool, typer.Option("--logsumexp", help="Ask for it as well.")] = False,
     backend: Backend = "auto",
 ) -> None:
-    """Show which engine memory_efficient_attention takes for a call, and why."""
+    """Show which backend memory_efficient_attention takes for a call, and why."""
     sizes = {"B": batch, "H": heads, "M": queries, "N": queries if keys is None else keys}
     if bias is None:
         refuse_given(context, ["bias_gradient"], "goes together with --bias")
@@ -137,7 +137,7 @@ def attention(
         f"memory_efficient_attention: B {batch} M {queries} N {sizes['N']} H {heads}/{heads_of_keys} "
         f"K {features} {dtype.value} on {call.device}"
     )
-    _print(_console(), title, {"engine": found.backend, "why": found.reason})
+    _print(_console(), title, {"backend": found.backend, "why": found.reason})
 
 
 @app.command("linear-cross-entropy")
@@ -151,6 +151,12 @@ def linear_cross_entropy(
     gradients: Annotated[bool, typer.Option(help="Whether the call needs them.")] = True,
     softcap: Softcap = None,
     label_smoothing: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    logit_scale: Annotated[float | None, typer.Option(show_default="none")] = None,
+    z_loss: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    weight: Annotated[bool, typer.Option("--weight", help="With class weights.")] = False,
+    row_weight: Annotated[
+        bool, typer.Option("--row-weight", help="With weights of rows, which change nothing.")
+    ] = False,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
@@ -161,7 +167,9 @@ def linear_cross_entropy(
 ) -> None:
     """Show how linear_cross_entropy computes a call, and in what pieces.
 
-    A z-loss and row weights change none of it.
+    Options have the names of the function's arguments. A z-loss, row weights
+    and a logit scale are part of the coefficients of a row: they change none of
+    what is shown.
     """
     call = of_loss.Call(
         tokens,
@@ -173,6 +181,9 @@ def linear_cross_entropy(
         gradients=gradients,
         softcap=softcap,
         label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+        weight=weight,
         reduction=reduction,
         workspace=workspace,
         backend=backend,

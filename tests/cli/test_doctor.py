@@ -74,6 +74,8 @@ def test_attention_call():
     assert done.exit_code == 0, done.output
     assert "torch" in done.output
     assert "its biases are dense" in done.output
+    assert "backend" in done.output
+    assert "engine" not in done.output
     options = ("--mask", "causal", "--key-heads", "4", "--layout", "BHMK", "--dtype", "float16")
     done = invoke("attention", "--device", "cuda", *options)
     assert "sdpa" in done.output
@@ -90,6 +92,8 @@ def test_loss_call():
     assert "1000 a chunk, 1 chunk" in done.output
     assert "weight gradient" in done.output
     assert "weight gradient" not in invoke("linear-cross-entropy", *sizes, "--no-gradients").output
+    more = ("--z-loss", "1e-4", "--logit-scale", "0.5", "--weight", "--row-weight")
+    assert invoke("linear-cross-entropy", *sizes, *more).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_built_in_model(tmp_path):
     assert done.exit_code == 0, done.output
     assert "12 x 256 tokens, float32, adamw" in done.output
     assert "12 x 512 tokens, float32, adamw" in done.output
+    assert "adamw: 8.8 million parameters" in done.output
     again = invoke(table, "--out", pictures[1])
     assert again.exit_code == 0, again.output
     first, second = (each.read_bytes() for each in pictures)

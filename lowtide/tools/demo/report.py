@@ -30,7 +30,10 @@ def readable(size: float) -> str:
 
 def table(runs: list[Run]) -> Table:
     """Return a row for each run; for two also the losses' difference and the ratio of the rest."""
-    summary = Table(caption="peak: the most that head and loss hold at once, with their gradients")
+    caption = "peak: the most that head and loss hold at once, with their gradients"
+    if len(runs) == 2:
+        caption += "\nlast row: how far the losses are apart; eager's time and peak over lowtide's"
+    summary = Table(caption=caption)
     for column in ("loss", "final loss", "validation", "step", "tokens/s", "peak"):
         summary.add_column(column, justify="left" if column == "loss" else "right")
     for run in runs:
@@ -47,7 +50,7 @@ def table(runs: list[Run]) -> Table:
         ours, eager = runs
         summary.add_section()
         summary.add_row(
-            "difference",
+            "eager vs lowtide",
             f"{abs(eager.history[-1].loss - ours.history[-1].loss):.1e}",
             f"{abs(eager.validation_loss - ours.validation_loss):.1e}",
             f"{seconds_per_step(eager) / seconds_per_step(ours):.2f}x",

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
@@ -37,7 +37,10 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Hold what the plan of a call depends on; a z-loss and row weights change nothing in it."""
+    """Hold what the plan of a call depends on, by the names of the function's arguments.
+
+    A z-loss, row weights and a logit scale that is a number change nothing in it.
+    """
 
     N: int
     D: int
@@ -48,6 +51,10 @@ class Call:
     gradients: bool = True
     softcap: float | None = None
     label_smoothing: float = 0.0
+    logit_scale: float | None = None
+    z_loss: float = 0.0
+    weight: bool = False
+    """True for class weights."""
     reduction: str = "mean"
     workspace: int | None = None
     backend: str = "auto"
@@ -75,11 +82,14 @@ class Call:
             target = torch.empty(self.N, dtype=torch.int64, device=self.device)
             if self.probabilities is not None:
                 target = torch.empty(self.N, self.V, dtype=self.probabilities, device=self.device)
+            class_weight_V = self._empty(self.V) if self.weight else None
             check_arguments(
-                *((input_ND,), (weight_VD,), target, bias_V, None),
-                *(None, self.softcap, self.workspace, self.backend),
+                *((input_ND,), (weight_VD,), target, bias_V, class_weight_V),
+                *(self.logit_scale, self.softcap, self.workspace, self.backend),
             )
-            check_loss_options(target, None, self.reduction, None, self.label_smoothing, 0.0)
+            check_loss_options(
+                target, class_weight_V, self.reduction, None, self.label_smoothing, self.z_loss
+            )
             options = Options.of(
                 input_ND,
                 ignore_index=None,
@@ -88,9 +98,11 @@ class Call:
                 backend=self.backend,
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
             )
-            call_kind = CallKind(needs_grad, False, self.probabilities, False)
-            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V), options, call_kind)
+            call_kind = CallKind(needs_grad, False, self.probabilities, self.weight)
+            scale = scale_of(self.logit_scale, input_ND)
+            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -117,7 +129,8 @@ class Call:
         found["products in"] = dtype_name(plan.compute_dtype)
         found["rows"] = f"{plan.rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
         if plan.operand_classes < self.V:
-            found["weight"] = f"copied {plan.operand_classes} classes at a time, for its dtype or its strides"
+            why = f"from {dtype_name(self.dtype)} to {dtype_name(plan.compute_dtype)}"
+            found["weight"] = f"copied {plan.operand_classes} classes at a time, {why}"
         if self.gradients:
             found["weight gradient"] = WEIGHT_GRADIENTS[plan.weight_gradient].format(
                 sum_dtype=dtype_name(plan.sum_dtype),

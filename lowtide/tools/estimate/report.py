@@ -46,13 +46,17 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     if any(each.measured or each.out_of_memory for each in results):
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
-    console.print(f"[bold]{_title(one.setting)}[/bold]: {one.parameters / 1e9:,.3f} billion parameters")
+    console.print(f"[bold]{_title(one.setting)}[/bold]: {_count(one.parameters)} parameters")
     console.print(f"assumed: {one.device}")
     console.print(table)
     console.print(
         f"one copy of the logits {one.logits / unit:,.2f} {name}, "
         f"one hidden state a layer {one.hidden / unit:,.2f} {name}\n"
     )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:,.3f} billion" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} million"
 
 
 def _unit(results: Sequence[Result]) -> tuple[int, str]:

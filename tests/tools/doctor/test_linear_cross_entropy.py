@@ -20,6 +20,8 @@ CALLS = (
     replace(SMALL, backend="torch"),
     replace(SMALL, autocast=torch.bfloat16),
     replace(SMALL, probabilities=torch.float64),
+    replace(SMALL, z_loss=1e-4, logit_scale=0.5, dtype=torch.bfloat16),
+    replace(SMALL, weight=True, reduction="none"),
 )
 
 
@@ -39,6 +41,9 @@ def run(call):
             linear_bias=bias,
             softcap=call.softcap,
             label_smoothing=call.label_smoothing,
+            logit_scale=call.logit_scale,
+            z_loss=call.z_loss,
+            weight=torch.zeros(call.V, dtype=call.dtype) if call.weight else None,
             reduction=call.reduction,
             workspace=call.workspace,
             backend=call.backend,
@@ -75,7 +80,15 @@ def test_description():
     assert "weight gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
     soft = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, probabilities=torch.bfloat16).describe()
-    assert soft["why"].startswith("not cpu_exponentials: it takes one linear term, class indices")
+    assert soft["why"] == "not cpu_exponentials: it takes class indices"
+    large = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, workspace=8 << 20)
+    assert replace(large, softcap=30.0).describe()["why"] == "not cpu_exponentials: it takes no soft cap"
+    smooth = replace(large, label_smoothing=0.1).describe()
+    assert smooth["why"] == "not cpu_exponentials: it takes no label smoothing"
+    classes = replace(large, softcap=30.0).plan().operand_classes
+    assert classes < 1 << 17
+    copied = replace(large, softcap=30.0).describe()["weight"]
+    assert copied == f"copied {classes} classes at a time, from bfloat16 to float32"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,7 @@ def test_description():
         ({"reduction": "median"}, "reduction must be one of"),
         ({"backend": "fast"}, "backend must be one of"),
         ({"softcap": 0.0}, "softcap must be"),
+        ({"z_loss": -1.0}, "z_loss must be"),
     ],
 )
 def test_errors_of_the_call(changes, message):

@@ -58,8 +58,10 @@ def _against_soft_targets(call: Call, backend: str) -> str | None:
     """
     if call.call_kind.soft_dtype not in EXPONENTIAL_DTYPES:  # decision 0018
         return "it takes class probabilities in bfloat16"
-    if call.options.softcap or call.needs_grad.scale:
-        return "it takes neither a soft cap nor a learned scale"
+    if call.options.softcap:
+        return "it takes no soft cap"
+    if call.needs_grad.scale:
+        return "it takes no learned scale"
     if call.V % 16 != 0:
         return "it takes classes in a multiple of 16"
     return _against_tiles(call, backend)
@@ -84,10 +86,17 @@ def _against_cpu_exponentials(call: Call, backend: str) -> str | None:
         return "it takes operands that are bfloat16"
     if not lies_by_rows(weight):
         return "it takes a weight whose features lie side by side"
-    if others or call_kind.log_probs or call_kind.probabilities or call_kind.needs_grad.scale:
-        return "it takes one linear term, class indices and no learned scale, for a loss"
-    if options.softcap or options.label_smoothing:
-        return "it takes neither a soft cap nor label smoothing"
+    refused = {
+        "it takes one linear term": others,
+        "it computes a loss, and no log-probabilities": call_kind.log_probs,
+        "it takes class indices": call_kind.probabilities,
+        "it takes no learned scale": call_kind.needs_grad.scale,
+        "it takes no soft cap": options.softcap,
+        "it takes no label smoothing": options.label_smoothing,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            return reason
     if weight.shape[0] * weight.shape[1] < FEWEST_WEIGHTS:
         return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
     return _cpu_products_refuse()
@@ -126,13 +135,16 @@ def _against_tiles(call: Call, backend: str) -> str | None:
         return f"it takes bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
     if len(head.inputs) > 2 or any(each.shape[-1] > SECOND_FEATURES for each in head.inputs[1:]):
         return f"it takes one linear term, and one of at most {SECOND_FEATURES} features beside it"
-    if not all(
-        input.shape[-1] % 8 == 0
-        and maps_input(input, copies_rows(input, dtype), place)
-        and maps_weight(weight, dtype, place)
-        for input, weight in zip(head.inputs, head.weights)
-    ):
-        return "it takes features that are a multiple of 8 and lie side by side, aligned to 16 bytes"
+    for input, weight in zip(head.inputs, head.weights):
+        if input.shape[-1] % 8:
+            return f"it takes features in a multiple of 8, and there are {input.shape[-1]}"
+        mapped = {
+            "input": maps_input(input, copies_rows(input, dtype), place),
+            "weight": maps_weight(weight, dtype, place),
+        }
+        for name, maps in mapped.items():
+            if not maps:
+                return f"it takes features side by side in rows aligned to 16 bytes, unlike the {name}'s"
     return None
 
 
