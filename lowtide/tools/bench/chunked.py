@@ -6,8 +6,6 @@ chunked loss, or an alternative to it.
 Legend: N tokens, D features, V classes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -17,41 +15,29 @@ from torch.utils.checkpoint import checkpoint
 from lowtide import linear_cross_entropy
 from lowtide.ops.chunked_loss import chunked_loss
 from lowtide.ops.chunked_loss.api import Mode
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
-from lowtide.tools.bench.providers import Call
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case
+from lowtide.tools.bench.providers import Loss, Provider
 from lowtide.tools.eager import eager_loss
-
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 CHUNK_SIZES = {"cuda": (1024, 2048, 4096), "cpu": (128, 256)}
 
 
-@dataclass(frozen=True)
-class Chunked:
-    name: str
-    loss: Loss
-    distribution: str = "lowtide"
-    smoke: bool | None = None
-    workspace: int | None = None
-
-    def call(self, case: Case, inputs: Inputs) -> Call:
-        return Call(lambda: (self.loss(*inputs),), tuple(each for each in inputs[:2] if each.requires_grad))
-
-
-def entries(device: str) -> tuple[Chunked, ...]:
+def entries(device: str) -> tuple[Provider, ...]:
     """Return the entries, the dense step first."""
+    sizes = CHUNK_SIZES[device]
     modes: tuple[Mode, ...] = ("gradient_in_forward", "recompute")
-    chunked = [
-        Chunked(f"{mode}-{size}", partial(_chunked, mode, size))
-        for mode in modes
-        for size in CHUNK_SIZES[device]
-    ]
+    chunked = {f"{mode}-{size}": partial(_chunked, mode, size) for mode in modes for size in sizes}
+    fused = partial(linear_cross_entropy, ignore_index=IGNORE_INDEX)
     return (
-        Chunked("dense", eager_loss, "torch"),
-        *chunked,
-        Chunked("by-hand", partial(_by_hand, CHUNK_SIZES[device][-1]), "torch"),
-        Chunked("linear_cross_entropy", partial(linear_cross_entropy, ignore_index=IGNORE_INDEX)),
+        Provider("dense", "torch", partial(_given, eager_loss)),
+        *(Provider(name, "lowtide", partial(_given, loss)) for name, loss in chunked.items()),
+        Provider("by-hand", "torch", partial(_given, partial(_by_hand, sizes[-1]))),
+        Provider("linear_cross_entropy", "lowtide", partial(_given, fused)),
     )
+
+
+def _given(loss: Loss, case: Case) -> Loss:
+    return loss
 
 
 def _sum(logits: Tensor, target: Tensor) -> Tensor:
@@ -73,6 +59,3 @@ def _by_hand(chunk_size: int, input_ND: Tensor, weight_VD: Tensor, target_N: Ten
     chunks = zip(input_ND.split(chunk_size), target_N.split(chunk_size))
     total = sum(checkpoint(one, x_CD, target_C, use_reentrant=False) for x_CD, target_C in chunks)
     return total / (target_N != IGNORE_INDEX).sum()
-
-
-__all__ = ["CHUNK_SIZES", "Chunked", "entries"]

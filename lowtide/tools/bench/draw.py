@@ -266,6 +266,3 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
             groups[-1][1] += count
     starts = [total / count for total, count in groups for _ in range(int(count))]
     return [start + number * gap for number, start in enumerate(starts)]
-
-
-__all__ = ["draw"]

@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,8 @@ MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
 SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
 SLOW_MS = 20_000.0  # A provider that takes as long for one step is timed once.
+
+ResultT = TypeVar("ResultT")
 
 
 class Mode(str, Enum):
@@ -84,22 +86,31 @@ def rows(
 ) -> Iterator[Row]:
     # Every provider is measured with products that torch does not shorten to TF32.
     torch.set_float32_matmul_precision("highest")
-    bench: _Bench | None = None
+    bench = cache(partial(_Bench, case, mode, plain, budget_ms))
     for provider in providers:
-        try:
-            bench = bench or _Bench(case, mode, plain, budget_ms)
-            row = Row(case, mode, provider, bench.measure(provider.call(case, bench.inputs)))
-        except Unavailable as unavailable:
-            row = Row(case, mode, provider, None, str(unavailable))
-        except torch.OutOfMemoryError as error:
-            row = Row(case, mode, provider, None, f"does not fit in memory: {_one_line(error)}")
-        except Exception as error:  # A peer's error is its row, not the end of the run.
-            row = Row(case, mode, provider, None, _one_line(error), failed=True)
-        # Only here, without the exception, does nothing refer to the provider's tensors any more.
-        gc.collect()
-        if case.device == "cuda":
-            torch.cuda.empty_cache()
-        yield row
+        outcome = attempted(lambda: bench().measure(provider.call(case, bench().inputs)), case.device)  # noqa: B023
+        yield Row(case, mode, provider, *outcome)
+
+
+def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, str, bool]:
+    """Return the result of a provider, or None; why there is none; and whether it failed.
+
+    A peer's error is its row, not the end of the run.
+    """
+    outcome: tuple[ResultT | None, str, bool]
+    try:
+        outcome = run(), "", False
+    except Unavailable as unavailable:
+        outcome = None, str(unavailable), False
+    except torch.OutOfMemoryError as error:
+        outcome = None, f"does not fit in memory: {_one_line(error)}", False
+    except Exception as error:
+        outcome = None, _one_line(error), True
+    # Only here, without the exception, does nothing refer to the provider's tensors any more.
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return outcome
 
 
 class _Bench:

@@ -1,7 +1,7 @@
 """Show rows of the benchmark as a table, and write them as a CSV with their origin."""
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import IO, Any, NamedTuple
 
@@ -109,9 +109,18 @@ def render(rows: Sequence[Row]) -> Group:
                 *([] if plain is None or over is None else [f"{plain:.2f}", f"{100 * over:+.1f} %"]),
                 *(f"{error:.0e}" for error in figures.errors),
             )
+    return Group(table, *reasons(rows))
+
+
+def reasons(rows: Iterable[Any]) -> list[Text]:
+    """Return a line for each provider and reason for which it did not run, with its cases if several."""
+    cases: dict[str, list[str]] = {}
+    for row in rows:
+        if row.figures is None:
+            said = f"  {row.provider.name} {status(row)}: {row.reason}"
+            cases.setdefault(said, []).append(row.case.name)
     # Text, because brackets in a reason would be markup.
-    absent = (row for row in rows if row.figures is None)
-    return Group(table, *(Text(f"  {row.provider.name} {status(row)}: {row.reason}") for row in absent))
+    return [Text(f"{said} ({', '.join(of)})" if len(of) > 1 else said) for said, of in cases.items()]
 
 
 LOSS = Format(COLUMNS, record, render)

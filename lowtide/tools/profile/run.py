@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,37 +24,39 @@ INTERRUPTED = 128 + signal.SIGINT
 def script(path: Path, arguments: Sequence[str], device: str) -> tuple[Record, int]:
     if not path.is_file():
         raise UserError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
-    status = 0
+
+    def work() -> None:
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as problem:
+            _print_exception(problem, path)
+            sys.exit(1)
+
     before = sys.argv, sys.path
     sys.argv, sys.path = [str(path), *arguments], [str(path.resolve().parent), *sys.path]
     try:
-        with recording(device) as record, _terminated_as_exit():
-            try:
-                runpy.run_path(str(path), run_name="__main__")
-            except SystemExit as end:
-                status = _status(end.code)
-            except KeyboardInterrupt:
-                status = INTERRUPTED
-            except BaseException as problem:
-                _print_exception(problem, path)
-                status = 1
+        return _recorded(work, device)
     finally:
         sys.argv, sys.path = before
-    return record, status
 
 
 def steps(setting: Setting, loss: Loss, count: int, device: str) -> tuple[Record, int]:
-    status = 0
     with training(setting, loss, device) as (step, _, _):
         step()
-        with recording(device) as record, _terminated_as_exit():
-            try:
-                for _ in range(count):
-                    step()
-            except SystemExit as end:
-                status = _status(end.code)
-            except KeyboardInterrupt:
-                status = INTERRUPTED
+        return _recorded(lambda: [step() for _ in range(count)], device)
+
+
+def _recorded(work: Callable[[], object], device: str) -> tuple[Record, int]:
+    status = 0
+    with recording(device) as record, _terminated_as_exit():
+        try:
+            work()
+        except SystemExit as end:
+            status = _status(end.code)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
     return record, status
 
 

@@ -13,10 +13,9 @@ Legend: B batches, H heads, M queries, N keys, K features.
 """
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from lowtide.ops.attention.definition.operands import AttentionCall, Operands, O
 from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
 from lowtide.tools.bench.attention.providers import Attention, AttentionProvider
 from lowtide.tools.bench.attention.truth import exact
-from lowtide.tools.bench.measure import _one_line, alternate, quantiles, relative_error
+from lowtide.tools.bench.measure import alternate, attempted, quantiles, relative_error
 from lowtide.tools.bench.providers import Unavailable
 
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
@@ -110,24 +109,14 @@ class _Runner:
 def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) -> Iterator[AttentionRow]:
     """Yield providers that do not run as they fail, then the others in their given order."""
     with _precision(case):
-        shared: _Shared | None = None
+        shared = cache(partial(_Shared.of, case))
         runners: list[_Runner] = []
         for provider in providers:
-            try:
-                shared = shared or _Shared.of(case)
-                if provider.backend == shared.auto:
-                    raise Unavailable("what backend='auto' takes, a row of its own")
-                runners.append(_prepared(case, provider, shared))
-            except Unavailable as unavailable:
-                yield AttentionRow(case, provider, None, reason=str(unavailable))
-            except torch.OutOfMemoryError as error:
-                yield AttentionRow(case, provider, None, reason=f"does not fit in memory: {_one_line(error)}")
-            except Exception as error:  # A peer's error is its row, not the end of the run.
-                yield AttentionRow(case, provider, None, reason=_one_line(error), failed=True)
-            if case.device == "cuda":
-                # Only here, without the exception, does nothing refer to the provider's tensors.
-                gc.collect()
-                torch.cuda.empty_cache()
+            runner, reason, failed = attempted(lambda: _prepared(case, provider, shared()), case.device)  # noqa: B023
+            if runner is None:
+                yield AttentionRow(case, provider, None, "", reason, failed)
+            else:
+                runners.append(runner)
         for runner, figures in zip(runners, _timed(case, runners)):
             backend = runner.provider.backend
             ran = "" if backend is None else _backend(case, runner.inputs, backend)
@@ -146,6 +135,8 @@ def _precision(case: AttentionCase) -> Iterator[None]:
 
 def _prepared(case: AttentionCase, provider: AttentionProvider, shared: _Shared) -> _Runner:
     """Return the provider compiled, tuned, compared with the truth, and its memory measured."""
+    if provider.backend == shared.auto:
+        raise Unavailable("what backend='auto' takes, a row of its own")
     runner = _Runner(provider, provider.load(case), shared.inputs)
     results = runner.step()
     if not all(result.isfinite().all() for result in results):

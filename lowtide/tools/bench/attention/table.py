@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, Pass
-from lowtide.tools.bench.table import Format, rounded, status
+from lowtide.tools.bench.table import Format, reasons, rounded, status
 from lowtide.tools.environment import ENVIRONMENT, version
 
 PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
@@ -59,9 +58,7 @@ def render(rows: Sequence[AttentionRow]) -> Group:
         if row.figures is not None:
             ran = f" ({row.engine})" if row.engine and not row.provider.name.endswith(row.engine) else ""
             table.add_row(row.provider.name + ran, *_cells(row.figures))
-    # Text, because brackets in a reason would be markup.
-    absent = (row for row in rows if row.figures is None)
-    return Group(table, *(Text(f"  {row.provider.name} {status(row)}: {row.reason}") for row in absent))
+    return Group(table, *reasons(rows))
 
 
 def _cells(figures: AttentionFigures) -> list[str]:

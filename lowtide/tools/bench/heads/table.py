@@ -19,7 +19,7 @@ from lowtide.tools.bench import table
 from lowtide.tools.bench.draw import looks_of
 from lowtide.tools.bench.heads.rows import HeadRow
 from lowtide.tools.bench.measure import Figures, quantiles, truth_dtype
-from lowtide.tools.bench.table import Format, rounded, status
+from lowtide.tools.bench.table import Format, reasons, rounded
 from lowtide.tools.environment import Environment, dtype_name
 from lowtide.tools.errors import UserError
 
@@ -73,12 +73,7 @@ def render(rows: Sequence[HeadRow]) -> Group:
             "\n".join(engines),
             *(cells.get(name, "-") for name in providers),
         )
-    absent: dict[str, list[str]] = {}
-    for row in rows:
-        if row.figures is None:
-            absent.setdefault(f"{row.provider.name} {status(row)}: {row.reason}", []).append(row.case.name)
-    # Text, because brackets in a reason would be markup.
-    return Group(shown, *(Text(f"  {reason} ({', '.join(cases)})") for reason, cases in absent.items()))
+    return Group(shown, *reasons(rows))
 
 
 def _figures(row: HeadRow) -> Figures:
