@@ -1,7 +1,7 @@
 """Implement `lowtide bench`: time, memory and error of lowtide, torch and the installed peers."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
@@ -17,7 +17,7 @@ from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from lowtide.tools.bench.attention.rows import attention_rows
 from lowtide.tools.bench.attention.table import ATTENTION
-from lowtide.tools.bench.cases import AXES, CASES, sweep
+from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
 from lowtide.tools.bench.draw import draw as draw_figure
 from lowtide.tools.bench.heads.data import HEADS
@@ -53,6 +53,7 @@ class Named(Protocol):
 
 NamedT = TypeVar("NamedT", bound=Named)
 
+Names = list[str] | None
 Smoke = Annotated[bool, typer.Option("--smoke", help="Run a tiny shape, and exit with 1 if a row fails.")]
 Out = Annotated[
     Path | None,
@@ -60,6 +61,11 @@ Out = Annotated[
         "--out", "--csv", parser=output_file, metavar="FILE", help="Write the rows to this CSV file."
     ),
 ]
+
+
+def _names(what: str, show_default: str = "all") -> Any:
+    return typer.Option(help=f"{what} by name; repeatable.", show_default=show_default)
+
 
 app = typer.Typer(cls=Commands, no_args_is_help=True)
 app.command("memory-timeline")(memory_timeline)
@@ -72,12 +78,8 @@ def bench() -> None:
 
 @app.command("linear-cross-entropy")
 def linear_cross_entropy(
-    case: Annotated[
-        list[str] | None, typer.Option(help="A shape by name; repeatable.", show_default="all of the device")
-    ] = None,
-    provider: Annotated[
-        list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
-    ] = None,
+    case: Annotated[Names, _names("A shape", "all of the device")] = None,
+    provider: Annotated[Names, _names("An implementation")] = None,
     mode: Annotated[Mode, typer.Option(help="Loss and gradients, or the loss alone.")] = Mode.STEP,
     along: Annotated[
         list[Axis] | None,
@@ -111,8 +113,7 @@ def linear_cross_entropy(
         raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
     if trained and along:
         raise typer.BadParameter("takes random logits: a trained head has one shape", param_hint="--sweep")
-    named = case if case or smoke or not (trained or along) else [SWEPT_CASE[on]]
-    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
+    cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
     known: Sequence[Provider] = PROVIDERS
     budget_ms = BUDGET_MS
     if along:
@@ -186,13 +187,8 @@ def _counts(words: str) -> list[int]:
 
 @app.command("options")
 def options_(
-    case: Annotated[
-        list[str] | None,
-        typer.Option(help="A shape by name; repeatable.", show_default="B, on the CPU cpu-small"),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option by name; repeatable.", show_default="all")
-    ] = None,
+    case: Annotated[Names, _names("A shape", "B, on the CPU cpu-small")] = None,
+    option: Annotated[Names, _names("An option")] = None,
     mode: Annotated[
         Mode | None, typer.Option(help="Results and gradients, or results alone.", show_default="both")
     ] = None,
@@ -211,8 +207,7 @@ def options_(
     gradients is three products, that of results alone is one.
     """
     on = choose_device(device)
-    named = case if case or smoke else [OPTIONS_CASE[on]]
-    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
+    cases = _cases(on, case, smoke, OPTIONS_CASE)
     if workspace is not None and mode is Mode.FORWARD:
         raise typer.BadParameter("is for calls with gradients", param_hint="--workspace")
     by_mode = {each: options(each, workspace or WORKSPACE) for each in ([mode] if mode else Mode)}
@@ -229,12 +224,8 @@ def options_(
 
 @app.command("chunked-loss")
 def chunked_loss(
-    case: Annotated[
-        list[str] | None, typer.Option(help="A shape by name; repeatable.", show_default="A, on the CPU cpu")
-    ] = None,
-    entry: Annotated[
-        list[str] | None, typer.Option(help="A way to call it by name; repeatable.", show_default="all")
-    ] = None,
+    case: Annotated[Names, _names("A shape", "A, on the CPU cpu")] = None,
+    entry: Annotated[Names, _names("A way to call it")] = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -246,8 +237,7 @@ def chunked_loss(
     it, and its peak memory beyond inputs, the loss and gradients.
     """
     on = choose_device(device)
-    named = case if case or smoke else [CHUNKED_CASE[on]]
-    cases = _choose([one for one in CASES if one.device == on], named, smoke, "--case")
+    cases = _cases(on, case, smoke, CHUNKED_CASE)
     every = chunked_entries(on)
     chosen = _choose(every, entry, smoke, "--entry")
     tables = [_Table(each, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
@@ -256,13 +246,8 @@ def chunked_loss(
 
 @app.command("attention")
 def attention(
-    case: Annotated[
-        list[str] | None,
-        typer.Option(help="A shape by name; repeatable.", show_default="all of the device but the longest"),
-    ] = None,
-    provider: Annotated[
-        list[str] | None, typer.Option(help="An implementation by name; repeatable.", show_default="all")
-    ] = None,
+    case: Annotated[Names, _names("A shape", "all of the device but the longest")] = None,
+    provider: Annotated[Names, _names("An implementation")] = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -331,7 +316,14 @@ def _print(
     return every
 
 
-def _choose(known: Sequence[NamedT], names: list[str] | None, smoke: bool, option: str) -> list[NamedT]:
+def _cases(device: str, names: Names, smoke: bool, usual: Mapping[str, str]) -> list[Case]:
+    """Return the named shapes of the loss, or the usual one of the device; none is usual: all."""
+    if not names and not smoke and usual:
+        names = [usual[device]]
+    return _choose([case for case in CASES if case.device == device], names, smoke, "--case")
+
+
+def _choose(known: Sequence[NamedT], names: Names, smoke: bool, option: str) -> list[NamedT]:
     """Return the entries of these names in the order given, or all of this kind of run."""
     if not names:
         return [entry for entry in known if entry.smoke in (None, smoke)]
