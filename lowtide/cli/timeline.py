@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
-from lowtide.tools.bench.timeline import SHAPES, SMOKE, draw, measure, read, write
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.figures import unit_of
+from lowtide.tools.profile.last_stage import SHAPES, SMOKE, draw, measure, read, write
 
 
 def memory_timeline(

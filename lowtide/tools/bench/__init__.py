@@ -12,7 +12,6 @@ Modules, in the order of imports:
 * chunked: entries for the chunked loss.
 * trained: the loss's cases with the head of a trained model.
 * draw: the figure of a sweep.
-* timeline: the memory of a decoder's last stage over time.
 * attention: the benchmark of attention.
 * heads: the loss on the heads of public models.
 """

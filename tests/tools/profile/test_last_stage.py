@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.tools.bench.timeline import COLUMNS, OWN, SMOKE, STEPS, Line, Shape, draw, read, write
+from lowtide.tools.profile.last_stage import COLUMNS, OWN, SMOKE, STEPS, Line, Shape, draw, read, write
 from lowtide.tools.profile.timeline import Timeline
 from tests.support.commands import invoke
 from tests.support.drawings import drawn
