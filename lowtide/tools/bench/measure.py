@@ -39,6 +39,7 @@ ALIGNMENT = 8
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
 MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half of a card whose float64 is not cut down.
+MOST_FLOAT64_WEIGHTS = 1 << 31  # 32 GiB, with their gradient.
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
 SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
@@ -214,10 +215,10 @@ def exact(
 
 
 def truth_dtype(tokens: int, features: int, classes: int, dtype: torch.dtype) -> torch.dtype:
-    """Return float64, or float32 for half precision whose products would take too long."""
-    if dtype.itemsize == 2 and 6 * tokens * classes * features > MOST_FLOAT64_FLOPS:
-        return torch.float32
-    return torch.float64
+    """Return float64, or float32 for half precision that would take too much time or memory."""
+    flops, weights = 6 * tokens * features * classes, features * classes
+    too_much = flops > MOST_FLOAT64_FLOPS or weights > MOST_FLOAT64_WEIGHTS
+    return torch.float32 if dtype.itemsize == 2 and too_much else torch.float64
 
 
 def aligned(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Inputs:

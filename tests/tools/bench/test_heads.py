@@ -88,6 +88,7 @@ def test_truth_with_soft_cap_is_that_of_autograd(dtype, tolerance):
 def test_truth_is_float64_where_affordable():
     assert truth_dtype(4096, 4096, 128_256, torch.bfloat16) is torch.float64
     assert truth_dtype(65_536, 8192, 128_256, torch.bfloat16) is torch.float32
+    assert truth_dtype(256, 14_336, 250_880, torch.bfloat16) is torch.float32, "57 GB"
     assert truth_dtype(65_536, 8192, 128_256, torch.float32) is torch.float64
 
 
@@ -158,6 +159,13 @@ def test_rows_name_the_way_of_doctor():
     found = Call(24, 60, 1003, dtype=torch.float32, workspace=1 << 16).describe()
     assert (row.engine, row.chunks) == (found["engine"], found["rows"])
     assert row.engine == "logits_torch"
+
+
+def test_workspace_too_small_is_a_row():
+    (row,) = head_rows(case_of("smoke-odd"), head_providers([100])[:1])
+    assert row.failed
+    assert row.reason.startswith("ArgumentError: workspace must hold one row")
+    assert row.engine == ""
 
 
 def synthetic(case: Case, name: str, ratio: float | None, reason: str = "") -> HeadRow:

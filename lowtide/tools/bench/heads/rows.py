@@ -17,7 +17,6 @@ from lowtide.tools.figures import GIB, MIB
 
 TOKENS = {"cuda": (256, 1024, 4096, 16384, 65536), "cpu": (256,)}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WORKSPACES = (None, 256 * MIB)  # None is the default.
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _suffix(workspace: int | None) -> str:
 
 def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow]:
     for row in rows(case, providers, Mode.STEP, budget_ms=SWEEP_BUDGET_MS):
-        ours = row.provider.distribution == "lowtide"
+        ours = row.provider.distribution == "lowtide" and row.figures is not None
         way = _way(case, row.provider.workspace) if ours else ()
         yield HeadRow(case, row.mode, row.provider, row.figures, row.reason, row.failed, *way)
 
