@@ -10,16 +10,31 @@ torch.func transform and in forward mode.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowtide.core.autodiff import placed
+
 Tensors = tuple[Tensor, ...]
 
 
+class Derivative(NamedTuple):
+    """Describe a derivative of a rowwise function, which is rowwise again."""
+
+    derive: Callable[[Tensors, Tensors, Tensors, bool], Tensors]
+    """vector_jacobian or jacobian_vector."""
+    inputs: Sequence[int]
+    """The places of the function's arguments that take part."""
+    outputs: Sequence[int]
+    """The places of the function's outputs that take part."""
+    results: int
+    """How many of the derivative's outputs are results of rows; the others are sums."""
+
+
 class RowFunction:
-    """Make a rowwise function differentiable, given `run` and its two derivatives."""
+    """Make a rowwise function differentiable, given `run` and `derivative`."""
 
     cut: int
     """Number of arguments that are cut into chunks; they come first."""
@@ -36,20 +51,11 @@ class RowFunction:
         """Compute the outputs: the results of rows, then the sums, then the constants."""
         raise NotImplementedError
 
-    def gradients(self, wanted: Sequence[int], grad_output: Sequence[int]) -> "RowFunction":
-        """Return the function that computes the gradients of the arguments at places `wanted`.
+    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "RowFunction":
+        """Return the function that computes this derivative.
 
-        It takes the gradients of the outputs at places `grad_output`. Its arguments are those that
-        are cut (this function's rows, then the gradients of its results), then those that are whole
-        (this function's, then the gradients of its sums).
-        """
-        raise NotImplementedError
-
-    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "RowFunction":
-        """Return the function that computes the tangents of the outputs at places `wanted`.
-
-        It takes the tangents of the arguments at places `moved`. Its arguments are those that are
-        cut (this function's rows, then their tangents), then those that are whole, in that order.
+        Its arguments are this function's. After those that are cut come `given_rows` gradients or
+        tangents, and after those that are whole `given_whole` of them.
         """
         raise NotImplementedError
 
@@ -59,22 +65,29 @@ class RowFunction:
         """Return the gradients of `tensors` that are needed, so that they can be differentiated."""
         given = {place: gradient for place, gradient in enumerate(grad_output) if gradient is not None}
         wanted = [place for place, need in enumerate(needed) if need]
-        gradients: list[Tensor | None] = [None] * len(tensors)
-        if given and wanted:
-            derivative = self.gradients(wanted, list(given))
-            found = derivative(*self.arranged(tensors, given, self.results))
-            for place, gradient in zip(wanted, found):
-                gradients[place] = gradient
-        return tuple(gradients)
+        if not given or not wanted:
+            return (None,) * len(tensors)
+        results = sum(place < self.cut for place in wanted)
+        described = Derivative(vector_jacobian, wanted, list(given), results)
+        return placed(self._evaluated(described, tensors, given, self.results), needed)
 
-    def arranged(self, own: Tensors, more: dict[int, Tensor], boundary: int) -> Tensors:
-        """Return the arguments of a derivative in its order: `own` and, by place, `more`."""
-        return (
-            *own[: self.cut],
-            *(tensor for place, tensor in more.items() if place < boundary),
-            *own[self.cut :],
-            *(tensor for place, tensor in more.items() if place >= boundary),
-        )
+    def push_forward(
+        self, tensors: Tensors, tangents: Sequence[Tensor | None], outputs: Sequence[int]
+    ) -> Tensors:
+        """Return the tangents of the outputs at these places, so that they can be differentiated."""
+        given = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
+        results = sum(place < self.results for place in outputs)
+        described = Derivative(jacobian_vector, list(given), outputs, results)
+        return self._evaluated(described, tensors, given, self.cut)
+
+    def _evaluated(
+        self, described: Derivative, tensors: Tensors, given: dict[int, Tensor], boundary: int
+    ) -> Tensors:
+        """Compute a derivative; the tensors given at places before `boundary` are cut into chunks."""
+        given_rows = [tensor for place, tensor in given.items() if place < boundary]
+        given_whole = [tensor for place, tensor in given.items() if place >= boundary]
+        derivative = self.derivative(described, len(given_rows), len(given_whole))
+        return derivative(*tensors[: self.cut], *given_rows, *tensors[self.cut :], *given_whole)
 
 
 class Rowwise(RowFunction):
@@ -115,41 +128,19 @@ class Rowwise(RowFunction):
             del parts, terms  # free them before the next ones are made
         return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
-    def gradients(self, wanted: Sequence[int], grad_output: Sequence[int]) -> "Rowwise":
-        row_gradients = sum(place < self.results for place in grad_output)
-
+    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "Rowwise":
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
-            own_whole, sum_gradients = split(whole, len(whole) - len(grad_output) + row_gradients)
-            given, create_graph = (*rows[self.cut :], *sum_gradients), torch.is_grad_enabled()
+            whole, last = split(whole, len(whole) - given_whole)
+            given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
             with torch.enable_grad():
-                own, varied = _varied((*rows[: self.cut], *own_whole), wanted)
-                outputs = at(grad_output, self._outputs(own))
-                return split(vector_jacobian(outputs, varied, given, create_graph), results)
+                own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
+                results, sums = self.function(*split(own, self.cut))
+                outputs = at(described.outputs, (*results, *sums))
+                found = described.derive(outputs, varied, given, create_graph)
+                return split(found, described.results)
 
-        results = sum(place < self.cut for place in wanted)
-        return Rowwise(function, self.cut + row_gradients, results, self._half())
-
-    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rowwise":
-        row_tangents = sum(place < self.cut for place in moved)
-
-        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
-            own_whole, whole_tangents = split(whole, len(whole) - len(moved) + row_tangents)
-            given, create_graph = (*rows[self.cut :], *whole_tangents), torch.is_grad_enabled()
-            with torch.enable_grad():
-                own, varied = _varied((*rows[: self.cut], *own_whole), moved)
-                outputs = at(wanted, self._outputs(own))
-                return split(jacobian_vector(outputs, varied, given, create_graph), results)
-
-        results = sum(place < self.results for place in wanted)
-        return Rowwise(function, self.cut + row_tangents, results, self._half())
-
-    def _half(self) -> int:
-        """Return the rows at a time of a derivative, which holds about twice as much per row."""
-        return max(1, self.chunk // 2)
-
-    def _outputs(self, arguments: Tensors) -> Tensors:
-        results, sums = self.function(arguments[: self.cut], arguments[self.cut :])
-        return (*results, *sums)
+        # A derivative holds about twice as much per row.
+        return Rowwise(function, self.cut + given_rows, described.results, max(1, self.chunk // 2))
 
 
 class _Apply(torch.autograd.Function):
@@ -174,29 +165,31 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        rowwise, tensors = ctx.rowwise, ctx.saved_tensors
-        moved = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
-        derivative = rowwise.tangents(list(moved), ctx.outputs)
-        found = iter(derivative(*rowwise.arranged(tensors, moved, rowwise.cut)))
-        return tuple(next(found) if place in ctx.outputs else None for place in range(ctx.count))
+        found = ctx.rowwise.push_forward(ctx.saved_tensors, tangents, ctx.outputs)
+        return placed(found, [place in ctx.outputs for place in range(ctx.count)])
 
     @staticmethod
     def vmap(
         info: Any, in_dims: Any, rowwise: RowFunction, *tensors: Tensor
     ) -> tuple[Tensors, tuple[int, ...]]:
         """Compute one element of the batch after the other: memory must not grow with the batch."""
-        if info.batch_size == 0:  # no element from which to learn the outputs' shapes
-            return _no_elements(rowwise, tensors, in_dims[1:])
-        calls = [
-            rowwise(
-                *(
-                    tensor if dim is None else tensor.select(dim, element)
-                    for tensor, dim in zip(tensors, in_dims[1:])
-                )
+        batch = list(zip(tensors, in_dims[1:]))
+
+        def call(element: int) -> Tensors:
+            return rowwise(*(each if dim is None else each.select(dim, element) for each, dim in batch))
+
+        if info.batch_size == 0:  # The outputs' shapes come from an element on the meta device.
+            one = (
+                each if dim is None else each.new_empty((*each.shape[:dim], *each.shape[dim + 1 :]))
+                for each, dim in batch
             )
-            for element in range(info.batch_size)
-        ]
-        return tuple(torch.stack(outputs) for outputs in zip(*calls)), (0,) * len(calls[0])
+            like = rowwise(*(each.to("meta") for each in one))
+            device = tensors[0].device
+            outputs = tuple(torch.empty(0, *each.shape, dtype=each.dtype, device=device) for each in like)
+        else:
+            calls = zip(*map(call, range(info.batch_size)))
+            outputs = tuple(torch.stack(each) for each in calls)
+        return outputs, (0,) * len(outputs)
 
 
 def _first(term: Tensor, *, alone: bool) -> Tensor:
@@ -208,19 +201,6 @@ def _first(term: Tensor, *, alone: bool) -> Tensor:
     half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
     own = term.clone(memory_format=torch.contiguous_format)
     return own.float() if half else own
-
-
-def _no_elements(rowwise: RowFunction, tensors: Tensors, dims: Any) -> tuple[Tensors, tuple[int, ...]]:
-    """Return an empty batch in the shapes that one element would give, found on the meta device."""
-    one = (
-        tensor if dim is None else tensor.new_empty((*tensor.shape[:dim], *tensor.shape[dim + 1 :]))
-        for tensor, dim in zip(tensors, dims)
-    )
-    outputs = rowwise(*(tensor.to("meta") for tensor in one))
-    device = tensors[0].device
-    return tuple(torch.empty(0, *out.shape, dtype=out.dtype, device=device) for out in outputs), (0,) * len(
-        outputs
-    )
 
 
 def as_variables(tensors: Tensors) -> Tensors:

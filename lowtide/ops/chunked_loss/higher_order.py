@@ -8,22 +8,14 @@ torch.autograd differentiates a chunk, inside and alone. So head and loss_fn may
 an ordinary backward pass: autocast, checkpoints, autograd functions of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lowtide.core.row_function import (
-    RowFunction,
-    Tensors,
-    as_variables,
-    at,
-    jacobian_vector,
-    split,
-    vector_jacobian,
-)
+from lowtide.core.row_function import Derivative, RowFunction, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
@@ -150,50 +142,27 @@ class Rows(RowFunction):
         shaped = (result.view(*job.leading, *result.shape[1:]) for result in results)
         return (*shaped, *(total.total for total in sums))
 
-    def gradients(self, wanted: Sequence[int], upstream: Sequence[int]) -> "Rows":
-        """Return the function of rows that is this one's vector-Jacobian product."""
-
-        def derive(arguments: Tensors, outputs: Tensors, given: Tensors, create_graph: bool) -> Tensors:
-            return vector_jacobian(at(upstream, outputs), at(wanted, arguments), given, create_graph)
-
-        given_rows = sum(place < self.results for place in upstream)
-        results = sum(place < self.cut for place in wanted)
-        return self._derivative(derive, given_rows, len(upstream) - given_rows, results)
-
-    def tangents(self, moved: Sequence[int], wanted: Sequence[int]) -> "Rows":
-        """Return the function of rows that is this one's Jacobian-vector product."""
-
-        def derive(arguments: Tensors, outputs: Tensors, given: Tensors, create_graph: bool) -> Tensors:
-            return jacobian_vector(at(wanted, outputs), at(moved, arguments), given, create_graph)
-
-        given_rows = sum(place < self.cut for place in moved)
-        results = sum(place < self.results for place in wanted)
-        return self._derivative(derive, given_rows, len(moved) - given_rows, results)
-
-    def _derivative(
-        self, derive: Callable[..., Tensors], given_rows: int, given_whole: int, results: int
-    ) -> "Rows":
-        """Return the function of rows that computes derive(arguments, outputs, given, create_graph).
-
-        `given` are its last arguments, of those that are cut and of those that are whole.
-        """
+    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "Rows":
+        """Return the function of rows that computes this derivative."""
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
-            create_graph, own = torch.is_grad_enabled(), len(whole) - given_whole
-            given = (*rows[self.cut :], *whole[own:])
-            rows, whole = as_variables(rows[: self.cut]), as_variables(whole[:own])
+            whole, last = split(whole, len(whole) - given_whole)
+            given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
+            rows, whole = as_variables(rows[: self.cut]), as_variables(whole)
+            inputs = at(described.inputs, (*rows, *whole))
 
             def run() -> Tensors:
                 parts, terms = self.function(place, rows, whole)
+                outputs = at(described.outputs, (*parts, *terms))
                 with self.job.replay.no_autocast():
-                    return derive((*rows, *whole), (*parts, *terms), given, create_graph)
+                    return described.derive(outputs, inputs, given, create_graph)
 
             functional = self.job.functional
             with torch.enable_grad(), isolated():
                 derivatives = functional.substituted(whole[: len(functional.learned)], run)
-            return split(derivatives, results)
+            return split(derivatives, described.results)
 
-        return Rows(self.job, function, self.cut + given_rows, results)
+        return Rows(self.job, function, self.cut + given_rows, described.results)
 
 
 @dataclass
