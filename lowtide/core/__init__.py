@@ -3,9 +3,8 @@
 Modules, in import order (a module imports only from those above it):
 
 errors            the two classes of errors for arguments
-tensor_kinds      reject nested, sparse and quantized tensors
-checks            check one argument of a call
-strides           memory layouts of operands: copies, alignment, tensor maps
+checks            check one argument of a call; reject nested, sparse and quantized tensors
+strides           memory layouts of operands: rows, copies, alignment, tensor maps
 backend           capabilities of the device: Gluon pipelines, Triton's interpreter
 triton_helpers    Triton functions and a kernel that several operators use
 soft_cap          slope of a soft cap, in torch

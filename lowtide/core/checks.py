@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lowtide.core import tensor_kinds
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -27,9 +27,25 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Check that a tensor is neither nested, sparse nor quantized."""
-    reason = tensor_kinds.reason_against(tensor)
-    if reason is not None:
-        raise ArgumentTypeError(f"{name} must be a dense tensor, got {reason}")
+    if _is_nested(tensor):  # first, since a nested tensor has no sizes
+        kind = "a nested one; use torch.nested.to_padded_tensor(), or call for each of its tensors (unbind())"
+    elif tensor.layout is not torch.strided:
+        kind = f"one of layout {tensor.layout}; use .to_dense()"
+    elif tensor.is_quantized:
+        kind = "a quantized one; use .dequantize()"
+    else:
+        return
+    raise ArgumentTypeError(f"{name} must be a dense tensor, got {kind}")
+
+
+def _is_nested(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    # A batched tensor of vmap does not tell whether it wraps a nested one, so unwrap it.
+    # torch.compile traces none of this.
+    if not torch.compiler.is_compiling() and functorch.maybe_current_level() is not None:
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+    return tensor.is_nested
 
 
 def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:

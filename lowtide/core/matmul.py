@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.backend import PRODUCT_ROWS
-from lowtide.core.strides import lies_by_rows, multiplies
+from lowtide.core.strides import gathered, lies_by_rows, multiplies
 
 # cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple
 # of 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first
@@ -53,7 +53,7 @@ class Operand:
     ) -> None:
         self.input, self.leading = _flat_view(input), input.shape[:-1]
         self.dtype, self.copies_rows, self.kept_rows = dtype, copies_rows, kept_rows
-        self.D, self.weight_dtype = input.shape[-1], weight_VD.dtype
+        self.D = input.shape[-1]
         # On CUDA a weight of another dtype is cast as a whole, once, as autocast does.
         cast = weight_VD.is_cuda and weight_VD.dtype != dtype
         self.weight_VD = weight_VD.to(dtype) if cast else weight_VD
@@ -83,14 +83,11 @@ class Operand:
         if self.input.dim() == 2:
             assert self.kept_rows is not None
             return self.input[self.kept_rows[rows]]
-        place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
-        if self.kept_rows is not None:
+        if self.kept_rows is None:
+            place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
+        else:
             place_C = self.kept_rows[rows]
-        places = []  # one index per dimension; torch.unravel_index would wait for the device
-        for size in reversed(self.leading):
-            places.append(place_C % size)
-            place_C = place_C // size
-        return self.input[tuple(reversed(places))]
+        return gathered(self.input, self.leading, place_C)
 
     def weight(self, classes: slice) -> Tensor:
         """Return the weight of these classes in a dtype and layout that a GEMM reads."""

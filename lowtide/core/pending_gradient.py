@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import HALVES
+
 # A float16 gradient is formed with its largest row near 2^14, and kept with it near 1.
 FP16_EXPONENT = 14
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class PendingGradient:
 
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
-    applied: Tensor | None
+    applied: Tensor | None = None
     """The factor applied as `tensor` is computed or its float32 sum is rounded; None for 1."""
-    remaining: Tensor | None
+    remaining: Tensor | None = None
     """The factor still to be applied; None for 1."""
 
     @property
@@ -122,14 +122,14 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spe
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
-        from lowtide.core.triton_helpers import scale_into
+        from lowtide.core.triton_helpers import launch_scaling
 
-        scale_into(out, tensor, factor)
+        launch_scaling(out, tensor, factor)
     elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
         # As a vector of one element the factor takes part in type promotion; a 0-d factor would be
         # rounded to the tensor's dtype.
         torch.mul(tensor, factor.view(1), out=out)
-    elif out.dtype == tensor.dtype and tensor.dtype in HALF:
+    elif out.dtype == tensor.dtype and tensor.dtype in HALVES:
         # On the CPU a 0-d factor is not rounded, and the tensor is not converted as a whole.
         torch.mul(tensor, factor.view(()), out=out)
     elif spent and tensor.dtype == factor.dtype:
@@ -149,7 +149,7 @@ def scaled(
 
     The result is in the tensor's own memory if `in_place` and its dtype allow it.
     """
-    if not _fills_its_memory(tensor):  # saved-tensor hooks may return one with gaps
+    if not tensor.is_contiguous() and _has_gaps(tensor):  # as saved-tensor hooks may return one
         tensor, in_place = tensor.contiguous(), True
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)
@@ -160,9 +160,7 @@ def scaled(
     return out
 
 
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Return True if the elements lie without gaps, which kernels that take no strides require."""
-    if tensor.is_contiguous():
-        return True
+def _has_gaps(tensor: Tensor) -> bool:
+    """Return True if the elements do not fill their memory; kernels that take no strides need that."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return reach == tensor.numel()
+    return reach != tensor.numel()

@@ -4,7 +4,7 @@ Shapes: N tokens, D features, V classes.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def maps_input(input: Tensor, copies_rows: bool, at: Callable[[Tensor], int]) ->
     If the rows of a chunk are copied it can, since copies are aligned. `at` returns where a tensor
     begins.
     """
-    rows = input.dim() <= 3 or _flattens(input)
+    rows = input.dim() <= 3 or flattens(input)
     return rows and input.stride(-1) == 1 and (copies_rows or _is_aligned(input, at))
 
 
@@ -55,11 +55,11 @@ def multiplies(matrix: Tensor) -> bool:
 
 def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the rows of a chunk are copied, because of their dtype or their strides."""
-    if input.dtype != dtype or not _flattens(input):
+    if input.dtype != dtype or not flattens(input):
         return True
     # The strides of the view [N, D]; a fake tensor of another mode could not make it.
     N, D, inner = math.prod(input.shape[:-1]), input.shape[-1], input.stride(-1)
-    rows = _rows(input)
+    rows = _leading(input)
     outer = rows[-1][1] if rows else D
     return not ((inner == 1 and outer >= D) or (outer == 1 and inner >= N))
 
@@ -69,12 +69,21 @@ def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
     return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], at(tensor)))
 
 
-def _flattens(input: Tensor) -> bool:
-    """Return True if [..., D] can be viewed as [N, D]."""
-    rows = _rows(input)
+def flattens(tensor: Tensor, dims: int = -1) -> bool:
+    """Return True if the dimensions before `dims` can be viewed as one: [..., D] as [N, D]."""
+    rows = _leading(tensor, dims)
     return all(rows[i][1] == rows[i + 1][0] * rows[i + 1][1] for i in range(len(rows) - 1))
 
 
-def _rows(input: Tensor) -> list[tuple[int, int]]:
+def _leading(tensor: Tensor, dims: int = -1) -> list[tuple[int, int]]:
     """Return size and stride of each leading dimension of more than one."""
-    return [each for each in zip(input.shape[:-1], input.stride()) if each[0] != 1]
+    return [each for each in zip(tensor.shape[:dims], tensor.stride()) if each[0] != 1]
+
+
+def gathered(tensor: Tensor, leading: Sequence[int], place: Tensor) -> Tensor:
+    """Return a copy of the rows at these places, counted through all leading dimensions."""
+    places = []  # one index per dimension; torch.unravel_index would wait for the device
+    for size in reversed(leading):
+        places.append(place % size)
+        place = place // size
+    return tensor[tuple(reversed(places))]

@@ -42,7 +42,7 @@ def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr
         tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
 
 
-def scale_into(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
+def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
     """Write factor * tensor to out, computed in float32 and rounded once.
 
     Both tensors are contiguous, and out may be the tensor itself.

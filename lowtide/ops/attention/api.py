@@ -14,8 +14,8 @@ from lowtide.ops.attention.definition.masks import (
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.definition.validation import (
     Backend,
+    check_backend,
     check_bias,
-    check_choice,
     check_numbers,
     check_seed,
     check_window,
@@ -238,7 +238,7 @@ def _attention(
     """Check the arguments and compute attention in the xformers layouts."""
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
-    check_choice(backend)
+    check_backend(backend)
     check_seed(seed, generator)
     band = check_window(window)
     mask, tensor = _split_bias(attn_bias)

@@ -14,12 +14,12 @@ import torch
 
 from lowtide.core.autodiff import in_transform
 from lowtide.core.backend import kernels_run_on_the_cpu
+from lowtide.core.checks import HALVES
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
 from lowtide.ops.attention.definition.validation import ArgumentError
 from lowtide.ops.attention.sdpa import alignment
 
-HALVES = (torch.bfloat16, torch.float16)
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. A scale of 0 or less gives
 # NaN.
 SCALES = torch.finfo(torch.float32)

@@ -2,17 +2,18 @@
 
 Sums are float32 where the terms are half precision. A float16 gradient that is formed before the
 loss is scaled loses what is below 6e-8. So a chunk's backward starts not from 1 but from a power of
-two, `fp16_scale`. It brings the largest gradient of the head's output near 2^3, as a loss scale
+two, `backward_scale`. It brings the largest gradient of the head's output near 2^3, as a loss scale
 does for a mean. Gradients are divided by it when the upstream gradient is known.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-HALVES = (torch.float16, torch.bfloat16)
+from lowtide.core.checks import HALVES
+from lowtide.core.pending_gradient import PendingGradient
 
 EXPONENT = 3
 BEYOND = 2.0**20  # stands for infinity: the largest of a gradient that float16 cannot hold
@@ -66,17 +67,7 @@ def add(total: Tensor, term: Tensor) -> None:
         total_rows.add_(term_rows)
 
 
-class PendingGradient(NamedTuple):
-    """Hold a gradient that is still to be multiplied by `factor`, if there is one.
-
-    The factor is 0-d, or has one number for each chunk of rows.
-    """
-
-    gradient: Tensor
-    factor: Tensor | None = None
-
-
-def fp16_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
+def backward_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
     """Return the power of two that a chunk's backward starts from, at most 2^limit.
 
     It follows from the gradients of the head's output. Where they are all zero, or too small to be
@@ -96,8 +87,8 @@ def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> Pen
     if last_scale is None:
         return PendingGradient(total if total.dtype == dtype else total.to(dtype))
     if dtype not in HALVES:
-        return PendingGradient(total, 1 / last_scale)
+        return PendingGradient(total, remaining=1 / last_scale)
     # Any power of two will do within float16's range; this one brings the largest element near 1.
     _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
     center = torch.ldexp(torch.ones_like(last_scale), -exponent.clamp(-100, 100))
-    return PendingGradient((total.mul_(center)).to(dtype), 1 / (last_scale * center))
+    return PendingGradient(total.mul_(center).to(dtype), remaining=1 / (last_scale * center))

@@ -11,15 +11,16 @@ Recompute           Backward computes each chunk again, with any upstream gradie
 A backward that is to be differentiated itself starts from the inputs, by higher_order.py.
 """
 
+import itertools
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import HALVES
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import scaled
-from lowtide.ops.chunked_loss.accumulate import HALVES, PendingGradient
 from lowtide.ops.chunked_loss.functional.snapshot import check_none
 from lowtide.ops.chunked_loss.higher_order import Rows
 from lowtide.ops.chunked_loss.job import Job
@@ -37,8 +38,8 @@ class GradientInForward(torch.autograd.Function):
         ctx.job, ctx.changed = job, job.changed(tensors)
         ctx.set_materialize_grads(False)
         ctx.places = [place for place, each in enumerate(pending) if each is not None]
-        pairs = [each for pair in pending if pair is not None for each in pair]
-        ctx.save_for_backward(*tensors, *pairs)
+        pairs = [(each.tensor, each.remaining) for each in pending if each is not None]
+        ctx.save_for_backward(*tensors, *itertools.chain(*pairs))
         return loss
 
     @staticmethod
@@ -54,7 +55,7 @@ class GradientInForward(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(needed)
         for place, gradient, factor in zip(ctx.places, rest[::2], rest[1::2]):
             if needed[place]:
-                gradients[place] = _scaled(job, PendingGradient(gradient, factor), grad_output)
+                gradients[place] = _scaled(job, gradient, factor, grad_output)
         return (None, *gradients)
 
 
@@ -91,9 +92,11 @@ def is_batched(tensor: Tensor) -> bool:
     return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
 
 
-def _scaled(job: Job, pending: PendingGradient, grad_output: Tensor) -> Tensor:
-    """Return a gradient times its own factor and the upstream gradient."""
-    gradient, factor = pending
+def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tensor) -> Tensor:
+    """Return a gradient times its own factor, if any, and the upstream gradient.
+
+    The factor is 0-d, or has one number for each chunk of rows.
+    """
     # float32 for half precision, so that the result is rounded once.
     grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
     if is_batched(grad_output):

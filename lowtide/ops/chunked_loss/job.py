@@ -4,13 +4,13 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
+from lowtide.core.strides import flattens, gathered
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures, snapshot
@@ -116,13 +116,6 @@ def _cut(tensor: Tensor, dims: int, start: int, stop: int) -> Tensor:
     if dims == 1:
         return tensor[start:stop]
     leading = tensor.shape[:dims]
-    kept = [(size, stride) for size, stride in zip(leading, tensor.stride()) if size > 1]
-    flat = all(outer == size * inner for (_, outer), (size, inner) in pairwise(kept))
-    if flat or tensor.numel() == 0:
+    if flattens(tensor, dims) or tensor.numel() == 0:
         return tensor.view(math.prod(leading), *tensor.shape[dims:])[start:stop]
-    place = torch.arange(start, stop, device=tensor.device)
-    places = []  # one index for each dimension; torch.unravel_index would wait for the device
-    for size in reversed(leading):
-        places.append(place % size)
-        place = place // size
-    return tensor[tuple(reversed(places))]
+    return gathered(tensor, leading, torch.arange(start, stop, device=tensor.device))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.chunked_loss.accumulate import PendingGradient, Sum, fp16_scale, rounded, sum_dtype
+from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, rounded, sum_dtype
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -75,7 +76,7 @@ def recomputed_gradients(
     with job.replay.autocast(), alone(job.functional.modules.values()):
         for place, (start, stop) in enumerate(job.chunks):
             loop.again(place, start, stop, grad_output)
-    return tuple(None if each is None else each.gradient for each in loop.gradients())
+    return tuple(None if each is None else each.tensor for each in loop.gradients())
 
 
 class _Loop:
@@ -129,7 +130,7 @@ class _Loop:
         row_factors = 1 / torch.stack(self.scales) if self.scales else None
         for tensor, rows, needs_grad in zip(self.tensors, self.rows, self.needs_grad):
             if needs_grad and rows is not None:
-                gradients.append(PendingGradient(rows.view(tensor.shape), row_factors))
+                gradients.append(PendingGradient(rows.view(tensor.shape), remaining=row_factors))
             else:
                 gradients.append(self._zeros(tensor) if needs_grad else None)
         for tensor, total in zip(self.tensors[self.job.cut :], self.sums):
@@ -222,7 +223,7 @@ class _Loop:
             with self.job.replay.no_autocast():
                 measured = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
             limit = 14 if value.dtype == torch.float16 else 60
-            new = fp16_scale([each for each in measured if each is not None], previous, limit)
+            new = backward_scale([each for each in measured if each is not None], previous, limit)
             for leaf in (*leaves, *self.learned):
                 leaf.grad = None  # loss_fn's own backward put it there
         for total in self.sums if self.scales else ():

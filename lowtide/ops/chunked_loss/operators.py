@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lowtide.ops.chunked_loss.accumulate import HALVES, Sum, sum_dtype
+from lowtide.core.checks import HALVES
+from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
 

@@ -20,7 +20,7 @@ from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.backend import Choice
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
-from lowtide.ops.attention.definition.validation import check_choice, check_numbers, check_window
+from lowtide.ops.attention.definition.validation import check_backend, check_numbers, check_window
 
 
 class Mask(str, Enum):
@@ -77,7 +77,7 @@ class Call:
     def choice(self) -> Choice:
         """Return the backend and why; raise any error that the call itself would raise."""
         check_numbers(self.dropout, None, self.softcap)
-        check_choice(self.backend)
+        check_backend(self.backend)
         band = check_window(self.window)
         N = self.M if self.N is None else self.N
         E = self.K if self.E is None else self.E

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lowtide.core.checks import DTYPES, check_choice
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_from_torch, window_band
 from lowtide.ops.attention.definition.operands import Operands, sizes
 
 Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]
-BACKENDS = get_args(Backend)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -145,6 +144,11 @@ def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
         )
 
 
+def check_backend(backend: object) -> None:
+    """Raise unless this is the name of a backend."""
+    check_choice("backend", backend, get_args(Backend))
+
+
 def check_numbers(p: object, scale: object, softcap: object) -> None:
     """Raise unless dropout's rate, the scale and the soft cap are numbers in their ranges."""
     _check_number("p", p)
@@ -168,12 +172,6 @@ def _check_number(name: str, value: object) -> None:
         )
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
         raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
-
-
-def check_choice(backend: object) -> None:
-    """Raise unless this is the name of a backend."""
-    if backend not in BACKENDS:
-        raise ArgumentError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
 
 
 def check_window(window: object) -> Band | None:
