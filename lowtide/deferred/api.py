@@ -13,7 +13,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
-from lowtide.deferred.logits import Source
+from lowtide.deferred.logits import HeadCall
 from lowtide.deferred.reporting import Counts, Watch
 
 __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
@@ -78,14 +78,15 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         # A hook may still call this after undo().
-        if deferral._class is None or not args or not _defers(self, args[0]):
+        floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if deferral._class is None or not self.training or not floating:
             return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         if torch.is_grad_enabled():
             deferral._watch.called = True
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
-            source = Source(counts, deferral._workspace)
-            hidden = DeferredHidden(args[0], classes(self), source, torch.is_grad_enabled())
+            call = HeadCall(counts, deferral._workspace)
+            hidden = DeferredHidden(args[0], classes(self), call, torch.is_grad_enabled())
             try:
                 logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
                 return logits.tensor if isinstance(logits, DeferredHidden) else logits
@@ -112,10 +113,6 @@ def _reason_against(head: nn.Module) -> str | None:
     if any((head._backward_hooks, head._backward_pre_hooks, *everywhere)):
         return "a backward hook of the head"
     return None
-
-
-def _defers(head: nn.Module, input: object) -> bool:
-    return head.training and isinstance(input, Tensor) and input.is_floating_point()
 
 
 def defer_logits(

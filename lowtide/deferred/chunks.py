@@ -26,6 +26,7 @@ RowFunction = Callable[..., Tensors]
 
 def by_rows(
     node: expression.Node,
+    shape: torch.Size,
     results: int,
     function: RowFunction,
     *row_tensors: Tensor,
@@ -34,7 +35,8 @@ def by_rows(
 ) -> Tensors:
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
-    It is called as function(logits [C, V], rows of each of row_tensors [..., K], *others). The
+    `shape` is that of the rows in row_tensors and results; the node may arrange them differently.
+    The function is called as function(logits [C, V], rows of each of row_tensors [..., K], *others). The
     results are differentiable, and nothing of a chunk is kept. A half-precision parameter's
     gradient is summed over the chunks in float32.
 
@@ -45,9 +47,9 @@ def by_rows(
     scalars: list[Tensor] = []
     collect = (lambda tensor, into=into: into.append(tensor) or tensor for into in (inputs, classes, scalars))
     expression.with_tensors(node, *collect)
-    shape = expression.row_shape(node)
     N, V = shape.numel(), next(expression.linears(node)).weight.tensor.shape[0]
-    rows = [each.reshape((N, *each.shape[len(shape) :])) for each in (*inputs, *row_tensors)]
+    rows = [each.reshape(N, each.shape[-1]) for each in inputs]
+    rows += [each.reshape((N, *each.shape[len(shape) :])) for each in row_tensors]
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
         parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
@@ -90,7 +92,8 @@ def cross_entropy(
             return (F.cross_entropy(z_CV.to(wide), target_C, weight_V, ignore_index=ignore_index, **options),)
 
     others = () if weight is None else (weight,)
-    (loss,) = by_rows(node, 1, losses, target, others=others, workspace=workspace)
+    shape = expression.hidden(node).shape[:-1]
+    (loss,) = by_rows(node, shape, 1, losses, target, others=others, workspace=workspace)
     return reference.reduce(
         loss.flatten(),
         reference.flat_target(target),

@@ -9,7 +9,7 @@ from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, handles
 
 
-def record(name: str, *operands: Any) -> Any:
+def apply(name: str, *operands: Any) -> Any:
     """Record FUNCTIONS[name](*operands), the first of which is deferred.
 
     Return NotImplemented if another operand is of no kind that expression.Apply holds.
@@ -29,10 +29,10 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
     """Return the operand as expression.Apply holds it, or None if it holds none of the kind."""
     if isinstance(operand, DeferredLogits):
         together = (
-            operand.source is input.source
+            operand.head_call is input.head_call
             and operand.shape == input.shape
             and operand.class_dim == input.class_dim
-            and expression.row_shape(operand.node) == expression.row_shape(input.node)
+            and expression.hidden(operand.node).shape[:-1] == expression.hidden(input.node).shape[:-1]
         )
         return operand.checked() if together else None
     if not isinstance(operand, Tensor):
@@ -70,8 +70,8 @@ def _binary(name: str, names: tuple[str, ...], *, commutes: bool) -> None:
     @handles(name, *names)
     def binary(input: Any, other: Any) -> Any:
         if isinstance(input, DeferredLogits):
-            return record(name, input, other)
-        return record(name, other, input) if commutes else NotImplemented
+            return apply(name, input, other)
+        return apply(name, other, input) if commutes else NotImplemented
 
 
 _binary("add", ("__add__", "__radd__"), commutes=True)
@@ -83,26 +83,29 @@ _binary("div", ("divide", "true_divide", "__truediv__"), commutes=False)
 def _unary(name: str, *names: str) -> None:
     @handles(name, *names)
     def unary(input: DeferredLogits) -> Any:
-        return record(name, input)
+        return apply(name, input)
 
 
 for _names in (("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("clone",), ("detach",)):
     _unary(*_names)
 
 
-def _casting(name: str, dtype: torch.dtype) -> None:
+CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "half": torch.float16,
+}
+
+
+def _casting(name: str) -> None:
     @handles(name)
     def casting(input: DeferredLogits) -> Any:
-        return cast(input, dtype)
+        return cast(input, CASTS[name])
 
 
-for _name, _dtype_of_name in (
-    ("float", torch.float32),
-    ("double", torch.float64),
-    ("bfloat16", torch.bfloat16),
-    ("half", torch.float16),
-):
-    _casting(_name, _dtype_of_name)
+for _name in CASTS:
+    _casting(_name)
 
 
 @handles("to")
@@ -136,7 +139,7 @@ def type_as(input: Any, other: Any) -> Any:
 def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
     if dtype == input.dtype:
         return input
-    return record("to", input, dtype) if dtype.is_floating_point else NotImplemented
+    return apply("to", input, dtype) if dtype.is_floating_point else NotImplemented
 
 
 def _softmax(name: str) -> None:

@@ -97,16 +97,16 @@ class Apply(NamedTuple):
 
 def evaluate(node: Node) -> Tensor:
     """Return the logits of the tree's rows and classes."""
-    with autocast(device(node), node.autocast):
+    with autocast(hidden(node).device, node.autocast):
         if isinstance(node, Linear):
             return F.linear(node.input.value(), node.weight.value(), node.bias)
-        return FUNCTIONS[node.name](*(_value(each) for each in node.operands))
 
+        def value(operand: object) -> object:
+            if isinstance(operand, (Linear, Apply)):
+                return evaluate(operand)
+            return operand.tensor if isinstance(operand, Vector) else operand
 
-def _value(operand: object) -> object:
-    if isinstance(operand, (Linear, Apply)):
-        return evaluate(operand)
-    return operand.tensor if isinstance(operand, Vector) else operand
+        return FUNCTIONS[node.name](*(value(each) for each in node.operands))
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -132,13 +132,9 @@ def _nodes(node: Apply) -> Iterator[Node]:
     return (each for each in node.operands if isinstance(each, (Linear, Apply)))
 
 
-def row_shape(node: Node) -> torch.Size:
-    """Return the shape of the rows in the tree; the logits may arrange them differently."""
-    return next(linears(node)).input.tensor.shape[:-1]
-
-
-def device(node: Node) -> torch.device:
-    return next(linears(node)).input.tensor.device
+def hidden(node: Node) -> Tensor:
+    """Return the input of the first product, [..., D]; the logits may arrange its rows differently."""
+    return next(linears(node)).input.tensor
 
 
 def requires_grad(node: Node) -> bool:

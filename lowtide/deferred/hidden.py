@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide.deferred import expression
 from lowtide.deferred.expression import record_shared
-from lowtide.deferred.logits import DeferredLogits, Source
+from lowtide.deferred.logits import DeferredLogits, HeadCall
 from lowtide.deferred.proxy import Proxy, flat, replaced, spelled
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -27,8 +27,8 @@ class NotDeferred(Exception):
 class DeferredHidden(Proxy):
     """Stand for the hidden states within the head's forward."""
 
-    def __init__(self, tensor: Tensor, classes: int, source: Source, grad: bool) -> None:
-        self.tensor, self.classes, self.source, self.grad = tensor, classes, source, grad
+    def __init__(self, tensor: Tensor, classes: int, head_call: HeadCall, grad: bool) -> None:
+        self.tensor, self.classes, self.head_call, self.grad = tensor, classes, head_call, grad
 
     def attribute(self, name: str) -> Any:
         return getattr(self.tensor, name)
@@ -49,8 +49,8 @@ class DeferredHidden(Proxy):
             return result
         # A product of a kind that is not recorded.
         if result.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
-            return hidden.source.counts.on(result, spelled(getattr(function, "__name__", str(function))))
-        return DeferredHidden(result, hidden.classes, hidden.source, hidden.grad)
+            return hidden.head_call.counts.on(result, spelled(getattr(function, "__name__", str(function))))
+        return DeferredHidden(result, hidden.classes, hidden.head_call, hidden.grad)
 
 
 def _factors(
@@ -104,4 +104,4 @@ def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> Defe
     meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
     own_bias = None if bias is None else bias.clone()
     node = expression.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
-    return DeferredLogits(node, meta, hidden.source, meta.dim() - 1)
+    return DeferredLogits(node, meta, hidden.head_call, meta.dim() - 1)

@@ -29,38 +29,31 @@ for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze",
     _reshaping(_name)
 
 
-def _permuting(name: str, method: str) -> None:
+def _permuting(name: str) -> None:
     @handles(name)
     def permute(input: Any, *dims: Any, **kwargs: Any) -> Any:
         """Permute the dimensions; this may reorder the rows."""
-        meta = getattr(Tensor, method)(input.meta, *dims, **kwargs)
+        function, every = getattr(Tensor, name), range(input.meta.dim())
+        meta = function(input.meta, *dims, **kwargs)
         # Probe one dimension at a time: the index of its size tells where it went.
-        order = [
-            getattr(Tensor, method)(_probe(input.meta.dim(), dim), *dims, **kwargs).shape.index(2)
-            for dim in range(input.meta.dim())
-        ]
-        new_place = order[input.class_dim]
-        rows = [dim for dim in range(input.meta.dim()) if dim != input.class_dim]
+        probes = (torch.empty([1 + (each == dim) for each in every], device="meta") for dim in every)
+        order = [function(probe, *dims, **kwargs).shape.index(2) for probe in probes]
+        rows = [dim for dim in every if dim != input.class_dim]
         moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
         node = input.node
         if moved != sorted(moved):
             node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
-        return input.like(node, meta, new_place)
-
-
-def _probe(dims: int, dim: int) -> Tensor:
-    return torch.empty([2 if each == dim else 1 for each in range(dims)], device="meta")
+        return input.like(node, meta, order[input.class_dim])
 
 
 for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"):
-    _permuting(_name, _name)
+    _permuting(_name)
 
 
 @handles("contiguous")
 def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
-    return input.like(
-        input.node, input.meta.contiguous(memory_format=memory_format or torch.contiguous_format)
-    )
+    memory_format = memory_format or torch.contiguous_format
+    return input.like(input.node, input.meta.contiguous(memory_format=memory_format))
 
 
 @handles("dropout", "alpha_dropout")
@@ -136,7 +129,8 @@ def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     if all(isinstance(each, (int, slice)) for each in index):  # A view, with a view's strides.
         meta = input.meta[index]
     else:
-        meta = torch.empty((*expression.row_shape(node), input.classes), dtype=input.dtype, device="meta")
+        rows = expression.hidden(node).shape[:-1]
+        meta = torch.empty((*rows, input.classes), dtype=input.dtype, device="meta")
     return input.like(node, meta, meta.dim() - 1)
 
 

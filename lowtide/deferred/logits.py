@@ -1,6 +1,7 @@
 """Define `DeferredLogits`, which stand for logits until an operation needs real ones."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +64,7 @@ NO_READER = (
 )
 
 
-class Source:
+class HeadCall:
     """Hold what all logits of one call of the head share."""
 
     def __init__(self, counts: Counts, workspace: int | None) -> None:
@@ -100,15 +101,15 @@ class DeferredLogits(Proxy):
     # one.
     node: Node
     meta: Tensor
-    source: Source
+    head_call: HeadCall
     class_dim: int
 
     __array_priority__ = 1000  # NumPy leaves `number * logits` to this class.
 
-    def __init__(self, node: Node, meta: Tensor, source: Source, class_dim: int) -> None:
+    def __init__(self, node: Node, meta: Tensor, head_call: HeadCall, class_dim: int) -> None:
         if not torch.is_grad_enabled() and expression.requires_grad(node):
             node = expression.Apply("detach", (node,), None, node.dtype)
-        self.node, self.meta, self.source, self.class_dim = node, meta, source, class_dim
+        self.node, self.meta, self.head_call, self.class_dim = node, meta, head_call, class_dim
         self.tensor: Tensor | None = None
         self.one_of_several = False
         """True for one of several views by one torch call, which torch refuses to change."""
@@ -123,7 +124,7 @@ class DeferredLogits(Proxy):
 
     @property
     def device(self) -> torch.device:
-        return expression.device(self.node)
+        return expression.hidden(self.node).device
 
     @property
     def requires_grad(self) -> bool:
@@ -159,14 +160,14 @@ class DeferredLogits(Proxy):
         return self.class_dim == self.meta.dim() - 1
 
     def like(self, node: Node, meta: Tensor, class_dim: int | None = None) -> "DeferredLogits":
-        return DeferredLogits(node, meta, self.source, self.class_dim if class_dim is None else class_dim)
+        return DeferredLogits(node, meta, self.head_call, self.class_dim if class_dim is None else class_dim)
 
     def check_function(self) -> None:
         """Raise an error if these have left an autograd.Function, which gave them no gradient."""
-        source = self.source
-        if source.function is not None and torch.is_grad_enabled() and not is_running(source.forward):
+        call = self.head_call
+        if call.function is not None and torch.is_grad_enabled() and not is_running(call.forward):
             raise RuntimeError(
-                f"these logits have left {source.function}, without their gradient; compute the loss in "
+                f"these logits have left {call.function}, without their gradient; compute the loss in "
                 "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
                 "use_reentrant=False)"
             )
@@ -174,9 +175,10 @@ class DeferredLogits(Proxy):
     def checked(self) -> Node:
         """Return the node; raise an error if its tensors have changed since it was recorded."""
         self.check_function()
-        if self.source.changed is not None:
+        changed = self.head_call.changed
+        if changed is not None:
             raise RuntimeError(
-                f"the logits were changed in place ({self.source.changed}), and others of the same call of "
+                f"the logits were changed in place ({changed}), and others of the same call of "
                 "the head are used after it; use what the operation returned, its form that is not in place, "
                 "or undo() the deferral"
             )
@@ -187,20 +189,16 @@ class DeferredLogits(Proxy):
         """Return the tensor, materialised if need be; `operation` names what needs it."""
         self.check_function()
         if self.tensor is None:
-            node = self._counted(self.checked(), operation)
+            # Count on the hidden states: a compiled graph copies the tensor, and they are small.
+            counted = functools.partial(self.head_call.counts.on, event=operation)
+            node = expression.with_first_input(self.checked(), counted)
             # Gradients are on, and the tree detaches where there are none: a view made without
             # gradients could not be changed in place where they are on.
             with torch.inference_mode(False), torch.enable_grad():
-                tensor = (
-                    expression.evaluate(node).reshape(*self.rows, self.classes).movedim(-1, self.class_dim)
-                )
-                self.tensor = _laid_like(self.meta, tensor)
-            self.source.made += 1
+                tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
+                self.tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
+            self.head_call.made += 1
         return self.tensor
-
-    def _counted(self, node: Node, operation: str) -> Node:
-        """Count on the hidden states: a compiled graph copies the tensor, and they are small."""
-        return expression.with_first_input(node, lambda x: self.source.counts.on(x, operation))
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""
@@ -219,12 +217,12 @@ class DeferredLogits(Proxy):
                 f"{operation} would change one of several views that were made by one call (split, chunk, "
                 "unbind), which torch refuses; use its form that is not in place"
             )
-        if self.source.made > 1:
+        if self.head_call.made > 1:
             raise RuntimeError(
                 f"{operation} would change logits of which other forms have been made already; use its form "
                 "that is not in place, or undo() the deferral"
             )
-        self.source.changed = operation
+        self.head_call.changed = operation
 
     def __getattr__(self, name: str) -> Any:
         if name in METADATA and self.tensor is None:
@@ -305,7 +303,7 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     if torch.is_grad_enabled() or not in_function():
         return
     here = running_forward()
-    if any(each.requires_grad and (here is None or each.source.forward is not here) for each in deferred):
+    if any(each.requires_grad and (here is None or each.head_call.forward is not here) for each in deferred):
         raise RuntimeError(
             f"{describe_function(here)[0]}, was given deferred logits, and would lose their gradient; pass "
             "logits.materialize(), or undo() the deferral"

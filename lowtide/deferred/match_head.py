@@ -46,18 +46,11 @@ class LinearHead(NamedTuple):
         """Return the product of all that u is multiplied by."""
         return self.scale * (self.cap or 1.0) / self.divisor
 
-    def arguments(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], dict[str, Any]]:
-        """Return inputs, weights and options for lowtide.ops.linear_cross_entropy.dispatch.
-
-        The target is not among them.
-        """
-        factor = self.factor
-        options = {
-            "linear_bias": self.bias,
-            "softcap": self.cap,
-            "logit_scale": None if _is_one(factor) else factor,
-        }
-        return self.inputs, self.weights, options
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the options that lowtide.ops.linear_cross_entropy.dispatch takes with the terms."""
+        scale = None if _is_one(self.factor) else self.factor
+        return {"linear_bias": self.bias, "softcap": self.cap, "logit_scale": scale}
 
 
 def match_head(node: Node) -> LinearHead | None:

@@ -76,7 +76,7 @@ def _flatten(logits: DeferredLogits) -> tuple[list[Any], DeferredLogits]:
             "a transform of torch.func (vmap, grad with has_aux, ...) cannot return deferred logits; return "
             "what is made of them there, or logits.materialize()"
         )
-    hidden = _hidden(logits)
+    hidden = expression.hidden(logits.node)
     if type(hidden) is not Tensor:  # A fake tensor cannot change its class, and needs no mapping.
         return [], logits
     return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], logits
@@ -98,7 +98,7 @@ def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
     """Return whether the leaf is the hidden states, as returned by a Function of identity."""
-    hidden = _hidden(logits)
+    hidden = expression.hidden(logits.node)
     return (
         type(leaf) is Tensor
         and logits.tensor is None
@@ -112,10 +112,6 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
     """Return the same logits with their gradient through that function."""
     return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
-
-
-def _hidden(logits: DeferredLogits) -> Tensor:
-    return next(expression.linears(logits.node)).input.tensor
 
 
 # DistributedDataParallel and FSDP2 search pytrees for tensors.

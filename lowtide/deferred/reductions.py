@@ -74,48 +74,31 @@ def _loss(
     probabilities = target.is_floating_point()
     if not probabilities and target.dtype not in (torch.int64, torch.uint8):
         return NotImplemented  # torch has the error message.
-    if target.shape != (input.shape if probabilities else input.rows) or (
-        probabilities and ignore_index >= 0
-    ):
+    if target.shape != (input.shape if probabilities else input.rows):
+        return NotImplemented
+    if probabilities and ignore_index >= 0:
         return NotImplemented
     mixed = weight is not None and not probabilities and weight.dtype != input.dtype
     # CUDA's autocast casts both.
     if mixed and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
         return NotImplemented
-    rows = expression.row_shape(node)
+    rows = expression.hidden(node).shape[:-1]
     if probabilities:
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     else:
         target = target.reshape(rows)
-    head, options = match_head(node), options | {"workspace": input.source.workspace}
+    head, options = match_head(node), options | {"workspace": input.head_call.workspace}
+    differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if head is not None:
-        loss = _fused(head, target, weight, ignore_index, options)
-    elif _takes_chunks(weight):
-        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
-    else:
+        options |= head.options | {"ignore_index": None if probabilities else ignore_index}
+        with expression.autocast(target.device, head.autocast):
+            loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
+    elif differentiates_weight or torch.compiler.is_compiling():  # Chunks can do neither.
         return NotImplemented
-    loss = input.source.counts.on(loss, FUSED)
+    else:
+        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+    loss = input.head_call.counts.on(loss, FUSED)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
-
-
-def _fused(
-    head: LinearHead, target: Tensor, weight: Tensor | None, ignore_index: int, options: dict[str, Any]
-) -> Tensor:
-    inputs, weights, of_head = head.arguments()
-    ignored = None if target.is_floating_point() else ignore_index
-    with expression.autocast(target.device, head.autocast):
-        return dispatch.cross_entropy(
-            inputs, weights, target, weight=weight, ignore_index=ignored, **of_head, **options
-        )
-
-
-def _takes_chunks(weight: Tensor | None) -> bool:
-    """Return whether a loss can be computed chunk by chunk.
-
-    It cannot in a compiled graph, nor with a gradient for class weights.
-    """
-    differentiated = weight is not None and weight.requires_grad and torch.is_grad_enabled()
-    return not differentiated and not torch.compiler.is_compiling()
 
 
 def _below_log_softmax(node: Node) -> Node | None:
@@ -145,7 +128,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     if head is None:
         return _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1))
     target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
-    result = _log_probs(head, target, input.source.workspace).logsumexp.view(input.rows)
+    result = _log_probs(head, target, input.head_call.workspace).logsumexp.view(input.rows)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -157,7 +140,7 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        picked = _picked(node, index.reshape(expression.row_shape(node)), input.source.workspace)
+        picked = _picked(node, index.reshape(expression.hidden(node).shape[:-1]), input.head_call.workspace)
         if picked is not None:
             return picked.view(index.shape)
     (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
@@ -188,8 +171,8 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     head = match_head(input.checked()) if deferred else None
     if head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])
-        results = _log_probs(head, flat, input.source.workspace)
-        first = input.source.counts.on(results.log_prob, FUSED)
+        results = _log_probs(head, flat, input.head_call.workspace)
+        first = input.head_call.counts.on(results.log_prob, FUSED)
         return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
     return dispatch.LogProbs(
@@ -201,31 +184,20 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
 
 
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
-    inputs, weights, of_head = head.arguments()
+    options = head.options | {"ignore_index": NO_CLASS, "workspace": workspace}
     with expression.autocast(target.device, head.autocast):
-        return dispatch.log_probs(
-            inputs, weights, target, ignore_index=NO_CLASS, workspace=workspace, **of_head
-        )
+        return dispatch.log_probs(head.inputs, head.weights, target, **options)
 
 
-@handles("argmax")
-def argmax(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.argmax(-1))
+def _reducing(name: str) -> None:
+    @handles(name)
+    def reduce(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+        options = {} if dtype is None else {"dtype": dtype}
+        return _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options))
 
 
-@handles("amax")
-def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
-    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.amax(-1))
-
-
-@handles("sum")
-def sum_(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.sum(-1, dtype=dtype))
-
-
-@handles("mean")
-def mean(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return _reduced(input, dim, keepdim, lambda z_CV: z_CV.mean(-1, dtype=dtype))
+for _name in ("argmax", "amax", "sum", "mean"):
+    _reducing(_name)
 
 
 @handles("max")
@@ -262,9 +234,6 @@ def _class_dim(input: Any, dim: Any) -> int | None:
 def _by_rows(
     input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the results of chunks.by_rows in the shape of the logits' rows."""
-    node = input.checked()
-    rows, shape = expression.row_shape(node), input.rows
-    cut = [each.reshape((*rows, *each.shape[len(shape) :])) for each in row_tensors]
-    outputs = chunks.by_rows(node, results, function, *cut, workspace=input.source.workspace)
-    return tuple(each.view((*shape, *each.shape[len(rows) :])) for each in outputs)
+    return chunks.by_rows(
+        input.checked(), input.rows, results, function, *row_tensors, workspace=input.head_call.workspace
+    )
