@@ -96,5 +96,4 @@ def check_number(name: str, value: object) -> None:
 
 
 def listed(choices: Sequence[object]) -> str:
-    """Return the choices as text, separated by commas."""
     return ", ".join(repr(choice) for choice in choices)

@@ -13,9 +13,9 @@ from torch import Tensor
 from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import gathered, lies_by_rows, multiplies
 
-# cuBLAS takes 1.6 to 7 times as long where a size that lies side by side in memory is no multiple
-# of 16 bytes, even if every row begins at one. So whole vectors of 16 bytes are multiplied first
-# and the rest after them, from so many multiplications on (decision 0053).
+# cuBLAS takes 1.6 to 7 times as long if a contiguous dimension is no multiple of 16 bytes, even if
+# each row begins at a multiple. So a large GEMM is made of two: whole vectors first, then the rest
+# (decision 0053).
 VECTOR_BYTES, FEWEST_MULTIPLICATIONS = 16, 1 << 30
 
 # On the CPU rows are gathered and converted in parts of this many bytes (at least one row), so that
@@ -76,10 +76,7 @@ class Operand:
         return copy_CD
 
     def _gathered(self, rows: slice) -> Tensor:
-        """Return tokens that are no slice of a matrix.
-
-        These are the rows that are not ignored, or rows of a slice of a wider tensor.
-        """
+        """Return tokens that are no slice of a matrix: kept rows, or rows of a sliced, wider tensor."""
         if self.input.dim() == 2:
             assert self.kept_rows is not None
             return self.input[self.kept_rows[rows]]
@@ -144,8 +141,8 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
 def whole_vectors(out: Tensor, a: Tensor, b: Tensor) -> list[tuple[slice, ...]]:
     """Return the two parts of a GEMM whose first has whole vectors, as (rows, columns, inner).
 
-    There are none if each size that lies side by side is whole, if rows are not aligned anyway, or
-    if a sum over two parts would be rounded between them.
+    Return none if each contiguous dimension has whole vectors, if rows are not aligned anyway, or
+    if the inner dimension is to be cut and the sum would be rounded between its parts.
     """
     if a.dtype.itemsize != 2 or not all(_rows_are_aligned(each) for each in (out, a, b)):
         return []
@@ -179,8 +176,8 @@ def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
     """Return vectors [K, R] matrix [R, S], exact to float32.
 
-    Where the matrix has fewer digits, each float32 vector is cut into three of the matrix's dtype
-    that add up to it.
+    If the matrix is half precision, each float32 vector is written as a sum of three vectors of the
+    matrix's dtype.
     """
     if matrix.dtype == vectors.dtype:
         return vectors @ matrix

@@ -265,15 +265,12 @@ def _grad(
 
 
 def _filled(found: Sequence[Tensor | None], like: Tensors) -> Tensors:
-    """Replace each None with zeros."""
     return tuple(torch.zeros_like(own) if each is None else each for each, own in zip(found, like))
 
 
 def at(places: Sequence[int], tensors: Tensors) -> Tensors:
-    """Return the tensors at these places."""
     return tuple(tensors[place] for place in places)
 
 
 def split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
-    """Return the tensors before `place`, and those from it on."""
     return tuple(tensors[:place]), tuple(tensors[place:])

@@ -4,21 +4,18 @@ from lowtide.deferred import Deferral
 
 
 class DeferralCallback:
-    """Hold a callback's deferral, and report its counts while it is active and after its end.
-
-    Attributes:
-        fused: the number of losses computed without logits.
-        materialized: for each operation, how often it materialised the logits.
-    """
+    """Hold a callback's deferral, and report its counts while it is active and after its end."""
 
     deferral: Deferral | None = None
 
     @property
     def fused(self) -> int:
+        """Return the number of losses computed without logits."""
         return 0 if self.deferral is None else self.deferral.fused
 
     @property
     def materialized(self) -> dict[str, int]:
+        """Return for each operation how often it materialised the logits."""
         return {} if self.deferral is None else dict(self.deferral.materialized)
 
     def _undo(self) -> None:

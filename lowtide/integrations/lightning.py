@@ -22,10 +22,6 @@ class LightningDeferralCallback(DeferralCallback, Callback):
             does.
         workspace: bytes that each fused loss may hold; None for the default of
             `lowtide.defer_logits`.
-
-    Attributes:
-        fused: the number of losses computed without logits.
-        materialized: for each operation, how often it materialised the logits.
     """
 
     def __init__(self, head: str | None = None, *, workspace: int | None = None) -> None:

@@ -47,9 +47,7 @@ def info_nce(
 
     Memory: O(workspace) beside the gradients, never B K.
 
-    Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also
-            a RuntimeError.
+    Errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/1807.03748
     """
@@ -111,9 +109,7 @@ def contrastive(
     Memory: O(workspace), never B². Each direction holds its own gradients of image and text until
     backward.
 
-    Raises:
-        ValueError, TypeError: for shapes, dtypes, devices and options that do not fit. Each is also
-            a RuntimeError.
+    Errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2103.00020
     """

@@ -80,9 +80,7 @@ def grpo(
 
     Memory: O(B T), a few tensors of that shape.
 
-    Raises:
-        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
-            RuntimeError.
+    Errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2402.03300 (GRPO), 2507.18071 (GSPO), 2503.14476 (DAPO), 2503.20783 (Dr.
     GRPO); the KL estimate is k3 of joschu.net/blog/kl-approx.html

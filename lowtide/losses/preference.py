@@ -43,13 +43,7 @@ def dpo(
         label_smoothing: :math:`\epsilon`, in [0, 0.5].
         reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
 
-    Precision: computed in float32, or in float64 where an argument is float64.
-
-    Memory: O(B).
-
-    Raises:
-        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
-            RuntimeError.
+    Precision, memory and errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2305.18290; for cDPO its author's note, ericmitchell.ai/cdpo.pdf
     """
@@ -99,13 +93,7 @@ def simpo(
         gamma: the margin itself, as in the paper (whose code takes gamma / beta).
         reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
 
-    Precision: computed in float32, or in float64 where an argument is float64.
-
-    Memory: O(B).
-
-    Raises:
-        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
-            RuntimeError.
+    Precision, memory and errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2405.14734
     """
@@ -140,13 +128,7 @@ def orpo(
         beta: :math:`\beta`, the weight of the odds ratio.
         reduction: `"mean"`, `"sum"` or `"none"`, over the B pairs.
 
-    Precision: computed in float32, or in float64 where an argument is float64.
-
-    Memory: O(B).
-
-    Raises:
-        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
-            RuntimeError.
+    Precision, memory and errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2403.07691
     """
@@ -197,11 +179,7 @@ def kto(
 
     Precision: computed in float32, or in float64 where policy or reference is float64.
 
-    Memory: O(B).
-
-    Raises:
-        ValueError, TypeError: for shapes, dtypes and options that do not fit. Each is also a
-            RuntimeError.
+    Memory and errors: those of :mod:`lowtide.losses`.
 
     Source: arxiv.org/abs/2402.01306
     """

@@ -20,12 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.core.cpu_gemm.compiled_library import (
-    NoCompilerError,
-    NotLoadedError,
-    Source,
-    load_compiled,
-)
+from lowtide.core.cpu_gemm.compiled_library import NoCompilerError, NotLoadedError, Source, load_compiled
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
 # Not -march=native, since several machines may share a home directory. No -fopenmp for the linker:
@@ -68,25 +63,20 @@ def exponentials(
     they are rounded, and each row's largest logit other than the target's, both in float32.
     """
     (rows, features), classes = x_CD.shape, weight_VD.shape[0]
-    _assert_matrix(x_CD, rows, features, torch.bfloat16)
-    _assert_matrix(weight_VD, classes, features, torch.bfloat16)
-    _assert_vector(reference_C, rows, torch.float32)
-    _assert_vector(target_C, rows, torch.int64)
-    if bias_V is not None:
-        _assert_vector(bias_V, classes, torch.float32)
-    if out_CV is not None:
-        _assert_matrix(out_CV, rows, classes, torch.bfloat16)
     sum_C = torch.empty(rows, dtype=torch.float32)
     max_C = torch.empty(rows, dtype=torch.float32)
     _call(
         "lowtide_exponentials",
-        *map(_integer, (rows, features, classes)),
-        _matrix(x_CD),
-        _matrix(weight_VD),
+        (rows, features, classes),
+        _matrix(x_CD, rows, features, torch.bfloat16),
+        _matrix(weight_VD, classes, features, torch.bfloat16),
         ctypes.c_float(scale),
-        *map(_pointer, (bias_V, reference_C, target_C)),
-        _matrix(out_CV),
-        *map(_pointer, (sum_C, max_C)),
+        _vector(bias_V, classes, torch.float32),
+        _vector(reference_C, rows, torch.float32),
+        _vector(target_C, rows, torch.int64),
+        _matrix(out_CV, rows, classes, torch.bfloat16),
+        _vector(sum_C, rows, torch.float32),
+        _vector(max_C, rows, torch.float32),
     )
     return sum_C, max_C
 
@@ -94,60 +84,63 @@ def exponentials(
 def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> None:
     """Write e_CV weight_VD to out_CD, or add it."""
     (rows, classes), features = e_CV.shape, weight_VD.shape[1]
-    _assert_matrix(out_CD, rows, features, torch.float32)
-    _assert_matrix(e_CV, rows, classes, torch.bfloat16)
-    _assert_matrix(weight_VD, classes, features, torch.bfloat16)
-    sizes = map(_integer, (rows, features, classes))
-    _call("lowtide_multiply", *sizes, _matrix(e_CV), _matrix(weight_VD), _matrix(out_CD), ctypes.c_bool(add))
+    _call(
+        "lowtide_multiply",
+        (rows, features, classes),
+        _matrix(e_CV, rows, classes, torch.bfloat16),
+        _matrix(weight_VD, classes, features, torch.bfloat16),
+        _matrix(out_CD, rows, features, torch.float32),
+        ctypes.c_bool(add),
+    )
 
 
 def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
     """Write e_CV^T x_CD to out_VD, or add it; each element of out_VD is read and written once."""
     (rows, classes), features = e_CV.shape, x_CD.shape[1]
-    _assert_matrix(out_VD, classes, features, torch.float32)
-    _assert_matrix(e_CV, rows, classes, torch.bfloat16)
-    _assert_matrix(x_CD, rows, features, torch.bfloat16)
-    sizes = map(_integer, (rows, features, classes))
-    operands = (_matrix(e_CV), _matrix(x_CD), _matrix(out_VD))
-    _call("lowtide_multiply_transposed", *sizes, *operands, ctypes.c_bool(add))
-
-
-def _assert_matrix(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
-    assert (matrix.shape, matrix.dtype, matrix.device.type) == ((rows, columns), dtype, "cpu")
-    assert matrix.numel() > 0
-    assert columns == 1 or matrix.stride(1) == 1
-    assert rows == 1 or matrix.stride(0) >= columns
-
-
-def _assert_vector(vector: Tensor, size: int, dtype: torch.dtype) -> None:
-    assert (vector.shape, vector.dtype, vector.device.type) == ((size,), dtype, "cpu")
-    assert vector.is_contiguous()
-
-
-_integer = ctypes.c_int64
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    _call(
+        "lowtide_multiply_transposed",
+        (rows, features, classes),
+        _matrix(e_CV, rows, classes, torch.bfloat16),
+        _matrix(x_CD, rows, features, torch.bfloat16),
+        _matrix(out_VD, classes, features, torch.float32),
+        ctypes.c_bool(add),
+    )
 
 
 class _Matrix(ctypes.Structure):
     _fields_ = (("start", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
 
-def _matrix(matrix: Tensor | None) -> _Matrix:
-    return _Matrix(None, 0) if matrix is None else _Matrix(matrix.data_ptr(), matrix.stride(0))
+def _matrix(matrix: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> _Matrix:
+    """Return the matrix as C++ reads it, after checking it; None has no memory."""
+    if matrix is None:
+        return _Matrix(None, 0)
+    assert (matrix.shape, matrix.dtype, matrix.device.type) == ((rows, columns), dtype, "cpu")
+    assert matrix.numel() > 0
+    assert columns == 1 or matrix.stride(1) == 1
+    assert rows == 1 or matrix.stride(0) >= columns
+    return _Matrix(matrix.data_ptr(), matrix.stride(0))
 
 
-def _call(name: str, *arguments: object) -> None:
+def _vector(vector: Tensor | None, size: int, dtype: torch.dtype) -> ctypes.c_void_p:
+    """Return where the vector begins, after checking it; None has no memory."""
+    if vector is None:
+        return ctypes.c_void_p(None)
+    assert (vector.shape, vector.dtype, vector.device.type) == ((size,), dtype, "cpu")
+    assert vector.is_contiguous()
+    return ctypes.c_void_p(vector.data_ptr())
+
+
+def _call(name: str, sizes: tuple[int, ...], *arguments: object) -> None:
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(
             "this call was compiled or exported where a CPU's bfloat16 products can be made; "
             f"here {library}. Compile or export it here, or within torch.backends.mkldnn.flags(enabled=False)"
         )
+    integers = map(ctypes.c_int64, sizes)
     # ctypes releases the GIL during the call.
-    if getattr(library, name)(*arguments, ctypes.c_int(torch.get_num_threads())):
+    if getattr(library, name)(*integers, *arguments, ctypes.c_int(torch.get_num_threads())):
         raise RuntimeError(
             f"{name[len('lowtide_') :]} of bfloat16 operands failed: no memory, or oneDNN is switched off"
         )

@@ -23,10 +23,6 @@ class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
     Args:
         workspace: bytes that each fused loss may hold; None for the default of
             `lowtide.defer_logits`.
-
-    Attributes:
-        fused: the number of losses computed without logits.
-        materialized: for each operation, how often it materialised the logits.
     """
 
     def __init__(self, *, workspace: int | None = None) -> None:

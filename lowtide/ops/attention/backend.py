@@ -38,7 +38,6 @@ class Choice(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Return why this backend was chosen, in words."""
         if self.backend == "sdpa":
             return "torch's own kernels compute the same exactly, in O(M) memory"
         if self.backend == "reference":

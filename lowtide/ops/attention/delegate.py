@@ -68,7 +68,6 @@ def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
-    """Return a saved tensor as it is."""
     return tensor
 
 

@@ -31,9 +31,18 @@ class Sum:
         if self.total is None:
             self.total = term if wide is None else term.to(wide, copy=True)
         elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
-            add(self.total, term)
+            self._add_in_place(term)
         else:  # a number, or a tensor that the sum's dtype or shape has no room for
             self.total = self.total + (term if wide is None else term.to(wide))
+
+    def _add_in_place(self, term: Tensor) -> None:
+        if term.is_cuda or term.dtype == self.total.dtype or not term.dim():
+            self.total.add_(term)
+            return
+        # The CPU would convert the whole term at once.
+        rows = max(1, len(term) * 2**16 // max(1, term.numel()))
+        for total_rows, term_rows in zip(self.total.split(rows), term.split(rows)):
+            total_rows.add_(term_rows)
 
     def add_product(self, g_CV: Tensor, x_CD: Tensor) -> None:
         """Add g_CV^T x_CD, a float32 product for half precision."""
@@ -54,17 +63,6 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype in HALVES:
         return torch.float32
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
-
-
-def add(total: Tensor, term: Tensor) -> None:
-    """Add a term to a total in place."""
-    if term.is_cuda or term.dtype == total.dtype or not term.dim():
-        total.add_(term)
-        return
-    # The CPU would convert the whole term at once.
-    rows = max(1, len(term) * 2**16 // max(1, term.numel()))
-    for total_rows, term_rows in zip(total.split(rows), term.split(rows)):
-        total_rows.add_(term_rows)
 
 
 def backward_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:

@@ -8,6 +8,7 @@ torch.autograd differentiates a chunk, inside and alone. So head and loss_fn may
 an ordinary backward pass: autocast, checkpoints, autograd functions of their own.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -46,13 +47,12 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
     sample = replace(job, aux={}, replay=Replay(still), snapshot=before)
     whole = still[job.cut :]
 
-    def run(place: int, start: int, stop: int) -> Tensor:
-        rows = sample.piece(still[: job.cut], start, stop)
-        return job.functional.substituted(whole, lambda: sample.loss_again(place, rows, whole))
-
     with torch.random.fork_rng(devices=job.replay.cuda):
         for place, (start, stop) in enumerate(job.chunks):
-            value = run(place, start, stop)
+            run = functools.partial(
+                sample.loss_again, place, sample.piece(still[: job.cut], start, stop), whole
+            )
+            value = job.functional.substituted(whole, run)
             batched = any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value))
             if batched and sample.replay.drew():
                 raise RuntimeError(
@@ -143,8 +143,6 @@ class Rows(RowFunction):
         return (*shaped, *(total.total for total in sums))
 
     def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "Rows":
-        """Return the function of rows that computes this derivative."""
-
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
             whole, last = split(whole, len(whole) - given_whole)
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
@@ -154,7 +152,7 @@ class Rows(RowFunction):
             def run() -> Tensors:
                 parts, terms = self.function(place, rows, whole)
                 outputs = at(described.outputs, (*parts, *terms))
-                with self.job.replay.no_autocast():
+                with self.job.replay.autocast(on=False):
                     return described.derive(outputs, inputs, given, create_graph)
 
             functional = self.job.functional

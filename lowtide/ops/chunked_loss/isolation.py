@@ -37,7 +37,6 @@ def any_transform() -> bool:
 
 
 def _top_hooks() -> Any:
-    """Return the innermost hooks of saved tensors, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 

@@ -55,7 +55,6 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
         return math.prod(self.leading)
 
     def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
@@ -92,7 +91,6 @@ class Job:
         return out, *value
 
     def _add_aux(self, name: str, term: Any) -> None:
-        """Add a chunk's value of aux to its sum."""
         total = self.aux.setdefault(name, Sum())
         known = total.total
         if isinstance(known, Tensor) and isinstance(term, Tensor) and known.shape != term.shape:

@@ -90,7 +90,8 @@ class _Loop:
         self.operators = Operators(self.learned, self.sums)
         self.has_graph = False
         self.scales: list[Tensor] = []
-        dtypes = {tensor.dtype for tensor in tensors} | job.replay.autocast_dtypes
+        dtypes = {tensor.dtype for tensor in tensors}
+        dtypes |= {dtype for _, dtype, enabled in job.replay.casts if enabled}
         self.digits = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.5
         self.is_scaled = torch.float16 in dtypes
 
@@ -170,12 +171,11 @@ class _Loop:
         return seed
 
     def _backward(self, value: Tensor, leaves: Tensors, seed: Tensor | None) -> Gradients:
-        """Return the gradients of a chunk."""
         if not value.requires_grad:
             return {}
         self.has_graph = True
         asked = {k: leaf for k, leaf in enumerate((*leaves, *self.learned)) if self.needs_grad[k]}
-        with self.job.replay.no_autocast(), self.operators.collect(value):
+        with self.job.replay.autocast(on=False), self.operators.collect(value):
             terms = torch.autograd.grad(value, list(asked.values()), seed, allow_unused=True)
         gradients = dict(zip(asked, terms))
         del terms
@@ -190,9 +190,11 @@ class _Loop:
     def _add(self, start: int, stop: int, gradients: Gradients) -> None:
         """Write a chunk's gradients of rows, and add those of learned tensors to their sums."""
         for k, term in enumerate([gradients.pop(k, None) for k in range(self.job.cut)]):
-            if term is not None and self.rows[k] is None:
-                self.rows[k] = self._allocate(k, start)
             rows = self.rows[k]
+            if rows is None and term is not None:
+                shape = self.tensors[k].shape[len(self.job.leading) :]
+                rows = self.rows[k] = self.tensors[k].new_empty((self.job.rows, *shape))
+                rows[:start].zero_()  # No chunk before this one reached them.
             if rows is not None:
                 rows[start:stop] = 0 if term is None else term
         while gradients:
@@ -201,13 +203,6 @@ class _Loop:
             if term is not None and total is not None:
                 total.add(term)
             del term
-
-    def _allocate(self, k: int, start: int) -> Tensor:
-        """Return memory for the gradients of all rows; those before `start` are 0."""
-        like = self.tensors[k]
-        buffer = like.new_empty((self.job.rows, *like.shape[len(self.job.leading) :]))
-        buffer[:start].zero_()
-        return buffer
 
     def _scale(self, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
         """Return the power of two that the chunk's backward starts from.
@@ -220,7 +215,7 @@ class _Loop:
             ends = [each for each in (*leaves, *self.learned) if each.requires_grad]
         new = previous
         if value.requires_grad and ends:
-            with self.job.replay.no_autocast():
+            with self.job.replay.autocast(on=False):
                 measured = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
             limit = 14 if value.dtype == torch.float16 else 60
             new = backward_scale([each for each in measured if each is not None], previous, limit)

@@ -91,7 +91,7 @@ class Operators(TorchFunctionMode):
         if bias is not None and own_bias is None and bias.requires_grad:
             return None
         cast_VD = self._cast(weight, dtype)
-        return Linear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
+        return SummingLinear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight in this dtype, cast once for all chunks as in autocast's cache."""
@@ -102,7 +102,7 @@ class Operators(TorchFunctionMode):
         return self.casts[id(weight), dtype]
 
 
-class Linear(torch.autograd.Function):
+class SummingLinear(torch.autograd.Function):
     """Compute F.linear; `weight` and `bias` are inputs for the sake of the graph."""
 
     @staticmethod
@@ -196,10 +196,8 @@ class CrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradient_CV = logits_CV.softmax(1) - F.one_hot(target_C, logits_CV.shape[1])
             return gradient_CV * softmax_coef_C[:, None], None, None
-        terms, statistics = (
-            RowCoefs(target_C, ignored_C, softmax_coef_C, softmax_coef_C),
-            SoftmaxStats(max_C, sum_C),
-        )
+        terms = RowCoefs(target_C, ignored_C, softmax_coef_C, softmax_coef_C)
+        statistics = SoftmaxStats(max_C, sum_C)
         grad_CV = torch.empty_like(logits_CV)
         softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_stats=False)
         return grad_CV, None, None

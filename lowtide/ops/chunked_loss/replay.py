@@ -20,26 +20,16 @@ class Replay:
         self.cached = torch.is_autocast_cache_enabled()
         self.states: dict[int, tuple[Tensor, ...]] = {}
 
-    @property
-    def autocast_dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of the autocast that was enabled."""
-        return {dtype for _, dtype, enabled in self.casts if enabled}
-
     @contextlib.contextmanager
-    def autocast(self) -> Iterator[None]:
-        """Restore the autocast settings of the call."""
+    def autocast(self, *, on: bool = True) -> Iterator[None]:
+        """Restore the autocast settings of the call, or switch autocast off.
+
+        Backward runs without autocast, in the dtypes of its forward pass.
+        """
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.casts:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
-            yield
-
-    @contextlib.contextmanager
-    def no_autocast(self) -> Iterator[None]:
-        """Switch autocast off, since backward runs in the dtypes of its forward pass."""
-        with contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.casts:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype, False, self.cached))
+                if on or enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, on and enabled, self.cached))
             yield
 
     @contextlib.contextmanager

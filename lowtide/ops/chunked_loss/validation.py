@@ -154,7 +154,6 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
 
 
 def is_cut(argument: Any) -> bool:
-    """Return True for a tensor that is cut along the rows."""
     return isinstance(argument, Tensor) and argument.dim() > 0
 
 

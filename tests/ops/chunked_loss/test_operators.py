@@ -39,7 +39,7 @@ def calls(monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr(operators.Linear, "apply", counted("linear", operators.Linear.apply))
+    monkeypatch.setattr(operators.SummingLinear, "apply", counted("linear", operators.SummingLinear.apply))
     monkeypatch.setattr(CrossEntropy, "apply", counted("cross_entropy", CrossEntropy.apply))
     return found
 

@@ -72,10 +72,7 @@ class AttentionBias:
         return other
 
     def materialize(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
         """Return the mask as a dense tensor [..., M, N] to be added to the scores.
 

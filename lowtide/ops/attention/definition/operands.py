@@ -103,7 +103,6 @@ class Sizes(NamedTuple):
 
 
 def sizes(operands: Operands) -> Sizes:
-    """Return the sizes of these operands."""
     B, H, M, K = operands.query.shape
     G, N, E = operands.value.shape[1:]
     return Sizes(B, H, G, M, N, K, E)

@@ -145,7 +145,6 @@ def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
 
 
 def check_backend(backend: object) -> None:
-    """Raise unless this is the name of a backend."""
     check_choice("backend", backend, get_args(Backend))
 
 

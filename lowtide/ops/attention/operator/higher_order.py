@@ -15,8 +15,8 @@ from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import Operands, Options, sizes
 
-# Bytes that a chunk's scores may take, counting the copies of them that a derivative holds at once.
-# A chunk has at least one query.
+# A chunk's scores take at most this many bytes, and a derivative holds this many copies of them.
+# Every chunk has at least one query.
 WORKSPACE = 64 << 20
 COPIES = 12
 
@@ -38,10 +38,8 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     rows = {name: tensor for name, tensor in rows.items() if tensor is not None}
 
     def chunk(row_tensors: Tensors, whole_tensors: Tensors) -> tuple[Tensors, Tensors]:
-        given = {**dict(zip(rows, row_tensors)), **dict(zip(whole, whole_tensors))}
-        bias = given.get("bias")
-        if "bias" in rows:
-            bias = given["bias"].movedim(0, 2)
+        given = dict(zip((*rows, *whole), (*row_tensors, *whole_tensors)))
+        bias = given["bias"].movedim(0, 2) if "bias" in rows else given.get("bias")
         shown_mN = keep_BHmN = None
         if "first" in rows:
             shown_mN = visible(Intervals(given["first"], given["end"]), N)

@@ -31,7 +31,6 @@ OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backe
 
 @operator("attention", f"({OPERANDS}, bool keep_statistics, {OPTIONS}) -> Tensor[]")
 def attention(*arguments: Any) -> list[Tensor]:
-    """Run forward on the backend that the options name."""
     _, operands, keep_statistics, options = _parse(arguments)
     if options.backend == "sdpa":
         return kernels.forward(operands, options, keep_statistics)
@@ -50,7 +49,6 @@ def attention(*arguments: Any) -> list[Tensor]:
     f"{OPERANDS}, bool[] needs_grad, {OPTIONS}) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    """Run backward on the backend that the options name."""
     saved, operands, needs_grad, options = _parse(arguments, saved=4)
     if options.backend == "sdpa":
         return kernels.backward(operands, options, needs_grad, *saved)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
-from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns
+from lowtide.ops.attention.torch_backend.tiling import Chunk
 
 
 class BlockwiseBackward(Blockwise):
@@ -25,13 +25,12 @@ class BlockwiseBackward(Blockwise):
 
     def __init__(self, operands: Operands, options: Options, needs_grad: Sequence[bool]) -> None:
         super().__init__(operands, options)
-        self.want_query, self.want_key, self.want_value, self.want_bias = needs_grad
         self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE = (
             allocate(tensor, tensor.shape, options.rows_first) if want else None
             for tensor, want in zip(operands[:3], needs_grad)
         )
         self.grad_bias: Tensor | None = None
-        if self.want_bias and operands.bias is not None:
+        if needs_grad[3] and operands.bias is not None:
             self.grad_bias = operands.bias.new_zeros(operands.bias.shape, dtype=self.dtype)
 
     def backward(
@@ -43,7 +42,10 @@ class BlockwiseBackward(Blockwise):
     ) -> list[Tensor]:
         """Return the gradients asked for among query, key, value and bias."""
         for chunk in self.chunks():
-            sums = self._sums_of_keys(chunk)
+            sums = [
+                None if grad is None else grad.new_zeros(chunk.c, *grad.shape[2:], dtype=self.dtype)
+                for grad in (self.grad_key_BGNK, self.grad_value_BGNE)
+            ]
             for rows in self.rows():
                 grad_output_crE = chunk.packed(grad_output_BHME, rows)
                 delta_cr1 = (grad_output_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
@@ -62,14 +64,6 @@ class BlockwiseBackward(Blockwise):
         gradients = (self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE, grad_bias)
         return [gradient for gradient in gradients if gradient is not None]
 
-    def _sums_of_keys(self, chunk: Chunk) -> tuple[Tensor | None, Tensor | None]:
-        """Return zeros to which a chunk's key and value gradients are added."""
-        grad_key_cNK, grad_value_cNE = (
-            tensor.new_zeros(chunk.c, *tensor.shape[2:], dtype=self.dtype) if want else None
-            for tensor, want in zip(self.operands[1:3], (self.want_key, self.want_value))
-        )
-        return grad_key_cNK, grad_value_cNE
-
     def _rows_backward(
         self,
         chunk: Chunk,
@@ -83,8 +77,8 @@ class BlockwiseBackward(Blockwise):
         """Add the gradients that some rows of a chunk contribute."""
         scale = self.options.scale
         query_crK = chunk.packed(self.operands.query, rows)
-        grad_query_crK = torch.zeros_like(query_crK) if self.want_query else None
-        for columns in self.seen.columns(rows):
+        grad_query_crK = None if self.grad_query_BHMK is None else torch.zeros_like(query_crK)
+        for columns in self.columns(rows):
             z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
             for part_cr1 in statistics_crS.split(1, 2):
                 z_crn.sub_(part_cr1)
@@ -94,14 +88,16 @@ class BlockwiseBackward(Blockwise):
                 factor = 1.0 if keep_crn is None else self.rescale
                 used_crn = weight_crn if keep_crn is None else weight_crn * keep_crn
                 grad_value_cNE[:, columns.span].baddbmm_(used_crn.mT, grad_output_crE, alpha=factor)
-            if not (self.want_query or self.want_key or self.want_bias):
+            if grad_query_crK is None and grad_key_cNK is None and self.grad_bias is None:
                 continue
             value_cnE = chunk.keys(self.operands.value, columns.span)
             grad_crn = self.product("gradients", grad_output_crE, value_cnE.mT)
             if keep_crn is not None:
                 grad_crn.mul_(keep_crn).mul_(self.rescale)
             grad_crn.sub_(delta_cr1).mul_(weight_crn)
-            self._add_to_bias(chunk, rows, columns, grad_crn)
+            if self.grad_bias is not None:  # summed over the bias's broadcast axes
+                part = chunk.of_bias(self.grad_bias, rows, columns.span)
+                part.add_(chunk.unpacked(grad_crn, rows).sum_to_size(part.shape))
             if slope_crn is not None:
                 grad_crn.mul_(slope_crn)
             if grad_query_crK is not None:
@@ -110,10 +106,3 @@ class BlockwiseBackward(Blockwise):
                 grad_key_cNK[:, columns.span].baddbmm_(grad_crn.mT, query_crK, alpha=scale)
         if self.grad_query_BHMK is not None and grad_query_crK is not None:
             chunk.of_rows(self.grad_query_BHMK, rows).copy_(chunk.unpacked(grad_query_crK, rows))
-
-    def _add_to_bias(self, chunk: Chunk, rows: slice, columns: Columns, grad_crn: Tensor) -> None:
-        """Add a tile's dz to the gradient of the bias, summed over the bias's broadcast axes."""
-        if self.grad_bias is None:
-            return
-        part = chunk.of_bias(self.grad_bias, rows, columns.span)
-        part.add_(chunk.unpacked(grad_crn, rows).sum_to_size(part.shape))

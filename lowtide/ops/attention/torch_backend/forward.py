@@ -19,7 +19,7 @@ from lowtide.core.matmul import blocks
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.attention.definition import dropout
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
-from lowtide.ops.attention.torch_backend.tiling import Chunk, Columns, Seen, head_chunks, tile_shape
+from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan, head_chunks, tile_shape
 
 
 class Blockwise:
@@ -30,23 +30,33 @@ class Blockwise:
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device
         self.shape = tile_shape(self.size)
-        self.seen = Seen(operands.first, operands.end, self.size, self.shape)
+        # Of each tile of queries: the first key and the end of the keys that its rows see.
+        self.limits: dict[int, tuple[int, int, int, int]] = {}
+        if operands.first is not None and operands.end is not None:
+            firsts, ends = operands.first.tolist(), operands.end.tolist()
+            for rows in self.rows():  # Both vectors are non-decreasing: their ends are their extremes.
+                first, last = rows.start, rows.stop - 1
+                self.limits[first] = firsts[first], firsts[last], ends[first], ends[last]
         self.buffers: dict[str, Tensor] = {}
         if operands.seed is not None:
-            self.row_key_BHM1 = dropout.row_keys(operands.seed, self.size.B, self.size.H, self.size.M)[
-                ..., None
-            ]
+            row_key_BHM = dropout.row_keys(operands.seed, self.size.B, self.size.H, self.size.M)
+            self.row_key_BHM1 = row_key_BHM[..., None]
             self.column_key_N = dropout.column_keys(operands.seed, self.size.N)
             self.rescale = dropout.rescale(options.dropout)
 
     def chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of heads in turn."""
         for batches, groups in head_chunks(self.size.B, self.size.G, self.shape.heads):
             yield Chunk(batches, groups, self.size.R, self.dtype)
 
     def rows(self) -> Iterator[slice]:
-        """Yield the tiles of queries in turn."""
         return blocks(self.size.M, self.shape.rows)
+
+    def columns(self, rows: slice) -> Iterator[KeySpan]:
+        """Yield the tiles of keys that some row of a tile sees."""
+        low, whole_low, whole_high, high = self.limits.get(rows.start, (0, 0, self.size.N, self.size.N))
+        for span in blocks(max(high - low, 0), self.shape.columns):
+            span = slice(low + span.start, low + span.stop)
+            yield KeySpan(span, whole_low <= span.start and span.stop <= whole_high)
 
     def product(self, name: str, a_crk: Tensor, b_ckn: Tensor, factor: float = 1.0) -> Tensor:
         """Return factor * a @ b, in the buffer of that name."""
@@ -86,7 +96,7 @@ class Blockwise:
         # Finite, so that a row that has seen no column yet is shifted by a number.
         max_cr1 = query_crK.new_full((c, r, 1), torch.finfo(self.dtype).min)
         sum_cr1 = query_crK.new_zeros(c, r, 1)
-        for columns in self.seen.columns(rows):
+        for columns in self.columns(rows):
             weight_crn, _ = self.scores(chunk, rows, columns, query_crK)
             new_max_cr1 = torch.maximum(max_cr1, weight_crn.amax(-1, keepdim=True))
             weight_crn.sub_(new_max_cr1).exp_()
@@ -101,7 +111,7 @@ class Blockwise:
         return out_crE, max_cr1, sum_cr1
 
     def scores(
-        self, chunk: Chunk, rows: slice, columns: Columns, query_crK: Tensor
+        self, chunk: Chunk, rows: slice, columns: KeySpan, query_crK: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Return z, and the slope of the soft cap."""
         key_cnK = chunk.keys(self.operands.key, columns.span)
@@ -129,7 +139,7 @@ class Blockwise:
         key_n = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=self.device)
         return (key_n < first[rows, None]).logical_or_(key_n >= end[rows, None])
 
-    def keep_mask(self, chunk: Chunk, rows: slice, columns: Columns) -> Tensor:  # [c, r, n]
+    def keep_mask(self, chunk: Chunk, rows: slice, columns: KeySpan) -> Tensor:  # [c, r, n]
         """Return True for each score that dropout keeps."""
         row_key_cr1 = chunk.packed(self.row_key_BHM1, rows)
         return dropout.keep_mask(row_key_cr1, self.column_key_N[columns.span], self.options.dropout)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.matmul import blocks
 from lowtide.ops.attention.definition.operands import Sizes
 
 # Scores in a tile. It stays in a core's own cache from one pass to the next, and is large enough
@@ -24,7 +23,7 @@ TILE = 1 << 18
 SIDE = 512
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Hold the size of a tile."""
 
     heads: int
@@ -34,8 +33,8 @@ class Shape(NamedTuple):
     columns: int
 
 
-class Columns(NamedTuple):
-    """Hold some columns of a tile of rows."""
+class KeySpan(NamedTuple):
+    """Hold some keys, the columns of a tile."""
 
     span: slice
     whole: bool
@@ -53,7 +52,6 @@ class Chunk(NamedTuple):
 
     @property
     def heads(self) -> slice:
-        """Return the chunk's query heads."""
         return slice(self.groups.start * self.R, self.groups.stop * self.R)
 
     @property
@@ -87,7 +85,7 @@ class Chunk(NamedTuple):
         return bias[tuple(slice(None) if size == 1 else at for size, at in zip(bias.shape, place))]
 
 
-def tile_shape(size: Sizes) -> Shape:
+def tile_shape(size: Sizes) -> TileShape:
     """Return a tile's size for this call.
 
     It is square where both sides are long, longer where the other side is short, and has several
@@ -96,7 +94,7 @@ def tile_shape(size: Sizes) -> Shape:
     columns = max(1, min(size.N, SIDE))
     rows = max(1, min(size.M * size.R, TILE // columns))
     columns = max(1, min(size.N, TILE // rows))
-    return Shape(max(1, TILE // (rows * columns)), max(1, rows // size.R), columns)
+    return TileShape(max(1, TILE // (rows * columns)), max(1, rows // size.R), columns)
 
 
 def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -109,28 +107,3 @@ def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
     for batch in range(B):
         for head in range(0, G, heads):
             yield slice(batch, batch + 1), slice(head, min(head + heads, G))
-
-
-class Seen:
-    """Hold which columns each tile of rows sees."""
-
-    def __init__(self, first: Tensor | None, end: Tensor | None, size: Sizes, shape: Shape) -> None:
-        self.N, self.step = size.N, shape.columns
-        self.masked = first is not None
-        if first is None or end is None:
-            return
-        # Both vectors are non-decreasing, so their ends are their extremes.
-        firsts, ends = first.tolist(), end.tolist()
-        self.of_rows = {
-            rows.start: (firsts[rows.start], firsts[rows.stop - 1], ends[rows.start], ends[rows.stop - 1])
-            for rows in blocks(size.M, shape.rows)
-        }
-
-    def columns(self, rows: slice) -> Iterator[Columns]:
-        """Yield the tiles of columns that some row of a tile sees."""
-        low, whole_low, whole_high, high = 0, 0, self.N, self.N
-        if self.masked:
-            low, whole_low, whole_high, high = self.of_rows[rows.start]
-        for span in blocks(max(high - low, 0), self.step):
-            span = slice(low + span.start, low + span.stop)
-            yield Columns(span, whole_low <= span.start and span.stop <= whole_high)

@@ -93,7 +93,6 @@ class KernelCall:
 
     @property
     def strides(self) -> tuple[Strides, ...]:
-        """Return the strides of query, key, value and bias."""
         operands = (strides_of(each) for each in (self.query, self.key, self.value))
         return *operands, broadcast_strides(self.bias)
 
@@ -119,13 +118,12 @@ class KernelCall:
         return replace(self, **dict(zip(own, split([*own.values()], self.pieces))))
 
     def tile(self, kernel: str) -> Tile:
-        """Return the tile of a kernel."""
         found = self.find_tile(kernel)
         assert found is not None
         return found
 
     def find_tile(self, kernel: str) -> Tile | None:
-        """Return the same, or None if the kernel is not for so many features."""
+        """Return the tile of a kernel, or None if it has none for so many features."""
         bias = self.bias
         row_bias_bytes = bias.itemsize if bias is not None and bias.shape[2] > 1 else 0
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)

@@ -120,11 +120,7 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
 
 
 def _row_terms(
-    call: KernelCall,
-    grad_output: Tensor,
-    grad_logsumexp: Tensor | None,
-    out: Tensor,
-    statistics: Tensor,
+    call: KernelCall, grad_output: Tensor, grad_logsumexp: Tensor | None, out: Tensor, statistics: Tensor
 ) -> Tensor:
     """Return what the tiles of backward read of each row (delta_kernel)."""
     B, H, _, M, _, _, E = call.size
@@ -167,12 +163,7 @@ def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
 
 
 def _strips_of_heads(
-    call: KernelCall,
-    of_heads: Sequence[Strip],
-    stores: Stored,
-    many: bool,
-    room: Tensor,
-    add_bias: bool,
+    call: KernelCall, of_heads: Sequence[Strip], stores: Stored, many: bool, room: Tensor, add_bias: bool
 ) -> None:
     """Compute the gradients of some batches and heads, over all their strips of keys."""
     first, add = of_heads[0], len(of_heads) > 1

@@ -57,11 +57,9 @@ class Strip(NamedTuple):
 
     @property
     def key_heads(self) -> slice:
-        """Return the strip's key heads."""
         return slice(self.first_group, self.first_group + self.groups)
 
     def heads(self, size: Sizes) -> slice:
-        """Return the strip's query heads."""
         return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
 
     def shape(self, size: Sizes) -> tuple[int, int, int]:
@@ -141,7 +139,6 @@ def strips(
 
 
 def up(total: int, step: int) -> int:
-    """Return total rounded up to a multiple of step."""
     return cdiv(total, step) * step
 
 

@@ -54,16 +54,17 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# The fewest features of a tile: rows of 128 bytes. The ptxas 12.8.93 of Triton 3.6 gets the
-# descriptors of narrower tiles wrong where two widths share an address. The result is a crash, or
-# numbers other than those that were asked for.
+# A tile has at least so many features: rows of 128 bytes. With narrower tiles, the ptxas 12.8.93 of
+# Triton 3.6 confuses the descriptors of tiles of two widths at one address. The result is a crash,
+# or other numbers than those that were asked for.
 MIN_FEATURES = 64  # decision 0020
 
 
-# For each kernel: the most features (the larger of K and E) that a size is for, and the size. In
-# float32, all products but those of "query" are of pieces (bf16_split.py); a name with "of 2 pieces"
-# goes before the name alone. The gradients of key and value share a kernel as long as both fit into
-# its registers. Beyond, each has its own kernel, or the key's is a product of stored scores.
+# Each kernel has pairs (most features, tile sizes); of a call's features the larger of K and E
+# counts, and the first pair that allows as many is taken. In float32 every kernel but "query"
+# multiplies pieces (bf16_split.py): "NAME of 2 pieces" is looked up before NAME. One kernel computes
+# the gradients of key and value as long as the sums of both fit into its registers. With more
+# features each has a kernel of its own, or the key's gradient is a product of stored scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -161,10 +162,10 @@ SMALL_FLOAT: Table = {
 def find_tile(
     kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias_bytes: int = 0
 ) -> Tile | None:
-    """Return the tile of a kernel, or None if it is not for so many features.
+    """Return the tile of a kernel, or None if it has no tile for so many features.
 
-    "pieces" counts those of each operand. "half" means 16-bit operands. "row_bias_bytes" are those
-    of a number of a bias that differs between queries, whose own tiles need room; 0 without one.
+    pieces: of each operand. half: operands have 16 bits. row_bias_bytes: of one number of a bias
+    that differs between queries, whose tiles need room; 0 without such a bias.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
@@ -215,5 +216,4 @@ def cdiv(total: int, step: int) -> int:
 
 
 def next_power_of_2(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()

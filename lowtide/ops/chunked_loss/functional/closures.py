@@ -27,7 +27,6 @@ def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) ->
 
 
 def error(names: Sequence[str]) -> ArgumentError:
-    """Return the error for tensors of these names."""
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return ArgumentError(
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
@@ -56,7 +55,6 @@ def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of a loss's graph."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     leaves, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}

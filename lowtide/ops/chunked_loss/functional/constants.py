@@ -212,5 +212,4 @@ def _array(value: Any) -> Any:
 
 
 def _package(module: str | None) -> str:
-    """Return the first part of a module's name."""
     return (module or "").partition(".")[0]

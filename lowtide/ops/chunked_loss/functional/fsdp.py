@@ -79,6 +79,5 @@ def _check_head(head: Any) -> None:
 
 
 def _is_unit(module: Any) -> bool:
-    """Return True for an FSDP2 unit."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a unit exists only if this is imported
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))

@@ -9,8 +9,6 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.constants import constants
 from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
 
-Rows = Mapping[str, Tensor]
-
 
 class Snapshot:
     """Hold the state of a call's functions, and of the rows that it cuts, as it first ran.
@@ -19,12 +17,14 @@ class Snapshot:
     constants that the code reaches.
     """
 
-    def __init__(self, functional: Functional, rows: Rows, constants: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, functional: Functional, rows: Mapping[str, Tensor], constants: dict[str, Any] | None = None
+    ) -> None:
         self.functional = functional
         self.state = self._state(rows)
         self.constants = self._constants() if constants is None else constants
 
-    def changed(self, rows: Rows | None = None) -> list[str]:
+    def changed(self, rows: Mapping[str, Tensor] | None = None) -> list[str]:
         """Return the names of tensors and modes that have changed.
 
         Without `rows` these are not compared. After the call autograd compares their versions.
@@ -40,7 +40,7 @@ class Snapshot:
         now = self._constants()
         self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
 
-    def _state(self, rows: Rows) -> dict[str, Any]:
+    def _state(self, rows: Mapping[str, Tensor]) -> dict[str, Any]:
         functional = self.functional
         state: dict[str, Any] = {name: _version(row)[1] for name, row in rows.items()}
         state |= {name: _version(tensor) for name, tensor in functional.tensors.items()}
@@ -84,7 +84,6 @@ def check_buffers(functional: Functional, before: dict[str, tuple[int, int]]) ->
 
 
 def check_none(changed: Sequence[str]) -> None:
-    """Raise if there are names of values that have changed."""
     if changed:
         raise ArgumentError(
             "what the loss is computed from must not change until it is computed again, but did: "
@@ -106,10 +105,8 @@ def other_loss(was: float, now: float) -> ArgumentError:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's id and version."""
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names whose values differ."""
     return [name for name in after if name in before and after[name] != before[name]]
