@@ -111,8 +111,8 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
     if not in_place or not gradient.is_contiguous():
         gradient = gradient.clone(memory_format=torch.contiguous_format)
     flat = gradient.view(job.rows, *gradient.shape[len(job.leading) :])
-    for own, (start, stop) in zip(factor, job.chunks):
-        scaled(flat[start:stop], own, gradient.dtype, _backend(gradient), in_place=True)
+    for own, chunk in zip(factor, job.chunks):
+        scaled(flat[chunk], own, gradient.dtype, _backend(gradient), in_place=True)
     return gradient
 
 
@@ -126,5 +126,5 @@ def _backend(gradient: Tensor) -> str:
 
 def _by_row(job: Job, factor: Tensor, gradient: Tensor) -> Tensor:
     """Return the factors of the chunks as one factor for each row."""
-    rows = torch.cat([own.expand(stop - start) for own, (start, stop) in zip(factor, job.chunks)])
+    rows = torch.cat([own.expand(chunk.stop - chunk.start) for own, chunk in zip(factor, job.chunks)])
     return rows.view(*job.leading, *(1,) * (gradient.dim() - len(job.leading)))

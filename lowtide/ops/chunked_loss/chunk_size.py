@@ -85,7 +85,7 @@ def _peak(job: Job, tensors: Tensors, rows: int) -> int:
     meter = _Meter()
     sample = replace(
         job,
-        chunks=((0, 1), (0, rows)),
+        chunks=(slice(0, 1), slice(0, rows)),
         aux={},
         meter=lambda place: meter if place else contextlib.nullcontext(),
         replay=Replay(tensors),

@@ -48,10 +48,9 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
     whole = still[job.cut :]
 
     with torch.random.fork_rng(devices=job.replay.cuda):
-        for place, (start, stop) in enumerate(job.chunks):
-            run = functools.partial(
-                sample.loss_again, place, sample.piece(still[: job.cut], start, stop), whole
-            )
+        for place, chunk in enumerate(job.chunks):
+            rows = sample.piece(still[: job.cut], chunk)
+            run = functools.partial(sample.loss_again, place, rows, whole)
             value = job.functional.substituted(whole, run)
             batched = any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value))
             if batched and sample.replay.drew():
@@ -128,14 +127,14 @@ class Rows(RowFunction):
         results: list[Tensor] = []
         sums: list[Sum] = []
         with job.replay.autocast():
-            for place, (start, stop) in enumerate(job.chunks):
-                pieces = job.piece(tensors[: self.cut], start, stop)
+            for place, chunk in enumerate(job.chunks):
+                pieces = job.piece(tensors[: self.cut], chunk)
                 parts, terms = self.function(place, pieces, tensors[self.cut :])
                 if place == 0:
                     results = [part.new_empty((job.rows, *part.shape[1:])) for part in parts]
                     sums = [Sum() for _ in terms]
                 for result, part in zip(results, parts):
-                    result[start:stop] = part
+                    result[chunk] = part
                 for total, term in zip(sums, terms):
                     total.add(term)
                 del parts, terms  # freed before the next are made

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
+from lowtide.core.matmul import blocks
 from lowtide.core.strides import flattens, gathered
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum
@@ -34,8 +35,8 @@ class Job:
     row_names: tuple[str, ...]
     """The names of the tensors that are cut."""
     leading: torch.Size
-    chunks: tuple[tuple[int, int], ...]
-    """[start, stop) of each chunk."""
+    chunks: tuple[slice, ...]
+    """The rows of each chunk."""
     needs_grad: tuple[bool, ...]
     per_row: bool
     """True if loss_fn may return a value for each row."""
@@ -57,9 +58,9 @@ class Job:
     def rows(self) -> int:
         return math.prod(self.leading)
 
-    def piece(self, tensors: Sequence[Tensor], start: int, stop: int) -> Tensors:
-        """Return rows [start, stop) of each tensor, as [c, ...]."""
-        return tuple(_cut(tensor, len(self.leading), start, stop) for tensor in tensors)
+    def piece(self, tensors: Sequence[Tensor], chunk: slice) -> Tensors:
+        """Return the rows of a chunk of each tensor, as [c, ...]."""
+        return tuple(_cut(tensor, len(self.leading), chunk) for tensor in tensors)
 
     def changed(self, tensors: Tensors) -> list[str]:
         """Return the names of tensors and modes that have changed since the first time."""
@@ -101,19 +102,19 @@ class Job:
         total.add(term)
 
 
-def spans(rows: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return [start, stop) of each chunk; without rows, one empty chunk."""
-    return tuple((start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+def spans(rows: int, size: int) -> tuple[slice, ...]:
+    """Return the rows of each chunk; without rows, one empty chunk."""
+    return tuple(blocks(rows, size)) or (slice(0, 0),)
 
 
-def _cut(tensor: Tensor, dims: int, start: int, stop: int) -> Tensor:
-    """Return rows [start, stop) of a tensor with `dims` leading dimensions.
+def _cut(tensor: Tensor, dims: int, chunk: slice) -> Tensor:
+    """Return the rows of a chunk of a tensor with `dims` leading dimensions.
 
     It is a view; or a copy of these rows alone, where the strides allow no view (`hidden[:, :-1]`).
     """
     if dims == 1:
-        return tensor[start:stop]
+        return tensor[chunk]
     leading = tensor.shape[:dims]
     if flattens(tensor, dims) or tensor.numel() == 0:
-        return tensor.view(math.prod(leading), *tensor.shape[dims:])[start:stop]
-    return gathered(tensor, leading, torch.arange(start, stop, device=tensor.device))
+        return tensor.view(math.prod(leading), *tensor.shape[dims:])[chunk]
+    return gathered(tensor, leading, torch.arange(chunk.start, chunk.stop, device=tensor.device))

@@ -33,8 +33,8 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
     total, losses = Sum(), None
     learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
     with torch.set_grad_enabled(graph):
-        for place, (start, stop) in enumerate(job.chunks):
-            value = _checked(job, place, job.piece(tensors[: job.cut], start, stop), learned, graph)
+        for place, chunk in enumerate(job.chunks):
+            value = _checked(job, place, job.piece(tensors[: job.cut], chunk), learned, graph)
             if (losses if value.dim() == 0 else total.total) is not None:
                 raise ArgumentError(
                     "loss_fn must return a sum for every chunk, or a value for each row for every chunk, "
@@ -44,7 +44,7 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
                 total.add(value)
             else:
                 losses = value.new_empty(job.leading) if losses is None else losses
-                losses.view(-1)[start:stop] = value
+                losses.view(-1)[chunk] = value
             if values is not None:
                 values.append(value.sum(dtype=sum_dtype(value.dtype)))
     job.snapshot.settle()
@@ -61,8 +61,8 @@ def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: boo
 def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[PendingGradient | None]]:
     """Return the loss and the gradients asked for, from one pass."""
     loop, total = _Loop(job, tensors, job.needs_grad), Sum()
-    for place, (start, stop) in enumerate(job.chunks):
-        total.add(loop.first(place, start, stop))
+    for place, chunk in enumerate(job.chunks):
+        total.add(loop.first(place, chunk))
     job.snapshot.settle()
     return total.total, loop.gradients()
 
@@ -74,8 +74,8 @@ def recomputed_gradients(
     job.snapshot.check()
     loop = _Loop(job, tensors, needs_grad)
     with job.replay.autocast(), alone(job.functional.modules.values()):
-        for place, (start, stop) in enumerate(job.chunks):
-            loop.again(place, start, stop, grad_output)
+        for place, chunk in enumerate(job.chunks):
+            loop.again(place, chunk, grad_output)
     return tuple(None if each is None else each.tensor for each in loop.gradients())
 
 
@@ -95,9 +95,9 @@ class _Loop:
         self.digits = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.5
         self.is_scaled = torch.float16 in dtypes
 
-    def first(self, place: int, start: int, stop: int) -> Tensor:
+    def first(self, place: int, chunk: slice) -> Tensor:
         """Return the loss of a chunk and add its gradients, for the first time."""
-        leaves = self._pieces(start, stop)
+        leaves = self._pieces(chunk)
 
         def run() -> tuple[Tensor, Gradients]:
             with torch.enable_grad(), isolated():
@@ -109,21 +109,21 @@ class _Loop:
             return value.detach(), self._backward(value, leaves, seed)
 
         value, gradients = self._substituted(place, run)
-        self._add(start, stop, gradients)
+        self._add(chunk, gradients)
         return value
 
-    def again(self, place: int, start: int, stop: int, grad_output: Tensor) -> None:
+    def again(self, place: int, chunk: slice, grad_output: Tensor) -> None:
         """Add the gradients of a chunk that is computed again."""
-        leaves = self._pieces(start, stop)
-        seed = self.job.piece((grad_output,), start, stop)[0] if grad_output.dim() else grad_output
+        leaves = self._pieces(chunk)
+        seed = self.job.piece((grad_output,), chunk)[0] if grad_output.dim() else grad_output
 
         def run() -> Gradients:
             with torch.enable_grad(), isolated():
                 value = self.job.loss_again(place, leaves, self.learned)
-            compared = self._compared(place, value.detach(), stop - start, seed)
+            compared = self._compared(place, value.detach(), chunk.stop - chunk.start, seed)
             return self._backward(value, leaves, compared.to(value.dtype))
 
-        self._add(start, stop, self._substituted(place, run))
+        self._add(chunk, self._substituted(place, run))
 
     def gradients(self) -> list[PendingGradient | None]:
         """Return the gradients of all tensors, with the factors that are left."""
@@ -147,9 +147,9 @@ class _Loop:
         """Return the gradient of a tensor that no chunk reached: zeros, if none has a graph."""
         return None if self.has_graph else PendingGradient(torch.zeros_like(tensor))
 
-    def _pieces(self, start: int, stop: int) -> Tensors:
+    def _pieces(self, chunk: slice) -> Tensors:
         """Return a chunk's rows as leaves of its graph."""
-        return _leaves(self.job.piece(self.tensors[: self.job.cut], start, stop), self.needs_grad)
+        return _leaves(self.job.piece(self.tensors[: self.job.cut], chunk), self.needs_grad)
 
     def _substituted(self, place: int, run: Callable[[], Result]) -> Result:
         """Run a chunk with the learned tensors and the operators in place."""
@@ -187,16 +187,16 @@ class _Loop:
                 leaf.grad = None
         return gradients
 
-    def _add(self, start: int, stop: int, gradients: Gradients) -> None:
+    def _add(self, chunk: slice, gradients: Gradients) -> None:
         """Write a chunk's gradients of rows, and add those of learned tensors to their sums."""
         for k, term in enumerate([gradients.pop(k, None) for k in range(self.job.cut)]):
             rows = self.rows[k]
             if rows is None and term is not None:
                 shape = self.tensors[k].shape[len(self.job.leading) :]
                 rows = self.rows[k] = self.tensors[k].new_empty((self.job.rows, *shape))
-                rows[:start].zero_()  # No chunk before this one reached them.
+                rows[: chunk.start].zero_()  # No chunk before this one reached them.
             if rows is not None:
-                rows[start:stop] = 0 if term is None else term
+                rows[chunk] = 0 if term is None else term
         while gradients:
             k, term = gradients.popitem()
             total = self.sums[k - self.job.cut]
