@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, handles
+from lowtide.deferred.proxy import replaced
 
 
 def apply(name: str, *operands: Any) -> Any:
@@ -66,51 +67,45 @@ def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
         return expression.FUNCTIONS[name](*(one(each) for each in operands)).dtype
 
 
-def _binary(name: str, names: tuple[str, ...], *, commutes: bool) -> None:
-    @handles(name, *names)
-    def binary(input: Any, other: Any) -> Any:
-        if isinstance(input, DeferredLogits):
-            return apply(name, input, other)
-        return apply(name, other, input) if commutes else NotImplemented
+def _by_alias(*names: tuple[str, ...]) -> dict[str, str]:
+    return {alias: aliases[0] for aliases in names for alias in aliases}
 
 
-_binary("add", ("__add__", "__radd__"), commutes=True)
-_binary("mul", ("multiply", "__mul__", "__rmul__"), commutes=True)
-_binary("sub", ("subtract", "__sub__"), commutes=False)
-_binary("div", ("divide", "true_divide", "__truediv__"), commutes=False)
+UNARY = _by_alias(("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("clone",), ("detach",))
+BINARY = _by_alias(
+    ("add", "__add__", "__radd__"),
+    ("mul", "multiply", "__mul__", "__rmul__"),
+    ("sub", "subtract", "__sub__"),
+    ("div", "divide", "true_divide", "__truediv__"),
+)
+CASTS = {"float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16, "half": torch.float16}
 
 
-def _unary(name: str, *names: str) -> None:
-    @handles(name, *names)
-    def unary(input: DeferredLogits) -> Any:
-        return apply(name, input)
+@handles(*UNARY, pass_name=True)
+def unary(name: str, input: DeferredLogits) -> Any:
+    return apply(UNARY[name], input)
 
 
-for _names in (("neg", "negative", "__neg__"), ("tanh",), ("exp",), ("clone",), ("detach",)):
-    _unary(*_names)
+@handles(*BINARY, pass_name=True, anywhere=True)
+def binary(name: str, input: Any, other: Any) -> Any:
+    if isinstance(input, DeferredLogits):
+        return apply(BINARY[name], input, other)
+    return apply(BINARY[name], other, input) if BINARY[name] in ("add", "mul") else NotImplemented
 
 
-CASTS = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "half": torch.float16,
-}
+@handles(*CASTS, pass_name=True)
+def cast_by_name(name: str, input: DeferredLogits) -> Any:
+    return cast(input, CASTS[name])
 
 
-def _casting(name: str) -> None:
-    @handles(name)
-    def casting(input: DeferredLogits) -> Any:
-        return cast(input, CASTS[name])
-
-
-for _name in CASTS:
-    _casting(_name)
-
-
-@handles("to")
+@handles("to", "type_as", anywhere=True)
 def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a cast; another device materialises the logits."""
+    if not isinstance(input, DeferredLogits):  # It takes dtype and device from the logits.
+        args, kwargs = replaced(
+            (args, kwargs), DeferredLogits, lambda z: torch.empty(0, dtype=z.dtype, device=z.device)
+        )
+        return input.to(*args, **kwargs)
     dtype = input.dtype
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor | DeferredLogits):
@@ -131,37 +126,27 @@ def type_(input: DeferredLogits, dtype: Any = None) -> Any:
     return cast(input, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
 
 
-@handles("type_as")
-def type_as(input: Any, other: Any) -> Any:
-    return to(input, other) if isinstance(input, DeferredLogits) else NotImplemented
-
-
 def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
     if dtype == input.dtype:
         return input
     return apply("to", input, dtype) if dtype.is_floating_point else NotImplemented
 
 
-def _softmax(name: str) -> None:
-    @handles(name)
-    def softmax(input: Any, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3) -> Any:
-        """Record a softmax; that of torch.nn.functional has a stacklevel before dtype."""
-        dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
-        if not isinstance(input, DeferredLogits) or not is_class_dim(input, dim) or len(args) > 2:
-            return NotImplemented
-        input = input if dtype is None else cast(input, dtype)
-        if input is NotImplemented:
-            return NotImplemented
-        autocast = expression.autocast_dtype(input.device)
-        with torch.no_grad():  # Autocast may widen the dtype, and ignores meta tensors.
-            one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
-        node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
-        # torch's result is contiguous, whatever its input is.
-        return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"))
-
-
-for _name in expression.MIX_CLASSES:
-    _softmax(_name)
+@handles(*expression.MIX_CLASSES, pass_name=True)
+def softmax(
+    name: str, input: DeferredLogits, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3
+) -> Any:
+    """Record a softmax; that of torch.nn.functional has a stacklevel before dtype."""
+    dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
+    input = input if dtype is None else cast(input, dtype)
+    if input is NotImplemented or not is_class_dim(input, dim) or len(args) > 2:
+        return NotImplemented
+    autocast = expression.autocast_dtype(input.device)
+    with torch.no_grad():  # Autocast may widen the dtype, and ignores meta tensors.
+        one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
+    node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
+    # torch's result is contiguous, whatever its input is.
+    return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"))
 
 
 def is_class_dim(input: DeferredLogits, dim: Any) -> bool:

@@ -11,43 +11,36 @@ from lowtide.deferred import expression
 from lowtide.deferred.logits import DeferredLogits, handles
 
 
-def _reshaping(name: str) -> None:
-    @handles(name)
-    def reshape(input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Arrange the same rows, in the same order, in another shape; the classes stay."""
-        args = tuple(each.meta if isinstance(each, DeferredLogits) else each for each in args)
-        if not isinstance(input, DeferredLogits) or any(isinstance(each, Tensor) for each in args[1:]):
-            return NotImplemented
-        meta = getattr(Tensor, name)(input.meta, *args, **kwargs)
-        same = meta.dim() > 0 and meta.shape[-1] == input.classes > 1 and meta.dtype == input.dtype
-        if not input.classes_last or not same:
-            return NotImplemented
-        return input.like(input.node, meta, meta.dim() - 1)
+@handles(
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"),
+    pass_name=True,
+)
+def reshape(name: str, input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """Arrange the same rows, in the same order, in another shape; the classes stay."""
+    args = tuple(each.meta if isinstance(each, DeferredLogits) else each for each in args)
+    if any(isinstance(each, Tensor) for each in args[1:]):
+        return NotImplemented
+    meta = getattr(Tensor, name)(input.meta, *args, **kwargs)
+    same = meta.dim() > 0 and meta.shape[-1] == input.classes > 1 and meta.dtype == input.dtype
+    if not input.classes_last or not same:
+        return NotImplemented
+    return input.like(input.node, meta, meta.dim() - 1)
 
 
-for _name in ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as"):
-    _reshaping(_name)
-
-
-def _permuting(name: str) -> None:
-    @handles(name)
-    def permute(input: Any, *dims: Any, **kwargs: Any) -> Any:
-        """Permute the dimensions; this may reorder the rows."""
-        function, every = getattr(Tensor, name), range(input.meta.dim())
-        meta = function(input.meta, *dims, **kwargs)
-        # Probe one dimension at a time: the index of its size tells where it went.
-        probes = (torch.empty([1 + (each == dim) for each in every], device="meta") for dim in every)
-        order = [function(probe, *dims, **kwargs).shape.index(2) for probe in probes]
-        rows = [dim for dim in every if dim != input.class_dim]
-        moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
-        node = input.node
-        if moved != sorted(moved):
-            node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
-        return input.like(node, meta, order[input.class_dim])
-
-
-for _name in ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t"):
-    _permuting(_name)
+@handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", pass_name=True)
+def permute(name: str, input: DeferredLogits, *dims: Any, **kwargs: Any) -> Any:
+    """Permute the dimensions; this may reorder the rows."""
+    function, every = getattr(Tensor, name), range(input.meta.dim())
+    meta = function(input.meta, *dims, **kwargs)
+    # Probe one dimension at a time: the index of its size tells where it went.
+    probes = (torch.empty([1 + (each == dim) for each in every], device="meta") for dim in every)
+    order = [function(probe, *dims, **kwargs).shape.index(2) for probe in probes]
+    rows = [dim for dim in every if dim != input.class_dim]
+    moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
+    node = input.node
+    if moved != sorted(moved):
+        node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
+    return input.like(node, meta, order[input.class_dim])
 
 
 @handles("contiguous")
@@ -192,16 +185,14 @@ def _at(input: DeferredLogits, dim: int, entry: Any) -> tuple[Any, ...]:
     return (*(slice(None),) * (dim % input.dim()), entry)
 
 
-def _creating(name: str) -> None:
-    @handles(name)
-    def create(input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        """Create a tensor that takes at most shape, dtype and device from the logits."""
-        if name.endswith("_like"):
-            return getattr(torch, name)(input.meta, *args, **{"device": input.device} | kwargs)
-        return getattr(torch.empty(0, dtype=input.dtype, device=input.device), name)(*args, **kwargs)
+CREATING = ("zeros", "ones", "empty", "full")
 
 
-for _name in ("zeros", "ones", "empty", "full"):
-    _creating(f"{_name}_like")
-    _creating(f"new_{_name}")
-_creating("new_tensor")
+@handles(
+    *(f"{name}_like" for name in CREATING), *(f"new_{name}" for name in (*CREATING, "tensor")), pass_name=True
+)
+def create(name: str, input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """Create a tensor that takes at most shape, dtype and device from the logits."""
+    if name.endswith("_like"):
+        return getattr(torch, name)(input.meta, *args, **{"device": input.device} | kwargs)
+    return getattr(torch.empty(0, dtype=input.dtype, device=input.device), name)(*args, **kwargs)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +31,38 @@ METADATA = {
     *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
 }
 
-Handler = tuple[Callable[..., Any], frozenset[str] | None]
+
+class Handler(NamedTuple):
+    """Hold what runs in place of a torch function of one name."""
+
+    function: Callable[..., Any]
+    keywords: frozenset[str] | None
+    """The keywords that it accepts; None for any."""
+    anywhere: bool
+    """True if the deferred logits need not be the first argument."""
+
+
 HANDLERS: dict[str, Handler] = {}
-"""Map the name of a torch function to its handler and the keywords that this accepts.
-
-elementwise.py, indexing.py and reductions.py fill it.
-"""
+"""Map names of torch functions; elementwise.py, indexing.py and reductions.py fill it."""
 
 
-def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def handles(
+    *names: str, anywhere: bool = False, pass_name: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run the function in place of torch's functions and methods of these names.
 
-    The function returns NotImplemented where it does not apply; then the logits are materialised.
+    It returns NotImplemented where it does not apply; then the logits are materialised. With
+    `pass_name` it gets the name as its first argument.
     """
 
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(handler).parameters.values()
-        anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        keywords = None if anything else frozenset(each.name for each in parameters)
-        HANDLERS.update(dict.fromkeys(names, (handler, keywords)))
-        return handler
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            own = functools.partial(function, name) if pass_name else function
+            parameters = inspect.signature(own).parameters.values()
+            anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
+            keywords = None if anything else frozenset(each.name for each in parameters)
+            HANDLERS[name] = Handler(own, keywords, anywhere)
+        return function
 
     return register
 
@@ -241,13 +253,19 @@ class DeferredLogits(Proxy):
     @classmethod
     def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", str(function))
-        handler, keywords = HANDLERS.get(name, (None, None))
+        handler = HANDLERS.get(name)
         deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
         _check_gradients(deferred)
-        known = "out" not in kwargs and (keywords is None or keywords >= kwargs.keys())
         # Logits without classes take no memory; torch handles them.
-        if handler is not None and known and all(each.tensor is None and each.classes for each in deferred):
-            result = handler(*args, **kwargs) if is_torchs(function, name) else NotImplemented
+        if (
+            handler is not None
+            and "out" not in kwargs
+            and (handler.keywords is None or handler.keywords >= kwargs.keys())
+            and (handler.anywhere or isinstance(args[0] if args else kwargs.get("input"), DeferredLogits))
+            and all(each.tensor is None and each.classes for each in deferred)
+            and is_torchs(function, name)
+        ):
+            result = handler.function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if name in METADATA and isinstance(args[0], DeferredLogits):

@@ -25,7 +25,7 @@ NO_CLASS = -(1 << 63)  # No class has this index.
 
 @handles("cross_entropy")
 def cross_entropy(
-    input: Any,
+    input: DeferredLogits,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -35,7 +35,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     legacy = size_average is not None or reduce is not None
-    if legacy or not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
+    if legacy or isinstance(target, DeferredLogits):
         return NotImplemented
     options = {"reduction": reduction, "label_smoothing": label_smoothing}
     return _loss(input, input.checked(), target, weight, ignore_index, options)
@@ -43,7 +43,7 @@ def cross_entropy(
 
 @handles("nll_loss")
 def nll_loss(
-    input: Any,
+    input: DeferredLogits,
     target: Any,
     weight: Any = None,
     size_average: Any = None,
@@ -52,9 +52,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     legacy = size_average is not None or reduce is not None
-    if legacy or not isinstance(input, DeferredLogits):
-        return NotImplemented
-    node = _below_log_softmax(input.checked())
+    node = None if legacy else _below_log_softmax(input.checked())
     if node is None:
         return NotImplemented
     return _loss(input, node, target, weight, ignore_index, {"reduction": reduction})
@@ -111,7 +109,7 @@ def _below_log_softmax(node: Node) -> Node | None:
     return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
 
 
-@handles("grad")
+@handles("grad", anywhere=True)
 def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse torch.autograd.grad with respect to deferred logits."""
     if any(isinstance(each, DeferredLogits) for each in inputs):
@@ -133,8 +131,8 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
 
 
 @handles("gather")
-def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    if not isinstance(input, DeferredLogits) or not input.classes_last or _class_dim(input, dim) is None:
+def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not input.classes_last or _class_dim(input, dim) is None:
         return NotImplemented
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape[:-1] != input.rows:
         return NotImplemented
@@ -189,19 +187,16 @@ def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispa
         return dispatch.log_probs(head.inputs, head.weights, target, **options)
 
 
-def _reducing(name: str) -> None:
-    @handles(name)
-    def reduce(input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-        options = {} if dtype is None else {"dtype": dtype}
-        return _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options))
-
-
-for _name in ("argmax", "amax", "sum", "mean"):
-    _reducing(_name)
+@handles("argmax", "amax", "sum", "mean", pass_name=True)
+def reduce(
+    name: str, input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    options = {} if dtype is None else {"dtype": dtype}
+    return _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options))
 
 
 @handles("max")
-def max_(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
+def max_(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
@@ -216,7 +211,7 @@ def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sor
     return torch.return_types.topk(_by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted))))
 
 
-def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
+def _reduced(input: DeferredLogits, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
@@ -224,11 +219,11 @@ def _reduced(input: Any, dim: Any, keepdim: bool, function: Callable[[Tensor], T
     return result.unsqueeze(place) if keepdim else result
 
 
-def _class_dim(input: Any, dim: Any) -> int | None:
+def _class_dim(input: DeferredLogits, dim: Any) -> int | None:
     """Return the dimension of the classes, if `dim` names that and no other."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         (dim,) = dim
-    return input.class_dim if isinstance(input, DeferredLogits) and is_class_dim(input, dim) else None
+    return input.class_dim if is_class_dim(input, dim) else None
 
 
 def _by_rows(

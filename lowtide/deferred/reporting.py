@@ -95,11 +95,9 @@ class Watch:
         _watches.add(self)
 
     def end(self) -> None:
-        """Stop watching."""
         _watches.discard(self)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Count an optimizer's step."""
         model, head = self.model(), self.head()
         if self.called or model is None or head is None:
             return self.end()

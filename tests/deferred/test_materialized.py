@@ -437,3 +437,15 @@ def test_attribute_of_hidden_states_is_the_tensors():
     with lowtide.defer_logits(head, head=head):
         found = F.cross_entropy(head(hidden), target)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_tensor_cast_to_dtype_of_logits_keeps_them_deferred(dtype):
+    model, tokens, _ = make(dtype=torch.float64)
+    with lowtide.defer_logits(model) as deferral:
+        logits = model(tokens)[0]
+        mask = torch.arange(3, dtype=dtype)
+        for found in (mask.to(logits), mask.type_as(logits)):
+            assert found.dtype == torch.float64
+            assert found.tolist() == [0, 1, 2]
+        assert deferral.materialized == {}
