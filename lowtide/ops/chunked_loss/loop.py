@@ -126,26 +126,28 @@ class _Loop:
         self._add(chunk, self._substituted(place, run))
 
     def gradients(self) -> list[PendingGradient | None]:
-        """Return the gradients of all tensors, with the factors that are left."""
-        gradients = list[PendingGradient | None]()
+        """Return the gradients of all tensors, with the factors that are left.
+
+        A tensor that no chunk reached has none; zeros if no chunk has a graph.
+        """
+        if not self.has_graph:
+            return [
+                PendingGradient(torch.zeros_like(tensor)) if needs_grad else None
+                for tensor, needs_grad in zip(self.tensors, self.needs_grad)
+            ]
         row_factors = 1 / torch.stack(self.scales) if self.scales else None
-        for tensor, rows, needs_grad in zip(self.tensors, self.rows, self.needs_grad):
-            if needs_grad and rows is not None:
-                gradients.append(PendingGradient(rows.view(tensor.shape), remaining=row_factors))
-            else:
-                gradients.append(self._zeros(tensor) if needs_grad else None)
+        last_scale = self.scales[-1] if self.scales else None
+        gradients = [
+            None if rows is None else PendingGradient(rows.view(tensor.shape), remaining=row_factors)
+            for tensor, rows in zip(self.tensors, self.rows)
+        ]
         for tensor, total in zip(self.tensors[self.job.cut :], self.sums):
-            if total is not None and total.total is not None:
-                last_scale = self.scales[-1] if self.scales else None
+            if total is None or total.total is None:
+                gradients.append(None)
+            else:
                 gradients.append(rounded(total.total, tensor.dtype, last_scale))
                 total.total = None  # freed before the next is rounded
-            else:
-                gradients.append(None if total is None else self._zeros(tensor))
         return gradients
-
-    def _zeros(self, tensor: Tensor) -> PendingGradient | None:
-        """Return the gradient of a tensor that no chunk reached: zeros, if none has a graph."""
-        return None if self.has_graph else PendingGradient(torch.zeros_like(tensor))
 
     def _pieces(self, chunk: slice) -> Tensors:
         """Return a chunk's rows as leaves of its graph."""

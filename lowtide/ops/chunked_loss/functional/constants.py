@@ -34,10 +34,7 @@ MOST_VALUES = 20_000
 
 
 class Version:
-    """Hold a tensor and its version.
-
-    The tensor is kept alive, since another might take its id.
-    """
+    """Hold a tensor and its version; while it is alive, no other tensor takes its id."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
