@@ -13,7 +13,7 @@ from lowtide.deferred.proxy import replaced
 def apply(name: str, *operands: Any) -> Any:
     """Record FUNCTIONS[name](*operands), the first of which is deferred.
 
-    Return NotImplemented if another operand is of no kind that expression.Apply holds.
+    Return NotImplemented if expression.Apply cannot hold another operand.
     """
     input = operands[0]
     recorded = [_operand(each, input) for each in operands]
@@ -27,7 +27,7 @@ def apply(name: str, *operands: Any) -> Any:
 
 
 def _operand(operand: Any, input: DeferredLogits) -> Any:
-    """Return the operand as expression.Apply holds it, or None if it holds none of the kind."""
+    """Return the operand as expression.Apply holds it, or None if it cannot hold it."""
     if isinstance(operand, DeferredLogits):
         together = (
             operand.head_call is input.head_call

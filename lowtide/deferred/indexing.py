@@ -80,7 +80,7 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
 
 
 def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
-    """Return one entry a dimension; a mask stands for several, but not for the last.
+    """Return the index with one entry per dimension; a mask may cover several, but not the last.
 
     Return None for any other index, including one that torch has to refuse.
     """

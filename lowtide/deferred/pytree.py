@@ -97,7 +97,7 @@ def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
 
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
-    """Return whether the leaf is the hidden states, as returned by a Function of identity."""
+    """Return True if the leaf is the hidden states, returned by an autograd.Function as they are."""
     hidden = expression.hidden(logits.node)
     return (
         type(leaf) is Tensor
@@ -110,7 +110,7 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 
 
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    """Return the same logits with their gradient through that function."""
+    """Return the same logits, made of hidden states that an autograd.Function returned."""
     return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
 
 

@@ -100,7 +100,7 @@ def _loss(
 
 
 def _below_log_softmax(node: Node) -> Node | None:
-    """Return what the log-softmax of this node is taken of, if the node is one, cast or not."""
+    """Return the operand of a log-softmax, which may have been cast; None for another node."""
     if isinstance(node, Linear):
         return None
     if node.name == "log_softmax":
