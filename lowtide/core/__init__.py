@@ -5,7 +5,7 @@ Modules, in import order (a module imports only from those above it):
 errors            the two classes of errors for arguments
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
-backend           capabilities of the device: Gluon pipelines, Triton's interpreter
+backend           capabilities of the device: Triton and its interpreter, Gluon pipelines
 triton_helpers    Triton functions and a kernel that several operators use
 soft_cap          slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again

@@ -1,4 +1,4 @@
-"""Tell what a device can run: the Gluon kernels (engines/gemm/gluon.py) or Triton's interpreter.
+"""Tell what a device can run: Triton kernels, or the Gluon ones (engines/gemm/gluon.py).
 
 Gluon is part of Triton, is marked as experimental, and has renamed things between releases.
 Therefore it is imported only where `pipelines_on` returns True.
@@ -6,9 +6,14 @@ Therefore it is imported only where `pipelines_on` returns True.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions that we use
 
@@ -58,13 +63,28 @@ def tma_compatible(*tensors: Tensor) -> bool:
     )
 
 
-def kernels_run_on_the_cpu() -> bool:
-    """Return True if Triton's interpreter runs the kernels, so that they accept CPU tensors.
+def marked_constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Let compiled graphs take the function's result as a constant, untraced.
 
-    The interpreter must be requested before Triton is imported. Triton's own functions, which our
-    kernels call, are made for the interpreter at import or not at all.
+    It must depend on machine and process alone. torch.compiler.assume_constant_result sets the same
+    mark, but imports all of torch.compile.
     """
-    import triton
-    from triton.runtime.jit import JITFunction
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
 
-    return triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)
+
+@marked_constant
+def reason_against_triton(device: torch.device, dtype: torch.dtype, argument: str) -> str | None:
+    """Return why Triton kernels cannot run on the device of this argument in this dtype, or None."""
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return "triton is not installed"
+    if device.type != "cuda":
+        from triton.runtime.jit import JITFunction
+
+        # The interpreter must be requested before Triton is imported. Triton's own functions, which
+        # our kernels call, are made for the interpreter at import or not at all.
+        if not triton.knobs.runtime.interpret or isinstance(triton.language.cdiv, JITFunction):
+            return f"its kernels run on CUDA tensors, and {argument} is on {device}"
+    return f"its kernels sum in float32, and {argument} is float64" if dtype == torch.float64 else None

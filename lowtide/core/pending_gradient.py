@@ -37,7 +37,7 @@ class PendingGradient:
     def outputs(self) -> list[Tensor]:
         """Return what an operator returns: the tensor, and a factor of its own.
 
-        Outputs of an operator share no memory, but gradients may share a factor.
+        The factor is copied: gradients may share one, but an operator's outputs share no memory.
         """
         if self.remaining is None:
             assert self.applied is not None

@@ -13,8 +13,7 @@ from torch import Tensor
 def maps_input(input: Tensor, copies_rows: bool, at: Callable[[Tensor], int]) -> bool:
     """Return True if a tensor map can read the rows of [..., D].
 
-    If the rows of a chunk are copied it can, since copies are aligned. `at` returns where a tensor
-    begins.
+    Rows that are copied are aligned, so it can read these. `at` returns where a tensor begins.
     """
     rows = input.dim() <= 3 or flattens(input)
     return rows and input.stride(-1) == 1 and (copies_rows or _is_aligned(input, at))

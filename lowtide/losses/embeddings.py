@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowtide.core.checks import check_tensors
+from lowtide.core.checks import check_devices, check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy import linear_cross_entropy
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
@@ -136,7 +136,4 @@ def _check_sides(**sides: Tensor) -> None:
             f"{name} must have the dtype of {first_name} ({first.dtype}), got {second.dtype}; "
             "cast one of them, or run under torch.autocast"
         )
-    if first.device != second.device:
-        raise ArgumentError(
-            f"{name} must be on {first_name}'s device ({first.device}), got {second.device}; move one of them"
-        )
+    check_devices(sides, meta=True)

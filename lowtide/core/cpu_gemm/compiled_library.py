@@ -116,7 +116,7 @@ def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctyp
 
 
 def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctypes.CDLL:
-    """Compile, load and keep the library; descriptors name its files, against redirection."""
+    """Compile, load and keep the library, by descriptors, so that no path can be redirected."""
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise PermissionError("its file system is mounted noexec")
     _remove_old_builds(folder)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.masks import (
@@ -214,7 +215,7 @@ def scaled_dot_product_attention(
     layout, *own = layouts.from_torch(query, key, value, tensor, enable_gqa)
     if is_causal:
         if mask is not None:
-            raise layouts.ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
+            raise ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
         mask = LowerTriangularMask()
     options = Options(_scale(scale, query), dropout=dropout_p, rows_first=False)
     out, _ = dispatch.attention(AttentionCall(Operands(*own), mask, None, options))

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 from lowtide.core.autodiff import in_transform
-from lowtide.core.backend import kernels_run_on_the_cpu
+from lowtide.core.backend import marked_constant, reason_against_triton
 from lowtide.core.checks import HALVES
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
-from lowtide.ops.attention.definition.validation import ArgumentError
 from lowtide.ops.attention.sdpa import alignment
 
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. A scale of 0 or less gives
@@ -27,7 +27,7 @@ SCALES = torch.finfo(torch.float32)
 PROGRAMS = 65535
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """Hold the backend of a call, and why "auto" passed over the backends that it prefers."""
 
     backend: str
@@ -48,10 +48,10 @@ class Choice(NamedTuple):
 
 
 # The choices that have nothing to add, made once.
-SDPA, REFERENCE, TORCH, TRITON = map(Choice, ("sdpa", "reference", "torch", "triton"))
+SDPA, REFERENCE, TORCH, TRITON = map(BackendChoice, ("sdpa", "reference", "torch", "triton"))
 
 
-def choose_backend(call: AttentionCall) -> Choice:
+def choose_backend(call: AttentionCall) -> BackendChoice:
     """Return the backend for this call; raise if a named one cannot run it."""
     operands, named, against_sdpa = call.operands, call.options.backend, None
     if named in ("auto", "sdpa"):
@@ -63,11 +63,11 @@ def choose_backend(call: AttentionCall) -> Choice:
     if named == "reference":
         return REFERENCE
     if in_transform(*operands.differentiable):
-        return Choice("higher_order", against_sdpa)
+        return BackendChoice("higher_order", against_sdpa)
     if named == "torch":
         return TORCH
     if named == "auto" and operands.device.type != "cuda":
-        return Choice("torch", against_sdpa, "on the CPU its interpreter runs by name")
+        return BackendChoice("torch", against_sdpa, "on the CPU its interpreter runs by name")
     against_triton = _reason_against_triton(operands)
     if named == "triton":
         if against_triton is None:
@@ -75,7 +75,7 @@ def choose_backend(call: AttentionCall) -> Choice:
         raise ArgumentError(
             f"backend='triton' cannot run this call: {against_triton}; use backend='auto' or 'torch'"
         )
-    return Choice("triton" if against_triton is None else "torch", against_sdpa, against_triton)
+    return BackendChoice("triton" if against_triton is None else "torch", against_sdpa, against_triton)
 
 
 def reason_against_sdpa(call: AttentionCall) -> str | None:
@@ -115,7 +115,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
 
 
 def _reason_against_sdpa_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
-    """Return the same for what holds on CUDA alone."""
+    """Return why torch's kernels for CUDA cannot take the call, or None."""
     if operands.query.dtype not in HALVES:
         return "its kernels for float32 are slower"
     if size.K > 256 or size.K % 8:
@@ -135,24 +135,13 @@ def _reason_against_triton(operands: Operands) -> str | None:
     return reason
 
 
+@marked_constant
 def _reason_against_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the Triton kernels cannot run on this device in this dtype, or None."""
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        return "triton is not installed"
-    if device.type != "cuda" and not kernels_run_on_the_cpu():
-        return f"its kernels run on CUDA tensors, and query is on {device}"
-    if dtype == torch.float64:
-        return "its kernels sum in float32, and query is float64"
-    if device.type == "cuda" and not _is_known_to_run(device):
+    reason = reason_against_triton(device, dtype, "query")
+    if reason is None and device.type == "cuda" and not _is_known_to_run(device):
         return "its kernels are for NVIDIA cards from compute capability 8.0 on"
-    return None
-
-
-# A compiled graph takes the answer as a constant, untraced: it depends on machine and process alone.
-# torch.compiler.assume_constant_result sets the same mark, but imports all of torch.compile.
-_reason_against_triton_on.__dict__["_dynamo_marked_constant"] = True
+    return reason
 
 
 @cache

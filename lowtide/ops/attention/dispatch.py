@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import delegate
-from lowtide.ops.attention.backend import Choice, choose_backend
+from lowtide.ops.attention.backend import BackendChoice, choose_backend
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.masks import AttentionBias, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
-from lowtide.ops.attention.definition.validation import ArgumentError, check_operands
+from lowtide.ops.attention.definition.validation import check_operands
 from lowtide.ops.attention.operator import autograd, higher_order
 
 
@@ -24,7 +25,7 @@ def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     return (out if E else out[..., :0]), logsumexp
 
 
-def choose(call: AttentionCall) -> Choice:
+def choose(call: AttentionCall) -> BackendChoice:
     """Return the backend that `attention` takes, or raise what it raises."""
     return choose_backend(prepare(call))
 

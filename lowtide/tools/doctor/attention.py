@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide import attn_bias
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import dispatch
-from lowtide.ops.attention.backend import Choice
+from lowtide.ops.attention.backend import BackendChoice
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.definition.validation import check_backend, check_numbers, check_window
@@ -74,7 +74,7 @@ class Call:
     with_logsumexp: bool = False
     backend: str = "auto"
 
-    def choice(self) -> Choice:
+    def choice(self) -> BackendChoice:
         """Return the backend and why; raise any error that the call itself would raise."""
         check_numbers(self.dropout, None, self.softcap)
         check_backend(self.backend)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.validation import ArgumentError, check_tensors
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.attention.definition.validation import check_tensors
 
 
 class Layout(NamedTuple):

@@ -97,10 +97,7 @@ class AttentionBias:
             raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
-        """Return where the sequences start, among queries and among keys, or None.
-
-        None stands for a mask that has no sequences of its own.
-        """
+        """Return where sequences start among queries and among keys; None for a mask without any."""
         return None
 
     def __repr__(self) -> str:
@@ -160,8 +157,7 @@ class BlockDiagonalMask(AttentionBias):
 
     Example::
 
-        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # [1, M_i, H, K] to
-        [1, sum, H, K]
+        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # x: [1, sum of M_i, H, K]
         y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
 
     Memory: the starts of the sequences, once for each device.
@@ -281,10 +277,7 @@ def from_torch(bias: Any) -> AttentionBias:
 
 
 def window_band(window: tuple[int | None, int | None]) -> Band:
-    """Return the band of a window (left, right), counted from the bottom right corner.
-
-    Each side is an int of at least 0, or -1 or None for no limit.
-    """
+    """Return the band of a window (left, right), counted from the bottom right corner."""
     for side in window:
         if side is not None and (not isinstance(side, int) or isinstance(side, bool) or side < -1):
             raise ArgumentError(
@@ -332,10 +325,7 @@ def _vector(bound: int | Tensor, like: Tensor) -> Tensor:
 
 
 def visible(found: Intervals, N: int) -> Tensor:
-    """Return the mask as [M, N], True where query i sees key j.
-
-    Only tests, chunks of queries and the reference use it.
-    """
+    """Return the mask as a dense matrix [M, N], True where query i sees key j."""
     key_N = torch.arange(N, dtype=torch.int32, device=found.first_M.device)
     return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])
 

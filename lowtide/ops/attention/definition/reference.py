@@ -30,7 +30,7 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
 def attend(
     operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from operands in the dtype of sums, with the mask and dropout as matrices."""
+    """Return both for operands in the dtype of sums; the mask and dropout are matrices."""
     query, key, value, bias = operands.differentiable
     size = sizes(operands)
     B, H, G, M, N, K, E = size

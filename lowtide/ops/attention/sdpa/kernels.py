@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.definition.validation import ArgumentError
 from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_like
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -108,10 +108,7 @@ def backward(
 
 
 def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Operands, Tensor, Tensor]:
-    """Copy the saved tensors that the kernels cannot read in their present strides.
-
-    Hooks may bring saved tensors back in other strides.
-    """
+    """Copy saved tensors that hooks brought back in strides that the kernels cannot read."""
     matrices = (each.contiguous() if is_far(each) else each for each in (*operands[:3], out))
     query, key, value, out = matrices
     first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core.backend import kernels_run_on_the_cpu
+from lowtide.core.backend import marked_constant, reason_against_triton
 from lowtide.core.cpu_gemm import gemm
 from lowtide.core.errors import ArgumentError
 from lowtide.core.strides import copies_rows, lies_by_rows, maps_input, maps_weight, place
@@ -156,7 +156,7 @@ def check_engine(options: Options, device: torch.device) -> None:
             f"engine must be one of {ENGINES}, got {engine!r}; choose one with planner.with_graph_facts"
         )
     if backend_of(engine) == "triton":
-        reason = _triton_refuses(device, options.compute_dtype)
+        reason = reason_against_triton(device, options.compute_dtype, "input")
     if engine in TILED and not _has_tensor_maps(device):
         reason = reason or "this device has no tensor maps of a Hopper card"
     if engine == "cpu_exponentials" and device.type != "cpu":
@@ -170,7 +170,7 @@ def check_engine(options: Options, device: torch.device) -> None:
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return "triton" or "torch": the backend that was asked for, or the one that "auto" means."""
-    reason = _triton_refuses(device, dtype)
+    reason = reason_against_triton(device, dtype, "input")
     if backend == "auto":
         return "triton" if device.type == "cuda" and reason is None else "torch"
     if backend == "triton" and reason is not None:
@@ -178,19 +178,7 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
     return backend
 
 
-def _triton_refuses(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why Triton's kernels cannot run on the device in this dtype, or None."""
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        return "triton is not installed"
-    if device.type != "cuda" and not kernels_run_on_the_cpu():
-        return f"its kernels run on CUDA tensors, and input is on {device}"
-    if dtype == torch.float64:
-        return "its kernels sum in float32, and input is float64"
-    return None
-
-
+@marked_constant
 def _has_tensor_maps(device: torch.device) -> bool:
     """Return True on a Hopper GPU that is present.
 
@@ -201,12 +189,7 @@ def _has_tensor_maps(device: torch.device) -> bool:
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@marked_constant
 def _cpu_products_refuse() -> str | None:
     """Return why the CPU's bfloat16 GEMMs cannot run, or None."""
     return gemm.against()
-
-
-# What depends on machine and process alone is a constant in a compiled graph and is not traced.
-# torch.compiler.assume_constant_result sets the same attribute, but imports all of torch.compile.
-for _constant in (_triton_refuses, _has_tensor_maps, _cpu_products_refuse):
-    _constant.__dict__["_dynamo_marked_constant"] = True
