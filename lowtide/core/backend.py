@@ -7,13 +7,12 @@ Therefore it is imported only where `pipelines_on` returns True.
 import functools
 import math
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions that we use
 
@@ -63,7 +62,7 @@ def tma_compatible(*tensors: Tensor) -> bool:
     )
 
 
-def marked_constant(function: Callable[P, R]) -> Callable[P, R]:
+def marked_constant(function: Function) -> Function:
     """Let compiled graphs take the function's result as a constant, untraced.
 
     It must depend on machine and process alone. torch.compiler.assume_constant_result sets the same

@@ -134,8 +134,8 @@ class Rowwise(RowFunction):
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
             with torch.enable_grad():
                 own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
-                results, sums = self.function(*split(own, self.cut))
-                outputs = at(described.outputs, (*results, *sums))
+                # The outputs that take no part are freed.
+                outputs = at(described.outputs, sum(self.function(*split(own, self.cut)), ()))
                 found = described.derive(outputs, varied, given, create_graph)
                 return split(found, described.results)
 

@@ -68,6 +68,7 @@ def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
 
 
 def _by_alias(*names: tuple[str, ...]) -> dict[str, str]:
+    """Map each name of a function to the first of its names, which FUNCTIONS has."""
     return {alias: aliases[0] for aliases in names for alias in aliases}
 
 

@@ -3,7 +3,6 @@
 Torch functions, methods and Python's operators on a proxy all arrive in its class's `call`.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -50,7 +49,7 @@ class Proxy:
             raise AttributeError(f"{name!r}: not an attribute of a tensor")
         method = getattr(Tensor, name, None)
         if callable(method):
-            return functools.partial(_call_method, type(self), method, self)
+            return lambda *args, **kwargs: self.call(method, (self, *args), kwargs)
         return self.attribute(name)
 
     def __getitem__(self, index: Any) -> Any:
@@ -63,10 +62,6 @@ class Proxy:
         return iter([self[row] for row in range(len(self))])
 
     __hash__ = object.__hash__
-
-
-def _call_method(kind: type[Proxy], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return kind.call(method, args, kwargs)
 
 
 def _operator(name: str) -> Callable[..., Any]:

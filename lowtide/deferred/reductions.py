@@ -17,7 +17,7 @@ from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import LinearHead, match_head
-from lowtide.deferred.reporting import FUSED
+from lowtide.deferred.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch
 
 NO_CLASS = -(1 << 63)  # No class has this index.
@@ -95,7 +95,7 @@ def _loss(
         return NotImplemented
     else:
         loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
-    loss = input.head_call.counts.on(loss, FUSED)
+    loss = input.head_call.counts.on(loss, FUSED_LOSS)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
 
 
@@ -170,7 +170,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     if head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])
         results = _log_probs(head, flat, input.head_call.workspace)
-        first = input.head_call.counts.on(results.log_prob, FUSED)
+        first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
         return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
     return dispatch.LogProbs(

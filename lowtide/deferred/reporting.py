@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.core.operator import operator
 
-FUSED = ""  # Names the event that is not an operation.
+FUSED_LOSS = ""  # Names the event that is not an operation.
 
 
 class RealLogitsWarning(UserWarning):
@@ -35,8 +35,8 @@ class Counts:
         _by_number[self.number] = self
 
     def add(self, event: str) -> None:
-        """Count a loss (`FUSED`) or a materialising operation, and warn of the latter's first."""
-        if event == FUSED:
+        """Count a loss (`FUSED_LOSS`) or a materialising operation, and warn of the latter's first."""
+        if event == FUSED_LOSS:
             self.fused += 1
             return
         self.materialized[event] = self.materialized.get(event, 0) + 1

@@ -216,7 +216,4 @@ def chunked_loss(
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = validation.check_rows(parts, token_tensors)
 
-    def run_with(parts: tuple[Tensor, ...]) -> Any:
-        return run(loss_fn, head, parts, token_tensors, leading, options)
-
-    return gathered(head, parts, run_with)
+    return gathered(head, parts, lambda parts: run(loss_fn, head, parts, token_tensors, leading, options))

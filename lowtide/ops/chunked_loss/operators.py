@@ -29,7 +29,7 @@ from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
 
-PLAIN = Columns(0, LogitTransform())
+WHOLE_ROWS = Columns(0, LogitTransform())
 
 
 class Operators(TorchFunctionMode):
@@ -183,7 +183,7 @@ class CrossEntropy(torch.autograd.Function):
         max_C, sum_C, nll_C = logits_CV.new_empty((3, len(logits_CV)))
         statistics = SoftmaxStats(max_C, sum_C, nll_C)
         terms = RowCoefs(target_C, ignored_C, max_C, max_C)  # the last two are not read
-        softmax_gradient_into(None, logits_CV, terms, statistics, PLAIN, take_stats=True)
+        softmax_gradient_into(None, logits_CV, terms, statistics, WHOLE_ROWS, take_stats=True)
         ctx.save_for_backward(logits_CV, target_C, ignored_C, max_C, sum_C)
         return nll_C.masked_fill(ignored_C, 0)
 
@@ -199,5 +199,5 @@ class CrossEntropy(torch.autograd.Function):
         terms = RowCoefs(target_C, ignored_C, softmax_coef_C, softmax_coef_C)
         statistics = SoftmaxStats(max_C, sum_C)
         grad_CV = torch.empty_like(logits_CV)
-        softmax_gradient_into(grad_CV, logits_CV, terms, statistics, PLAIN, take_stats=False)
+        softmax_gradient_into(grad_CV, logits_CV, terms, statistics, WHOLE_ROWS, take_stats=False)
         return grad_CV, None, None

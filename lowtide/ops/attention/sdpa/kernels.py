@@ -22,7 +22,7 @@ FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
 aten = torch.ops.aten
 # The memory-efficient kernel pads its logsumexp to a multiple of this many rows.
-ROWS = 32
+PADDED_ROWS = 32
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
@@ -81,7 +81,7 @@ def backward(
             NO_DROPOUT, options.causal, **given
         )  # fmt: skip
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
-        padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % ROWS), value=torch.inf)
+        padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % PADDED_ROWS), value=torch.inf)
         found = aten._scaled_dot_product_efficient_attention_backward(
             grad_output, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
             [*needs_grad[:3], False], options.causal, **given

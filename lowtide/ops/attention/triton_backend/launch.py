@@ -20,7 +20,7 @@ from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_tile, shared_memory
 
 # Dropout keys of a program.
-KEYS = 1024
+DROPOUT_KEYS = 1024
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
     *("query", "key", "value", "bias", "row_key", "grad_output", "row_terms"),
@@ -153,11 +153,11 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
     B, H, _, M, N, _, _ = size
     row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)
     column_key = torch.empty(N, dtype=torch.int32, device=seed.device)
-    row_programs = cdiv(B * H * M, KEYS)
-    programs = row_programs + cdiv(N, KEYS)
+    row_programs = cdiv(B * H * M, DROPOUT_KEYS)
+    programs = row_programs + cdiv(N, DROPOUT_KEYS)
     if programs:
         dropout_keys_kernel[(programs,)](
-            seed, row_key, column_key, B * H * M, row_programs, H, M, N, BLOCK=KEYS
+            seed, row_key, column_key, B * H * M, row_programs, H, M, N, BLOCK=DROPOUT_KEYS
         )
     return row_key, column_key
 
