@@ -128,8 +128,8 @@ def in_function() -> bool:
 def running_forward() -> FrameType | None:
     """Return the frame of the innermost forward of an autograd.Function, or None without one.
 
-    It is found by its context, or by Function.apply, where that is written in Python. From torch
-    2.14 on it is not, and a forward without a context is not found.
+    A frame is recognised by its context, or as Function.apply. From torch 2.14 on apply is not
+    written in Python and has no frame, so a forward without a context is not found.
     """
     frame = sys._getframe(1) if in_function() else None
     while frame is not None and not (frame.f_code is APPLY or _context(frame) is not None):

@@ -18,8 +18,8 @@ from lowtide.ops.attention.definition.operands import Sizes
 # Scores in a tile. It stays in a core's own cache from one pass to the next, and is large enough
 # that calling a torch operation costs little beside it.
 TILE = 1 << 18
-# Its sides, where there are as many queries (over all R heads) and keys. Products run at full speed
-# there.
+# A tile's sides, if there are as many queries (of all R heads) and keys: products of this size run
+# at full speed.
 SIDE = 512
 
 

@@ -19,7 +19,7 @@ from lowtide.ops.attention.triton_backend.bf16_split import piece_count, precisi
 from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_tile, shared_memory
 
-# Dropout keys of a program.
+# Dropout keys that one program computes.
 DROPOUT_KEYS = 1024
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
