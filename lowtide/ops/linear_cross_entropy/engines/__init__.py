@@ -1,6 +1,6 @@
 """Compute the loss and its gradients from chunks of rows, in bounded memory.
 
-Each of the four engines derives from the base alone and imports no other engine.
+Each of the four engines derives from LossEngine alone and imports no other engine.
 planning/requirements.py chooses one per call, operator/ops.py makes it.
 
 Modules, in import order (a module imports only from those above it):
@@ -12,7 +12,8 @@ saved_stats       row statistics as an operator's outputs, with the engine that 
 gradients         memory for the gradients, and the factors still to be applied to them
 gemm/             what the GEMM kernels share, in Triton and in Gluon
 weight_gradient/  accumulators of the weight gradient, and the choice of one
-engine            the base engine: the walk over chunks of rows and blocks of classes
+engine            the walk over chunks of rows and blocks of classes; distillation uses it too
+loss_engine       the base of the engines: row statistics and gradients of a call's loss
 logits/           the engine that stores float32 logits: "logits_torch" and "logits_triton"
 exponentials/     the engines that store exponentials, never logits, on CUDA and on the CPU
 soft_targets/     the engine for class probabilities on a Hopper GPU

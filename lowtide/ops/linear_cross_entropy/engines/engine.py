@@ -1,4 +1,4 @@
-"""Compute the loss and its gradients by chunks of rows, in bounded memory: what all engines share.
+"""Walk over chunks of rows and blocks of classes, in bounded memory: what all engines share.
 
 For a chunk of C tokens, U = sum_k X_k W_k^T is computed in float32 and turned into G, the gradient
 of U apart from the logit scale, rounded once to the operands' dtype. Two GEMMs per term follow,
@@ -9,107 +9,51 @@ which accumulate in float32 themselves:
 The factor that all rows share (1/n of a mean, the logit scale) is not applied to G, because it
 would round every target column with the same error.
 
-`Engine` has no pass over the logits of its own: an engine adds `chunk_gradient_` and
-`tile_gradient_`, or overrides `walk_tokens` and `walk_classes`. row_math.py has the formulas.
+`Engine` has no pass over the logits of its own. An engine adds `tile_gradient_`, and `chunk_buffer`
+and `columns`, which that needs; or `chunk_gradient_` too; or it overrides `walk_tokens` and
+`walk_classes`. Those of the loss derive from loss_engine.py, that of lowtide/ops/distillation from
+`Engine` itself.
 
 Shapes: N tokens, of which M are kept (not ignored); D_k features of term k, V classes; C tokens of
 a chunk, B classes of a block.
 """
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows, allocate, no_gradients
-from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
-    Columns,
-    ExcludedTargetStats,
-    LogitTransform,
-    RowCoefs,
-    RowStats,
-    SoftmaxStats,
-)
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
-
-if TYPE_CHECKING:
-    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
 class Engine:
     """Hold one call's operands and walk over them in chunks.
 
-    It holds views, and vectors of N and V elements, but nothing larger.
+    It holds views, and vectors of N and V elements, but nothing larger. Coefficients and statistics
+    of the rows are what an engine makes of them; the walk takes slices of both.
     """
 
-    stats_kind: type[SoftmaxStats] | type[ExcludedTargetStats] = SoftmaxStats
+    def __init__(
+        self, plan: Any, operands: list[Operand], rows: int, classes: int, kept_rows: Tensor | None
+    ) -> None:
+        """Hold the operands of each term; `rows` counts kept rows, kept_rows is None for all.
 
-    def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
-        self.plan, self.head, self.device = plan, head, head.device
-        self.rows = RowLoss(plan, head, labels)
-        self.M, self.V = self.rows.M, self.rows.V
-        self.class_weight_V = self.rows.class_weight_V
-        self.transform = LogitTransform(
-            as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype), plan.options.softcap
-        )
-        self.operands = [
-            Operand(input, weight, plan.compute_dtype, copies, self.rows.kept_rows)
-            for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
-        ]
-
-    def row_statistics(self) -> Any:  # of stats_kind
-        """Compute the row statistics without gradients."""
-        stats = self.rows.empty_stats(self.stats_kind)
-        self.walk(self.rows.coefs(), stats, no_gradients(self.head), take_stats=True)
-        return stats
-
-    def forward(self, factor: Tensor) -> tuple[Any, Gradients]:
-        """Compute the row statistics and the gradients of factor * sum(loss_N) in one walk.
-
-        The gradients are stored so that any upstream factor can still be applied.
+        The plan is a Tiling that also says its engine, its backend and the dtype of its sums.
         """
-        stats = self.rows.empty_stats(self.stats_kind)
-        return stats, self._gradients(self.rows.coefs(), stats, factor, final=False, take_stats=True)
+        self.plan, self.operands, self.kept_rows = plan, operands, kept_rows
+        self.M, self.V, self.device = rows, classes, operands[0].input.device
+        self.trained_terms = len(operands)  # those that come first; others get no gradient
 
-    def backward(self, coefs: RowCoefs, stats: RowStats) -> Gradients:
-        """Compute the gradients that the coefficients describe, from forward's statistics."""
-        one = torch.ones((), dtype=self.plan.sum_dtype, device=self.device)
-        return self._gradients(coefs, stats, one, final=True, take_stats=False)
-
-    def _gradients(
-        self, coefs: RowCoefs, stats: RowStats, factor: Tensor, *, final: bool, take_stats: bool
-    ) -> Gradients:
-        tensors = (*self.head.inputs, *self.head.weights)
-        dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
-        scale = pending_gradient.fp16_scale(coefs.largest, dtypes)
-        if scale is not None:
-            coefs, factor = coefs * scale, factor / scale
-        if self.plan.needs_grad.scale:
-            stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
-        some_rows = self.rows.kept_rows is not None
-        gradients = allocate(
-            self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=some_rows
-        )
-        self.walk(coefs, stats, gradients, take_stats=take_stats)
-        if gradients.scale is not None:
-            grad_dot_logit_N = stats.grad_dot_logit_N.masked_fill_(self.rows.ignored_N, 0)
-            torch.sum(grad_dot_logit_N, 0, out=gradients.scale.tensor)
-        return gradients
-
-    # The walk over chunks of tokens, and the walk over blocks of classes.
-
-    def walk(self, coefs: RowCoefs, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
+    def walk(self, coefs: Any, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
         """Compute the row statistics if asked, and the gradients that are wanted."""
         of_tokens = self.walk_tokens(coefs, stats, gradients, take_stats)
         if gradients.weights[0] is not None and self.plan.weight_gradient == "class_blocks" and self.M:
             self.walk_classes(coefs, stats, gradients, of_tokens)
 
-    def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
+    def walk_tokens(self, coefs: Any, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
         """Compute what is not formed class by class, a chunk of tokens at a time.
 
         Return what the walk over classes needs of it.
@@ -147,78 +91,98 @@ class Engine:
             product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
         dx.store(rows)
 
-    def walk_classes(self, coefs: RowCoefs, stats: Any, gradients: Gradients, of_tokens: Any) -> None:
+    def walk_classes(self, coefs: Any, stats: Any, gradients: Gradients, of_tokens: Any) -> None:
         """Compute dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once.
 
         G is recomputed from the operands and the row statistics.
         """
         plan, dw = self.plan, gradients.weights[0]
         assert dw is not None
-        stats = dataclasses.replace(stats, grad_dot_logit_N=None)  # already computed
         sum_BD = self.buffer(plan.block_classes, self.operands[0].D)
-        logits = self.buffer(plan.block_rows, plan.block_classes).view(-1)
+        buffer = self.block_buffer()
         for classes in blocks(self.V, plan.block_classes):
             B = classes.stop - classes.start
             weights = [operand.weight(classes) for operand in self.operands]
             for rows in blocks(self.M, plan.block_rows):
                 chunks = [operand.rows(rows) for operand in self.operands]
-                z_CB = logits[: (rows.stop - rows.start) * B].view(-1, B)
+                z_CB = self.block_of(buffer, rows.stop - rows.start, B)
                 for k, (x_CD, weight_BD) in enumerate(zip(chunks, weights)):
-                    product(z_CB, x_CD, weight_BD.t(), add=k > 0)
+                    self.add_term_(z_CB, k, x_CD, weight_BD)
+                del chunks[1:], x_CD
                 g_CB = self.tile_gradient_(z_CB, coefs[rows], stats[rows], self.columns(rows, classes))
                 product(sum_BD[:B], g_CB.t(), chunks[0], add=rows.start > 0)
-                del chunks, x_CD, g_CB
+                del chunks, g_CB
             del weights, weight_BD  # free them before the next ones are made
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend, spent=True)
 
     # What an engine adds.
 
-    def chunk_buffer(self, gradient: bool) -> Tensor:
+    def chunk_buffer(self, gradient: bool) -> Any:  # for C rows, taken by an index
         """Return memory for the logits of a chunk, or what the engine has in their place."""
         raise NotImplementedError
 
+    def columns(self, rows: slice, classes: slice = slice(0, None)) -> Any:
+        """Return what the pass needs of a tile's columns."""
+        raise NotImplementedError
+
+    def tile_gradient_(
+        self,
+        logits_CB: Any,
+        coefs: Any,
+        stats: Any,
+        columns: Any,
+        *,
+        take_stats: bool = False,
+        gradient: bool = True,
+    ) -> Any:  # Tensor [C, B]; None without a gradient
+        """Turn a tile's float32 logits into their gradient, in place.
+
+        With `take_stats` compute the row statistics first, from a tile of all classes.
+        """
+        raise NotImplementedError
+
+    # What an engine may replace.
+
     def chunk_gradient_(
         self,
-        buffer_CV: Tensor,
+        buffer_CV: Any,
         chunks: list[Tensor],
         rows: slice,
-        coefs: RowCoefs,
+        coefs: Any,
         stats: Any,
         take_stats: bool,
         gradient: bool,
     ) -> Any:  # Tensor [C, V], in the buffer's memory; None without a gradient
         """Compute the chunk's logits, then their row statistics, their gradient, or both."""
-        raise NotImplementedError
-
-    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: Any, columns: Columns) -> Any:
-        """Turn a block's float32 logits into their gradient, in place; the statistics are known."""
-        raise NotImplementedError
-
-    # What engines use.
-
-    def columns(self, rows: slice, classes: slice = slice(0, None)) -> Columns:
-        """Return what the softmax needs of a tile's columns."""
-        smoothing, soft_NV = self.plan.options.label_smoothing, self.rows.soft_NV
-        return Columns(
-            first_class=classes.start,
-            transform=self.transform.of(classes),
-            class_weight_B=None if self.class_weight_V is None else self.class_weight_V[classes],
-            soft_CB=None if soft_NV is None else soft_NV[rows, classes],
-            smoothing=(1 - smoothing, smoothing / self.V),
+        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
+            for classes, weight_BD in operand.weights(self.plan.operand_classes):
+                self.add_term_(buffer_CV[..., classes], k, x_CD, weight_BD)
+            del weight_BD  # free a copy before the next term's is made
+        del chunks[self.trained_terms :], x_CD
+        return self.tile_gradient_(
+            buffer_CV, coefs, stats, self.columns(rows), take_stats=take_stats, gradient=gradient
         )
 
-    def target_logits(self, u_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the targets' logits and slopes; u_C gets the bias added in place."""
-        if self.transform.bias_V is not None:
-            u_C += self.transform.bias_V[target_C]
-        return self.transform.apply(u_C, in_place=False, sloped=True)
+    def add_term_(self, logits_CB: Any, k: int, x_CD: Tensor, weight_BD: Tensor) -> None:
+        """Add the product of term k to a tile of logits; the first one overwrites it."""
+        product(logits_CB, x_CD, weight_BD.t(), add=k > 0)
+
+    def block_buffer(self) -> Any:
+        """Return memory for the logits of a block of classes."""
+        return self.buffer(self.plan.block_rows, self.plan.block_classes).view(-1)
+
+    def block_of(self, buffer: Any, rows: int, classes: int) -> Any:  # [C, B]
+        """Return that memory as a tile of this size."""
+        return buffer[: rows * classes].view(rows, classes)
+
+    # What engines use.
 
     def input_rows(self, dx: pending_gradient.PendingGradient | None) -> InputRows | None:
         """Return what takes the rows of an input gradient, if it is wanted."""
         if dx is None:
             return None
-        return InputRows(dx, self.plan.rows, self.plan.sum_dtype, self.plan.backend, self.rows.kept_rows)
+        return InputRows(dx, self.plan.rows, self.plan.sum_dtype, self.plan.backend, self.kept_rows)
 
-    def buffer(self, rows: int, columns: int) -> Tensor:
-        """Return an uninitialised matrix in the accumulators' dtype."""
-        return torch.empty(rows, columns, dtype=self.plan.sum_dtype, device=self.device)
+    def buffer(self, *size: int) -> Tensor:
+        """Return uninitialised memory in the accumulators' dtype."""
+        return torch.empty(size, dtype=self.plan.sum_dtype, device=self.device)

@@ -5,8 +5,9 @@ lowtide/core/pending_gradient.py explains these factors.
 Shapes: N tokens, D_k features of term k, V classes; C tokens of a chunk.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ class Gradients:
         """Return them in the order of Head's tensors."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
+    @property
+    def outputs(self) -> list[Tensor]:
+        """Return what an operator returns of them: two tensors of each that is wanted."""
+        return [output for each in self.all if each is not None for output in each.outputs]
+
+    def finished(self, tensors: Iterable[Tensor | None], backend: str) -> list[Tensor]:
+        """Return the wanted gradients of these tensors, which are in the same order."""
+        pairs = zip(self.all, tensors)
+        return [each.finished(like, backend) for each, like in pairs if each is not None and like is not None]
+
 
 def no_gradients(head: Head) -> Gradients:
     """Return gradients of which none is wanted."""
@@ -59,41 +70,23 @@ def allocate(
     if head.scale is not None:
         factor = factor * head.scale.to(plan.sum_dtype)
 
-    def keep(
-        like: Tensor,
-        shape: tuple[int, ...],
-        *,
-        summed: bool,
-        zero: bool = False,
-        by_row: bool = False,
-        factor: Tensor = factor,
-        headroom: int | Tensor = FP16_EXPONENT,
+    def of(
+        like: Tensor, shape: Sequence[int], factor: Tensor = factor, zero: bool = False, **options: Any
     ) -> PendingGradient:
-        """Allocate one gradient and divide its factor into what is applied now and what remains.
-
-        `by_row`: its rows are multiplied by factors anyway; fold the shared factor in there.
-        """
-        whole = like.dtype == plan.sum_dtype
-        summed = summed or whole
-        tensor = torch.empty(shape, dtype=plan.sum_dtype if summed else like.dtype, device=like.device)
-        if zero or empty:
-            tensor.zero_()
-        if summed and not (by_row and whole):
-            return PendingGradient(tensor, None, factor)
-        applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
-        return PendingGradient(tensor, applied, remaining)
+        options |= {"sum_dtype": plan.sum_dtype, "final": final, "zero": zero or empty}
+        return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
         headroom = fp16_headroom_of_input(weight) if input.dtype == torch.float16 else FP16_EXPONENT
         shape = (head.tokens, input.shape[-1])
-        return keep(input, shape, summed=False, zero=some_rows, by_row=by_row, headroom=headroom)
+        return of(input, shape, summed=False, zero=some_rows, by_row=by_row, headroom=headroom)
 
     def of_weight(k: int, input: Tensor, weight: Tensor) -> PendingGradient:
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
         if weight.dtype == torch.float16 and not summed:
             headroom = fp16_headroom_of_weight(input)
         own_rows = by_row and not class_blocks
-        return keep(weight, tuple(weight.shape), summed=summed, by_row=own_rows, headroom=headroom)
+        return of(weight, weight.shape, summed=summed, by_row=own_rows, headroom=headroom)
 
     accumulate, class_blocks = (plan.weight_gradient == kind for kind in ("accumulate", "class_blocks"))
     by_row = plan.exponentials
@@ -104,9 +97,36 @@ def allocate(
             of_weight(k, *term) if grad else None
             for k, (term, grad) in enumerate(zip(terms, needs_grad.weights))
         ),
-        keep(head.bias, (head.classes,), summed=True, zero=True) if needs_grad.bias else None,
-        keep(head.scale, (), summed=True, zero=True, factor=unscaled) if needs_grad.scale else None,
+        of(head.bias, (head.classes,), summed=True, zero=True) if needs_grad.bias else None,
+        of(head.scale, (), unscaled, summed=True, zero=True) if needs_grad.scale else None,
     )
+
+
+def allocate_one(
+    like: Tensor,
+    shape: Sequence[int],
+    factor: Tensor,
+    *,
+    sum_dtype: torch.dtype,
+    summed: bool,
+    final: bool,
+    zero: bool = False,
+    by_row: bool = False,
+    headroom: int | Tensor = FP16_EXPONENT,
+) -> PendingGradient:
+    """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
+
+    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: its
+    rows are multiplied by factors anyway; fold the shared factor in there.
+    """
+    whole = like.dtype == sum_dtype
+    summed = summed or whole
+    make = torch.zeros if zero else torch.empty
+    tensor = make(shape, dtype=sum_dtype if summed else like.dtype, device=like.device)
+    if summed and not (by_row and whole):
+        return PendingGradient(tensor, None, factor)
+    applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
+    return PendingGradient(tensor, applied, remaining)
 
 
 class InputRows:

@@ -43,10 +43,10 @@ from lowtide.core.soft_cap import slope_of_tanh
 # inside bfloat16's range.
 LARGEST_SUM = 1e17
 
-Own = TypeVar("Own", bound="_ByRow")
+Own = TypeVar("Own", bound="ByRow")
 
 
-class _ByRow:
+class ByRow:
     """Hold vectors of one number per row; one that has no part in a call is None."""
 
     def each(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
@@ -62,7 +62,7 @@ class _ByRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RowCoefs(_ByRow):
+class RowCoefs(ByRow):
     """Hold the coefficients of each row's gradient; all are 0 for ignored rows."""
 
     target_N: Tensor
@@ -93,7 +93,7 @@ class RowCoefs(_ByRow):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stats(_ByRow):
+class _Stats(ByRow):
     max_N: Tensor
     sum_N: Tensor
     nll_N: Tensor = None  # lse - z_t

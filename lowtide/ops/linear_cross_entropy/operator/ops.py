@@ -27,8 +27,8 @@ from torch import Tensor
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
@@ -67,7 +67,7 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         loss, gradients = _sum(engine, factor)
         return [
             loss if denominator is None else loss / denominator,
-            *([] if gradients is None else _waiting(gradients)),
+            *([] if gradients is None else gradients.outputs),
         ]
 
 
@@ -147,8 +147,7 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
             if found is not None:
                 gradients.add(position, found)
             del found  # free it before the next one is made
-        waiting = _waiting(gradients.gradients)
-        return [loss if denominator is None else loss / denominator, *waiting]
+        return [loss if denominator is None else loss / denominator, *gradients.gradients.outputs]
 
 
 def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
@@ -164,7 +163,7 @@ def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
     return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
 
 
-def _sum(engine: Engine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
+def _sum(engine: LossEngine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
     """Return the loss of all rows, and the wanted gradients, times factor."""
     gradients = None
     if engine.plan.needs_grad.some:
@@ -206,9 +205,9 @@ def call_kind_of(
     return CallKind(gradients, log_probs, soft_dtype, class_weight is not None)
 
 
-def _engine(plan: Plan, *operands: Any) -> Engine:
+def _engine(plan: Plan, *operands: Any) -> LossEngine:
     """Return the plan's engine; modules that import Triton are imported only here."""
-    kind: type[Engine]
+    kind: type[LossEngine]
     if plan.exponentials:
         from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import ExponentialsEngine as kind
     elif plan.soft_targets:
@@ -222,14 +221,5 @@ def _engine(plan: Plan, *operands: Any) -> Engine:
     return kind(plan, *operands)
 
 
-def _waiting(gradients: Gradients) -> list[Tensor]:
-    return [output for gradient in gradients.all if gradient is not None for output in gradient.outputs]
-
-
-def _final(engine: Engine, coefs: RowCoefs, stats: RowStats) -> list[Tensor]:
-    gradients = engine.backward(coefs, stats)
-    return [
-        gradient.finished(like, engine.plan.backend)
-        for like, gradient in zip(engine.head.tensors, gradients.all)
-        if like is not None and gradient is not None
-    ]
+def _final(engine: LossEngine, coefs: RowCoefs, stats: RowStats) -> list[Tensor]:
+    return engine.backward(coefs, stats).finished(engine.head.tensors, engine.plan.backend)

@@ -13,8 +13,8 @@ from torch import Tensor
 from lowtide.core import pending_gradient
 from lowtide.core.cpu_gemm import gemm
 from lowtide.core.matmul import blocks
-from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     LARGEST_SUM,
     ExcludedTargetStats,
@@ -31,7 +31,7 @@ RowFactors = tuple[Tensor, Tensor]
 """c and h of exponentials/engine.py, for each row."""
 
 
-class CpuExponentialsEngine(Engine):
+class CpuExponentialsEngine(LossEngine):
     """Walk over one call's chunks with exponentials in place of logits, on the CPU."""
 
     stats_kind = ExcludedTargetStats

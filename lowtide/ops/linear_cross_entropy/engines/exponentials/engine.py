@@ -41,12 +41,12 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import blocks, product, sum_of_products
-from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     LARGEST_SUM,
     ExcludedTargetStats,
@@ -64,7 +64,7 @@ OfTokens = tuple[list[LinearTerm], Tensor, Tensor]
 """The linear terms, and c and h of each row."""
 
 
-class ExponentialsEngine(Engine):
+class ExponentialsEngine(LossEngine):
     """Walk over one call's chunks with exponentials in place of logits, on a Hopper GPU."""
 
     stats_kind = ExcludedTargetStats

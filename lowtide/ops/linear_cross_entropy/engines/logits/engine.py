@@ -7,34 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.core.matmul import product
-from lowtide.ops.linear_cross_entropy.engines.engine import Engine
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 
 
-class LogitsEngine(Engine):
+class LogitsEngine(LossEngine):
     """Turn the float32 logits of a chunk into their gradient, in place."""
 
     def chunk_buffer(self, gradient: bool) -> Tensor:
         return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
-
-    def chunk_gradient_(
-        self,
-        buffer_CV: Tensor,
-        chunks: list[Tensor],
-        rows: slice,
-        coefs: RowCoefs,
-        stats: Any,
-        take_stats: bool,
-        gradient: bool,
-    ) -> Any:
-        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for classes, weight_BD in operand.weights(self.plan.operand_classes):
-                product(buffer_CV[:, classes], x_CD, weight_BD.t(), add=k > 0)
-        return self.tile_gradient_(
-            buffer_CV, coefs, stats, self.columns(rows), take_stats=take_stats, gradient=gradient
-        )
 
     def tile_gradient_(
         self,

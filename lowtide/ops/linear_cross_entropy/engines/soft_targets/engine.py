@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core import backend
-from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
 
 
-class SoftTargetsEngine(Engine):
+class SoftTargetsEngine(LossEngine):
     """Walk over one call's chunks with distances in place of logits."""
 
     def chunk_buffer(self, gradient: bool) -> Tensor:
@@ -55,9 +55,19 @@ class SoftTargetsEngine(Engine):
         softmax_triton.gradient(partials_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
         return g_CV
 
-    def tile_gradient_(self, logits_CB: Tensor, coefs: RowCoefs, stats: Any, columns: Columns) -> Any:
+    def tile_gradient_(
+        self,
+        logits_CB: Tensor,
+        coefs: RowCoefs,
+        stats: Any,
+        columns: Columns,
+        *,
+        take_stats: bool = False,
+        gradient: bool = True,
+    ) -> Any:
+        dtype = self.plan.compute_dtype if gradient else None
         return softmax_gradient_(
-            logits_CB, coefs, stats, columns, take_stats=False, gradient_dtype=self.plan.compute_dtype
+            logits_CB, coefs, stats, columns, take_stats=take_stats, gradient_dtype=dtype
         )
 
 

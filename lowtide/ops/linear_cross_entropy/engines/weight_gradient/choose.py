@@ -4,16 +4,14 @@ Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import Rows
-
-if TYPE_CHECKING:
-    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
 
 class WeightAccumulator(Protocol):
@@ -36,7 +34,7 @@ class WeightAccumulator(Protocol):
 
 
 def choose_accumulator(
-    plan: "Plan",
+    plan: Any,
     place: int,
     dw: PendingGradient | None,
     multiply: Callable[..., None] = in_torch.multiply_transposed,
@@ -49,7 +47,7 @@ def choose_accumulator(
     kind = plan.weight_gradient if place == 0 else "accumulate"
     if dw is None or kind == "class_blocks":
         return None
-    if not (plan.exponentials or plan.soft_targets):
+    if plan.engine not in TILED:
         if kind == "packed":
             return in_torch.InPlaceSum(dw.tensor, dw.applied, multiply)
         return in_torch.FloatSum((slice(0, dw.tensor.shape[0]), dw.tensor), multiply=multiply)

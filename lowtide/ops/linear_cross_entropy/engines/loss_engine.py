@@ -1,0 +1,112 @@
+"""Compute the loss and its gradients from row statistics: what the engines of the loss share.
+
+row_math.py has the formulas, engine.py the walk over chunks.
+
+Shapes: N tokens, of which M are kept (not ignored); D_k features of term k, V classes; C tokens of
+a chunk, B classes of a block.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core import pending_gradient
+from lowtide.core.matmul import Operand
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
+from lowtide.ops.linear_cross_entropy.engines.engine import Engine
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    Columns,
+    ExcludedTargetStats,
+    LogitTransform,
+    RowCoefs,
+    RowStats,
+    SoftmaxStats,
+)
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+
+
+class LossEngine(Engine):
+    """Hold one call's head and labels, and compute its row statistics and gradients."""
+
+    plan: "Plan"
+    stats_kind: type[SoftmaxStats] | type[ExcludedTargetStats] = SoftmaxStats
+
+    def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
+        self.head, self.rows = head, RowLoss(plan, head, labels)
+        kept_rows, self.class_weight_V = self.rows.kept_rows, self.rows.class_weight_V
+        self.transform = LogitTransform(
+            as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype), plan.options.softcap
+        )
+        operands = [
+            Operand(input, weight, plan.compute_dtype, copies, kept_rows)
+            for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
+        ]
+        super().__init__(plan, operands, self.rows.M, self.rows.V, kept_rows)
+
+    def row_statistics(self) -> Any:  # of stats_kind
+        """Compute the row statistics without gradients."""
+        stats = self.rows.empty_stats(self.stats_kind)
+        self.walk(self.rows.coefs(), stats, no_gradients(self.head), take_stats=True)
+        return stats
+
+    def forward(self, factor: Tensor) -> tuple[Any, Gradients]:
+        """Compute the row statistics and the gradients of factor * sum(loss_N) in one walk.
+
+        The gradients are stored so that any upstream factor can still be applied.
+        """
+        stats = self.rows.empty_stats(self.stats_kind)
+        return stats, self._gradients(self.rows.coefs(), stats, factor, final=False, take_stats=True)
+
+    def backward(self, coefs: RowCoefs, stats: RowStats) -> Gradients:
+        """Compute the gradients that the coefficients describe, from forward's statistics."""
+        one = torch.ones((), dtype=self.plan.sum_dtype, device=self.device)
+        return self._gradients(coefs, stats, one, final=True, take_stats=False)
+
+    def _gradients(
+        self, coefs: RowCoefs, stats: RowStats, factor: Tensor, *, final: bool, take_stats: bool
+    ) -> Gradients:
+        tensors = (*self.head.inputs, *self.head.weights)
+        dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
+        scale = pending_gradient.fp16_scale(coefs.largest, dtypes)
+        if scale is not None:
+            coefs, factor = coefs * scale, factor / scale
+        if self.plan.needs_grad.scale:
+            stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
+        some_rows = self.kept_rows is not None
+        gradients = allocate(
+            self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=some_rows
+        )
+        self.walk(coefs, stats, gradients, take_stats=take_stats)
+        if gradients.scale is not None:
+            grad_dot_logit_N = stats.grad_dot_logit_N.masked_fill_(self.rows.ignored_N, 0)
+            torch.sum(grad_dot_logit_N, 0, out=gradients.scale.tensor)
+        return gradients
+
+    def walk_classes(self, coefs: RowCoefs, stats: Any, gradients: Gradients, of_tokens: Any) -> None:
+        known = dataclasses.replace(stats, grad_dot_logit_N=None)  # computed in the walk over tokens
+        super().walk_classes(coefs, known, gradients, of_tokens)
+
+    # What engines use.
+
+    def columns(self, rows: slice, classes: slice = slice(0, None)) -> Columns:
+        """Return what the softmax needs of a tile's columns."""
+        smoothing, soft_NV = self.plan.options.label_smoothing, self.rows.soft_NV
+        return Columns(
+            first_class=classes.start,
+            transform=self.transform.of(classes),
+            class_weight_B=None if self.class_weight_V is None else self.class_weight_V[classes],
+            soft_CB=None if soft_NV is None else soft_NV[rows, classes],
+            smoothing=(1 - smoothing, smoothing / self.V),
+        )
+
+    def target_logits(self, u_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the targets' logits and slopes; u_C gets the bias added in place."""
+        if self.transform.bias_V is not None:
+            u_C += self.transform.bias_V[target_C]
+        return self.transform.apply(u_C, in_place=False, sloped=True)
