@@ -51,10 +51,10 @@ def differentiable_gradients(
             [gradient for _, gradient in used],
             create_graph=create_graph,
         )
-    return placed(found, needs_grad)
+    return scatter_gradients(found, needs_grad)
 
 
-def placed(found: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def scatter_gradients(found: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Put the gradients found at the places of the wanted tensors, None at the others."""
     each = iter(found)
     return tuple(next(each) if grad else None for grad in needs_grad)

@@ -8,7 +8,7 @@ reach.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,23 @@ def finish_gradient(tensor: Tensor, factor: Tensor, like: Tensor, backend: str) 
     # A freed graph's tensors may be overwritten; a retained one's will be read again.
     in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
     return scaled(tensor, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)
+
+
+def finish_gradients(
+    outputs: Iterable[Tensor],
+    grad_output: Tensor,
+    tensors: Sequence[Tensor | None],
+    needs_grad: Sequence[bool],
+    backend: str,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of each tensor, or None, from an operator's outputs: two for each."""
+    each = iter(outputs)
+    return tuple(
+        finish_gradient(next(each), next(each) * grad_output, like, backend)
+        if grad and like is not None
+        else None
+        for like, grad in zip(tensors, needs_grad)
+    )
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import placed
+from lowtide.core.autodiff import scatter_gradients
 
 Tensors = tuple[Tensor, ...]
 
@@ -69,7 +69,7 @@ class RowFunction:
             return (None,) * len(tensors)
         results = sum(place < self.cut for place in wanted)
         described = Derivative(vector_jacobian, wanted, list(given), results)
-        return placed(self._evaluated(described, tensors, given, self.results), needed)
+        return scatter_gradients(self._evaluated(described, tensors, given, self.results), needed)
 
     def push_forward(
         self, tensors: Tensors, tangents: Sequence[Tensor | None], outputs: Sequence[int]
@@ -166,7 +166,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         found = ctx.rowwise.push_forward(ctx.saved_tensors, tangents, ctx.outputs)
-        return placed(found, [place in ctx.outputs for place in range(ctx.count)])
+        return scatter_gradients(found, [place in ctx.outputs for place in range(ctx.count)])
 
     @staticmethod
     def vmap(

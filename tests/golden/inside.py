@@ -28,7 +28,7 @@ def chosen_engines() -> Iterator[set[str]]:
     with contextlib.ExitStack() as stack:
         for module, name, describe in (
             ("lowtide.ops.linear_cross_entropy.operator.ops", "make_plan", _of_loss),
-            ("lowtide.ops.distillation.engine", "make_plan", _of_distillation),
+            ("lowtide.ops.distillation.ops", "make_plan", _of_distillation),
             (
                 "lowtide.ops.attention.dispatch",
                 "choose_backend",
@@ -72,7 +72,7 @@ def _of_loss(plan: Any, head: Any, *_: Any) -> str:
 
 
 def _of_distillation(plan: Any, *_: Any) -> str:
-    return f"distillation: {plan.backend}, {'accumulate' if plan.accumulate else 'by_class'}"
+    return f"distillation: {plan.backend}, {RECORDED.get(plan.weight_gradient, plan.weight_gradient)}"
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def as_on_a_card() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         put_everywhere("cpu", patch)
-        for module in ("lowtide.ops.distillation.chunking", "lowtide.ops.distillation.autograd"):
+        for module in ("lowtide.ops.distillation.planner", "lowtide.ops.distillation.autograd"):
             patch.setattr(import_module(module), "choose_backend", lambda *arguments: "triton")
         yield
 

@@ -22,7 +22,7 @@ from torch.nn.attention import sdpa_kernel
 # Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from lowtide.core.autodiff import is_differentiated, placed
+from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.ops.attention.definition.masks import Band, intervals
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.operator.autograd import Gradients, differentiable_backward
@@ -105,5 +105,5 @@ class _Delegated(torch.autograd.Function):
             grad_output = alignment.readable_like(grad_output, ctx.out)
             keep = torch._C._autograd._get_current_graph_task_keep_graph()
             found = torch.autograd.grad(ctx.out, inputs, grad_output, retain_graph=keep)
-            gradients = placed(found, ctx.needs_grad)
+            gradients = scatter_gradients(found, ctx.needs_grad)
         return (None, None, *gradients)

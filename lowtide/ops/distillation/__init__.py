@@ -1,17 +1,17 @@
 """Compute the divergence between a student's and a teacher's head without the logits of either.
 
-It runs a chunk of rows at a time, in a bounded workspace, with the chunking and the accumulators of
-linear_cross_entropy.
+It runs a chunk of rows at a time, in a bounded workspace, with the planning, the walk and the
+accumulators of linear_cross_entropy.
 
 The modules, in the order of imports (each imports only those above it):
 
     heads.py           the tensors of both heads, and the options
     validation.py      errors for arguments that do not fit
     divergences.py     the formulas, and the definition in torch
-    chunking.py        how the workspace is spent on chunks and blocks
+    planner.py         how the workspace is spent on chunks and blocks
     softmax_torch.py   the pass over a tile of both heads' logits, in torch
     softmax_triton.py  the same pass in Triton
-    engine.py          the walk over chunks: losses and gradients
+    engine.py          what the loss's walk over chunks calls: both heads' logits, their pass
     ops.py             the registered operators
     higher_order.py    derivatives of any order, forward mode and vmap
     autograd.py        the operators' derivatives

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import is_differentiated, placed
-from lowtide.core.pending_gradient import finish_gradient
+from lowtide.core.autodiff import is_differentiated, scatter_gradients
+from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import Heads, Options
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
@@ -24,8 +24,8 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backen
 def distillation(heads: Heads, options: Options) -> Tensor:
     """Compute the divergence, with gradients for the student's tensors that require one."""
     tracked = torch.is_grad_enabled()
-    wanted = [tracked and each is not None and each.requires_grad for each in heads.student]
-    loss: Tensor = _Distillation.apply(options.told(heads, wanted), wanted, *heads)
+    needs_grad = [tracked and each is not None and each.requires_grad for each in heads.student]
+    loss: Tensor = _Distillation.apply(options.with_graph_facts(heads, needs_grad), needs_grad, *heads)
     return loss
 
 
@@ -33,31 +33,30 @@ class _Distillation(torch.autograd.Function):
     """Differentiate the operator `distillation`."""
 
     @staticmethod
-    def forward(ctx: Any, options: Options, wanted: list[bool], *tensors: Tensor | None) -> Tensor:
-        now = wanted if options.reduction != "none" else [False] * len(wanted)
-        loss, *waiting = ops.distillation(*tensors, now, *options)
-        ctx.options, ctx.wanted = options, wanted
+    def forward(ctx: Any, options: Options, needs_grad: list[bool], *tensors: Tensor | None) -> Tensor:
+        now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
+        loss, *rest = ops.distillation(*tensors, now, *options)
+        ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
-        if any(wanted):
-            ctx.save_for_backward(*tensors, *waiting)
+        if any(needs_grad):
+            ctx.save_for_backward(*tensors, *rest)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        options, wanted, count = ctx.options, ctx.wanted, len(Heads._fields)
-        nothing: tuple[None, ...] = (None,) * (count - len(wanted))
-        if upstream is None:
-            return (None, None, *(None for _ in wanted), *nothing)
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        options, needs_grad, count = ctx.options, ctx.needs_grad, len(Heads._fields)
+        nothing: tuple[None, ...] = (None,) * (count - len(needs_grad))
+        if grad_output is None:
+            return (None, None, *(None for _ in needs_grad), *nothing)
         saved = ctx.saved_tensors
-        heads, waiting = Heads(*saved[:count]), iter(saved[count:])
-        if is_differentiated(upstream):
-            gradients = higher_order.gradients(heads, options, wanted, upstream)
+        heads, rest = Heads(*saved[:count]), saved[count:]
+        if is_differentiated(grad_output):
+            gradients = higher_order.gradients(heads, options, needs_grad, grad_output)
         elif options.reduction == "none":
-            gradients = placed(ops.distillation_backward(upstream, *heads, wanted, *options), wanted)
+            gradients = scatter_gradients(
+                ops.distillation_backward(grad_output, *heads, needs_grad, *options), needs_grad
+            )
         else:
             backend = choose_backend("auto", heads.device, options.sum_dtype)
-            gradients = tuple(
-                finish_gradient(next(waiting), next(waiting) * upstream, like, backend) if grad else None
-                for like, grad in zip(heads.student, wanted)
-            )
+            gradients = finish_gradients(rest, grad_output, heads.student, needs_grad, backend)
         return (None, None, *gradients, *nothing)

@@ -95,8 +95,8 @@ class Options(NamedTuple):
     dense: int | None = None
     """Bytes that the dense computation would hold beyond inputs, loss and gradients.
 
-    They limit the default workspace. None until `told`, and in a compiled graph, whose plan must
-    not depend on the number of rows.
+    They limit the default workspace. `with_graph_facts` sets them, except in a compiled graph,
+    whose plan must not depend on the number of rows.
     """
 
     @property
@@ -113,12 +113,12 @@ class Options(NamedTuple):
             teacher_dtype=compute_dtype(heads.teacher_input),
         )
 
-    def told(self, heads: Heads, wanted: Sequence[bool]) -> "Options":
+    def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "Options":
         """Return the options plus what the caller decides once for forward and backward."""
         if not may_depend_on_tokens(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)
-        tracked = [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
+        tracked = [each for each, grad in zip(heads.student, needs_grad) if grad and each is not None]
         dense = dense_bytes(
             heads.rows * heads.classes,
             (each.dtype for each in operands),

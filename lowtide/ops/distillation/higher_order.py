@@ -48,14 +48,14 @@ def distillation(heads: Heads, options: Options) -> Tensor:
 
 
 def gradients(
-    heads: Heads, options: Options, wanted: Sequence[bool], upstream: Tensor
+    heads: Heads, options: Options, needs_grad: Sequence[bool], grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the student's tensors, in a form that can be differentiated."""
 
     def losses(student: list[Any]) -> Tensors:
         return (distillation(Heads._make((*student, *heads.teacher, heads.ignored)), options),)
 
-    return differentiable_gradients(losses, heads.student, wanted, (upstream,))
+    return differentiable_gradients(losses, heads.student, needs_grad, (grad_output,))
 
 
 def _flat(heads: Heads, options: Options) -> Heads:

@@ -1,9 +1,9 @@
 """Register the operators that a graph sees of distillation, their outputs' shapes and their FLOPs.
 
-    distillation            the loss. For mean and sum also the gradients asked for, each as two
+    distillation            the loss. For mean and sum also the wanted gradients, each as two
                             tensors: the sum of the products, or that sum rounded; and the factor
                             still to be applied.
-    distillation_backward   for reduction "none": the gradients asked for, from the upstream
+    distillation_backward   for reduction "none": the wanted gradients, from the upstream
                             gradient
 
 They know no autograd. Sizes of chunks are chosen inside, so a new number of rows compiles nothing.
@@ -22,9 +22,9 @@ from torch.library import register_fake
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.ops.distillation.chunking import keeps_sum
-from lowtide.ops.distillation.engine import Engine
+from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.planner import keeps_sum, make_plan
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -42,48 +42,42 @@ def _schema(fields: type) -> str:
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
-ARGUMENTS = f"{_schema(Heads)}, bool[] wanted, {_schema(Options)}"
+ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(Options)}"
 
 
 @operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
 def distillation(*arguments: Any) -> list[Tensor]:
-    """Run the engine; return the loss, then a gradient and a factor for each one asked for."""
-    heads, wanted, options = _parsed(arguments)
+    """Run the engine; return the loss, then a gradient and a factor for each one that is wanted."""
+    heads, needs_grad, options = _parsed(arguments)
     with on_device_of(heads.student_input):
-        loss, gradients = Engine(heads, options, wanted).run()
-        return [loss, *(output for gradient in gradients for output in gradient.outputs)]
+        loss, gradients = DistillationEngine(make_plan(heads, options, needs_grad), heads).run()
+        return [loss, *gradients.outputs]
 
 
-@operator("distillation_backward", f"(Tensor upstream, {ARGUMENTS}) -> Tensor[]")
-def distillation_backward(upstream: Tensor, *arguments: Any) -> list[Tensor]:
-    """Run the engine on an upstream gradient; return the gradients asked for."""
-    heads, wanted, options = _parsed(arguments)
+@operator("distillation_backward", f"(Tensor grad_output, {ARGUMENTS}) -> Tensor[]")
+def distillation_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    """Run the engine on an upstream gradient; return the wanted gradients."""
+    heads, needs_grad, options = _parsed(arguments)
     with on_device_of(heads.student_input):
-        engine = Engine(heads, options, wanted, upstream)
+        engine = DistillationEngine(make_plan(heads, options, needs_grad), heads, grad_output)
         _, gradients = engine.run()
-        backend = engine.plan.backend
-        return [gradient.finished(like, backend) for gradient, like in zip(gradients, _wanted(heads, wanted))]
+        return gradients.finished(heads.student, engine.plan.backend)
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:
-    """Return the operator's arguments as heads, gradients asked for, and options."""
+    """Return the operator's arguments as heads, needs_grad and options."""
     count = len(Heads._fields)
     return Heads(*arguments[:count]), list(arguments[count]), Options(*arguments[count + 1 :])
 
 
-def _wanted(heads: Heads, wanted: Sequence[bool]) -> list[Tensor]:
-    """Return the student's tensors that need a gradient."""
-    return [each for each, grad in zip(heads.student, wanted) if grad and each is not None]
-
-
 @register_fake("lowtide::distillation")
 def _(*arguments: Any) -> list[Tensor]:
-    heads, wanted, options = _parsed(arguments)
+    heads, needs_grad, options = _parsed(arguments)
     shape = heads.leading if options.reduction == "none" else ()
     outputs = [heads.student_input.new_empty(shape, dtype=options.sum_dtype)]
-    for place, (like, grad) in enumerate(zip(heads.student, wanted)):
+    for place, (like, grad) in enumerate(zip(heads.student, needs_grad)):
         if grad and like is not None:
-            rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, wanted))
+            rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, needs_grad))
             kept = (heads.rows, like.shape[-1]) if place == 0 else like.shape
             outputs.append(like.new_empty(kept, dtype=like.dtype if rounded else options.sum_dtype))
             outputs.append(like.new_empty((), dtype=options.sum_dtype))
@@ -91,16 +85,17 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @register_fake("lowtide::distillation_backward")
-def _(upstream: Tensor, *arguments: Any) -> list[Tensor]:
-    heads, wanted, _ = _parsed(arguments)
-    return [like.new_empty(like.shape) for like in _wanted(heads, wanted)]
+def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+    heads, needs_grad, _ = _parsed(arguments)
+    pairs = zip(heads.student, needs_grad)
+    return [like.new_empty(like.shape) for like, grad in pairs if grad and like is not None]
 
 
 def _flops(arguments: Sequence[Any]) -> int:
     """Return the FLOPs of a call; tensors come as their shapes here."""
-    heads, wanted, _ = _parsed(arguments)
+    heads, needs_grad, _ = _parsed(arguments)
     (*leading, D), (V, teacher_D) = heads.student_input, heads.teacher_weight
-    return 2 * math.prod(leading) * V * (D * (1 + wanted[0] + wanted[1]) + teacher_D)
+    return 2 * math.prod(leading) * V * (D * (1 + needs_grad[0] + needs_grad[1]) + teacher_D)
 
 
 @register_flop_formula(torch.ops.lowtide.distillation)
@@ -109,5 +104,5 @@ def _(*arguments: Any, **kwargs: Any) -> int:
 
 
 @register_flop_formula(torch.ops.lowtide.distillation_backward)
-def _(upstream: Any, *arguments: Any, **kwargs: Any) -> int:
+def _(grad_output: Any, *arguments: Any, **kwargs: Any) -> int:
     return _flops(arguments)

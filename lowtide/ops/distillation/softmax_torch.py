@@ -7,18 +7,20 @@ A product gives u + bias. The logits are z = (u + bias) / T, or c/T tanh((u + bi
 cap c. Its slope, temperature apart, is 1 / cosh^2((u + bias) / c).
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows
-at once.
+at a time.
 """
 
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.core.soft_cap import slope_of_tanh
+from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow
 
 
-class Logits(NamedTuple):
+class HeadTile(NamedTuple):
     """Hold a tile of one head: a product, and what turns it into logits."""
 
     product_CB: Tensor
@@ -32,59 +34,61 @@ class Logits(NamedTuple):
         return (self.softcap or 0) / self.temperature
 
 
-class Statistics(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Statistics(ByRow):
     """Hold the statistics of rows, in the notation of divergences.py."""
 
-    loss_C: Tensor
-    student_max_C: Tensor
-    student_sum_C: Tensor  # S of divergences.py
-    teacher_max_C: Tensor
-    teacher_sum_C: Tensor
-    log_ratio_C: Tensor  # d
-    mean_C: Tensor  # M or K
+    loss_N: Tensor
+    student_max_N: Tensor
+    student_sum_N: Tensor  # S of divergences.py
+    teacher_max_N: Tensor
+    teacher_sum_N: Tensor
+    log_ratio_N: Tensor  # d
+    mean_N: Tensor  # M or K
 
-    def of(self, rows: slice) -> "Statistics":
-        """Return the statistics of some rows."""
-        return Statistics(*(vector[rows] for vector in self))
+    @classmethod
+    def of(cls, loss_N: Tensor) -> "Statistics":
+        """Return memory for the statistics of rows whose losses have some already."""
+        return cls(loss_N, *(torch.empty_like(loss_N) for _ in fields(cls)[1:]))
 
 
 def divergence_(
-    student: Logits,
-    teacher: Logits,
+    student: HeadTile,
+    teacher: HeadTile,
     statistics: Statistics,
-    pull_C: Tensor,
+    coef_C: Tensor,
     beta: float,
     *,
-    take_statistics: bool,
+    take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
-    at_once: int,
+    pass_logits: int,
 ) -> Tensor | None:  # [C, B]
     """Take the statistics, and write the gradient over the student's product.
 
-    The gradient is multiplied by `pull_C`, one number for each row. `at_once`: about how many
+    The gradient is multiplied by `coef_C`, one number for each row. `pass_logits`: about how many
     logits are taken at a time.
     """
     C, B = student.product_CB.shape
     # Over the products, in as many bytes or half of them.
     g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
-    step = max(1, at_once // B)
+    step = max(1, pass_logits // B)
     for start in range(0, C, step):
         rows = slice(start, start + step)
-        stat = statistics.of(rows)
+        stat = statistics[rows]
         (s_cb, slope_cb), (t_cb, _) = _logits_(student, rows, g_CB is not None), _logits_(teacher, rows)
-        if take_statistics:
-            torch.amax(s_cb, 1, out=stat.student_max_C)
-            torch.amax(t_cb, 1, out=stat.teacher_max_C)
-        gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_statistics)
+        if take_stats:
+            torch.amax(s_cb, 1, out=stat.student_max_N)
+            torch.amax(t_cb, 1, out=stat.teacher_max_N)
+        gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_stats)
         if g_CB is not None:
             if slope_cb is not None:
                 gradient_cb.mul_(slope_cb)
-            torch.mul(gradient_cb, pull_C[rows, None], out=g_CB[rows])
+            torch.mul(gradient_cb, coef_C[rows, None], out=g_CB[rows])
         del gradient_cb, slope_cb  # freed before the next is made
     return g_CB
 
 
-def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
+def _logits_(head: HeadTile, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
     """Write z over u; return it and, if `sloped`, the slope of a soft cap."""
     z_cb = head.product_CB[rows]
     if head.bias_B is not None:
@@ -96,9 +100,9 @@ def _logits_(head: Logits, rows: slice, sloped: bool = False) -> tuple[Tensor, T
     return z_cb if head.temperature == 1 else z_cb.div_(head.temperature), None
 
 
-def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_statistics: bool) -> Tensor:
+def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_stats: bool) -> Tensor:
     """Return the gradient with respect to the student's logits, after taking the statistics."""
-    student_cb, teacher_cb = s_cb - stat.student_max_C[:, None], t_cb - stat.teacher_max_C[:, None]
+    student_cb, teacher_cb = s_cb - stat.student_max_N[:, None], t_cb - stat.teacher_max_N[:, None]
     ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
     # Excluded by the head that weights the term; for Jensen-Shannon, by both.
     weighs_cb = (
@@ -107,22 +111,22 @@ def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_
     ahead_cb.masked_fill_(weighs_cb == -torch.inf, 0)
     del weighs_cb
     student_cb.exp_(), teacher_cb.exp_()
-    if take_statistics:
-        torch.sum(student_cb, 1, out=stat.student_sum_C)
-        torch.sum(teacher_cb, 1, out=stat.teacher_sum_C)
+    if take_stats:
+        torch.sum(student_cb, 1, out=stat.student_sum_N)
+        torch.sum(teacher_cb, 1, out=stat.teacher_sum_N)
         # Term by term: a difference of two sums that are close has lost its digits.
-        excess_c = (student_cb - teacher_cb).sum(1).div_(stat.teacher_sum_C)
-        log_ratio_c = (stat.student_sum_C / stat.teacher_sum_C).log_()
-        torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_C)
-    student_cb.div_(stat.student_sum_C[:, None]), teacher_cb.div_(stat.teacher_sum_C[:, None])
+        excess_c = (student_cb - teacher_cb).sum(1).div_(stat.teacher_sum_N)
+        log_ratio_c = (stat.student_sum_N / stat.teacher_sum_N).log_()
+        torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_N)
+    student_cb.div_(stat.student_sum_N[:, None]), teacher_cb.div_(stat.teacher_sum_N[:, None])
     if 0 < beta < 1:
-        return _jensen_shannon(student_cb, teacher_cb, ahead_cb, stat, beta, take_statistics)
-    if take_statistics:
-        torch.sum(ahead_cb * (student_cb if beta else teacher_cb), 1, out=stat.mean_C)
-        torch.add(stat.mean_C, stat.log_ratio_C, alpha=-1 if beta else 1, out=stat.loss_C)
+        return _jensen_shannon(student_cb, teacher_cb, ahead_cb, stat, beta, take_stats)
+    if take_stats:
+        torch.sum(ahead_cb * (student_cb if beta else teacher_cb), 1, out=stat.mean_N)
+        torch.add(stat.mean_N, stat.log_ratio_N, alpha=-1 if beta else 1, out=stat.loss_N)
     if beta == 0:
         return student_cb.sub_(teacher_cb)
-    return ahead_cb.sub_(stat.mean_C[:, None]).mul_(student_cb)
+    return ahead_cb.sub_(stat.mean_N[:, None]).mul_(student_cb)
 
 
 def _jensen_shannon(
@@ -131,10 +135,10 @@ def _jensen_shannon(
     ahead_cb: Tensor,  # a_s - a_t
     stat: Statistics,
     beta: float,
-    take_statistics: bool,
+    take_stats: bool,
 ) -> Tensor:
     """Return the same for Jensen-Shannon; consumes all of its tensors."""
-    gap_cb = ahead_cb.neg_().add_(stat.log_ratio_C[:, None])
+    gap_cb = ahead_cb.neg_().add_(stat.log_ratio_N[:, None])
     gap_cb.nan_to_num_(0)  # an infinite one becomes the largest number, which 0 takes to 0
     # m is nearer to the larger of the two, and log1p of a small number gives the distance.
     share_cb = (gap_cb >= 0).to(gap_cb.dtype).mul_(1 - 2 * beta).add_(beta)
@@ -142,10 +146,10 @@ def _jensen_shannon(
     del share_cb
     teacher_term_cb = teacher_cb.mul_(gap_cb.clamp(max=0).add_(near_cb))
     s_gap_cb = near_cb.sub_(gap_cb.clamp_(min=0))
-    if take_statistics:
+    if take_stats:
         student_term_cb = student_cb * s_gap_cb
-        torch.sum(student_term_cb, 1, out=stat.mean_C)
+        torch.sum(student_term_cb, 1, out=stat.mean_N)
         # Term by term, since the two sums cancel at first order.
         terms_cb = teacher_term_cb.mul_(beta).add_(student_term_cb, alpha=1 - beta)
-        torch.sum(terms_cb, 1, out=stat.loss_C)
-    return s_gap_cb.sub_(stat.mean_C[:, None]).mul_(student_cb).mul_(1 - beta)
+        torch.sum(terms_cb, 1, out=stat.loss_N)
+    return s_gap_cb.sub_(stat.mean_N[:, None]).mul_(student_cb).mul_(1 - beta)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.distillation.softmax_torch import Logits, Statistics
+from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
 # Logits of each head in a tile. With a bias or a soft cap half as many fit into the registers.
@@ -156,7 +156,7 @@ def _gradient_kernel(
     teacher_sum_C_ptr,
     log_ratio_C_ptr,
     mean_C_ptr,
-    pull_C_ptr,
+    coef_C_ptr,
     grad_CB_ptr,
     B,
     student_stride,
@@ -170,12 +170,12 @@ def _gradient_kernel(
     REVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the gradient with respect to the student's product, times `pull`."""
+    """Store the gradient with respect to the student's product, times `coef`."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr, teacher_ptr = student_CB_ptr + row * student_stride, teacher_CB_ptr + row * teacher_stride
     student_max, student_sum = tl.load(student_max_C_ptr + row), tl.load(student_sum_C_ptr + row)
     teacher_max, teacher_sum = tl.load(teacher_max_C_ptr + row), tl.load(teacher_sum_C_ptr + row)
-    mean, pull = tl.load(mean_C_ptr + row), tl.load(pull_C_ptr + row)
+    mean, coef = tl.load(mean_C_ptr + row), tl.load(coef_C_ptr + row)
     log_ratio = tl.load(log_ratio_C_ptr + row)
     blocks = tl.cdiv(B, BLOCK)
     for step in range(blocks):
@@ -191,7 +191,7 @@ def _gradient_kernel(
         else:
             s_gap_b, _ = _gaps(s_b, t_b, log_ratio, beta)
             grad_b = (1.0 - beta) * _weighted(student_b, s_gap_b - mean)
-        grad_b = grad_b * slope_b * pull
+        grad_b = grad_b * slope_b * coef
         tl.debug_barrier()  # every thread has its logits before any writes over them
         tl.store(
             grad_CB_ptr + row * grad_stride + columns,
@@ -201,19 +201,19 @@ def _gradient_kernel(
 
 
 def divergence_(
-    student: Logits,
-    teacher: Logits,
+    student: HeadTile,
+    teacher: HeadTile,
     statistics: Statistics,
-    pull_C: Tensor,
+    coef_C: Tensor,
     beta: float,
     *,
-    take_statistics: bool,
+    take_stats: bool,
     gradient_dtype: torch.dtype | None,
-    at_once: int = 0,  # all of them
+    pass_logits: int,
 ) -> Tensor | None:  # [C, B]
     """Take the statistics, and write the gradient over the student's product.
 
-    softmax_torch.py describes the arguments; `at_once` is not used here.
+    softmax_torch.py describes the arguments; `pass_logits` is not used here.
     """
     (C, B), stat = student.product_CB.shape, statistics
     plain = all(each.bias_B is None and not each.softcap for each in (student, teacher))
@@ -222,8 +222,9 @@ def divergence_(
     # teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}
     scale = 1 / student.temperature
-    if take_statistics and C:
-        of_student, of_teacher = (student, *stat[1:3]), (teacher, *stat[3:5])
+    if take_stats and C:
+        of_student = student, stat.student_max_N, stat.student_sum_N
+        of_teacher = teacher, stat.teacher_max_N, stat.teacher_sum_N
         own, other = (of_student, of_teacher) if beta else (of_teacher, of_student)
         _statistics_kernel[(C,)](
             own[0].product_CB,
@@ -232,9 +233,9 @@ def divergence_(
             other[0].bias_B,
             *own[1:],
             *other[1:],
-            stat.log_ratio_C,
-            stat.mean_C,
-            stat.loss_C,
+            stat.log_ratio_N,
+            stat.mean_N,
+            stat.loss_N,
             B,
             own[0].product_CB.stride(0),
             other[0].product_CB.stride(0),
@@ -254,8 +255,8 @@ def divergence_(
             teacher.product_CB,
             student.bias_B,
             teacher.bias_B,
-            *stat[1:],
-            pull_C,
+            *stat.vectors[1:],  # all but the losses
+            coef_C,
             grad_CB,
             B,
             student.product_CB.stride(0),

@@ -36,7 +36,7 @@ def _gradient(**changes: Any) -> Build:
     return _build(
         "_gradient_kernel",
         "student_CB teacher_CB student_bias_B teacher_bias_B student_max_C student_sum_C teacher_max_C "
-        "teacher_sum_C log_ratio_C mean_C pull_C grad_CB",
+        "teacher_sum_C log_ratio_C mean_C coef_C grad_CB",
         "B student_stride teacher_stride grad_stride",
         {"grad_CB_ptr": "*bf16", "STUDENT_CAP": 0.0, "TEACHER_CAP": 0.0, "FORWARD": False, "REVERSE": False}
         | changes,

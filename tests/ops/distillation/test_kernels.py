@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from lowtide.ops.distillation import chunking, divergences, softmax_torch
-from lowtide.ops.distillation.softmax_torch import Logits, Statistics
+from lowtide.ops.distillation import divergences, planner, softmax_torch
+from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from tests.ops.distillation import DIVERGENCES, check, differentiate, fused, make_inputs
 from tests.support.loss import interpreted, norm, skip_unless_runnable
 
@@ -38,17 +38,17 @@ class Case:
         def head(product):
             wide = torch.full((C, V + 3), 1e9, device=device)[:, :V]
             bias_V = torch.randn(V, device=device) if bias else None
-            return Logits(wide.copy_(product), bias_V, temperature, softcap)
+            return HeadTile(wide.copy_(product), bias_V, temperature, softcap)
 
         student = 3 * torch.randn(C, V)
         self.student, self.teacher = head(student), head(student + apart * torch.randn(C, V))
         if apart == 0:
             self.teacher = self.teacher._replace(bias_B=self.student.bias_B)
-        self.pull = torch.randn(C, device=device)
+        self.coef = torch.randn(C, device=device)
         self.C, self.V, self.softcap = C, V, softcap
 
     def exact(self, beta, dtype=torch.float64):
-        """The loss of each row, and the gradient of the student's products, times pull and temperature."""
+        """The loss of each row, and the gradient of the student's products, times coef and temperature."""
 
         def log_probs(head):
             product = head.product_CB.detach().to(dtype).requires_grad_()
@@ -58,21 +58,20 @@ class Case:
 
         (product, s), (_, t) = log_probs(self.student), log_probs(self.teacher)
         loss = divergences.losses(s, t.detach(), beta)
-        (gradient,) = torch.autograd.grad((loss * self.pull).sum(), product)
+        (gradient,) = torch.autograd.grad((loss * self.coef).sum(), product)
         return loss.detach(), gradient * self.student.temperature
 
-    def run(self, backend, beta, gradient_dtype=None, *, statistics=None, at_once=100):
-        vectors = [torch.empty(self.C, device=self.pull.device) for _ in Statistics._fields]
-        known = statistics or Statistics(*vectors)
+    def run(self, backend, beta, gradient_dtype=None, *, statistics=None, pass_logits=100):
+        known = statistics or Statistics.of(torch.empty(self.C, device=self.coef.device))
         gradient = divergence_(backend)(
             self.student,
             self.teacher,
             known,
-            self.pull,
+            self.coef,
             beta,
-            take_statistics=statistics is None,
+            take_stats=statistics is None,
             gradient_dtype=gradient_dtype,
-            at_once=at_once,
+            pass_logits=pass_logits,
         )
         return known, gradient
 
@@ -106,8 +105,8 @@ def test_losses_and_gradients(device, backend, monkeypatch, V, block, chain, bet
     case = Case(device, V=V, **chain)
     (loss, gradient), (eager_loss, eager_gradient) = case.exact(beta), case.exact(beta, torch.float32)
     statistics, got = case.run(backend, beta, dtype)
-    check_pass(statistics.loss_C, loss, eager_loss, loss.abs() + 1)
-    share = case.pull.double().abs() * (loss + 1)
+    check_pass(statistics.loss_N, loss, eager_loss, loss.abs() + 1)
+    share = case.coef.double().abs() * (loss + 1)
     check_pass(got, gradient, eager_gradient, share, dtype, backend)
 
 
@@ -118,7 +117,7 @@ def test_gradient_by_class_blocks(device, backend, beta):
     statistics, expected = whole.run(backend, beta, torch.float32)
     for classes in (slice(0, 13), slice(13, 30), slice(30, 45)):
         part = Case(device, V=classes.stop - classes.start)
-        part.pull = parts.pull
+        part.coef = parts.coef
         part.student, part.teacher = (
             head._replace(product_CB=head.product_CB[:, classes].contiguous(), bias_B=head.bias_B[classes])
             for head in (parts.student, parts.teacher)
@@ -133,14 +132,14 @@ def test_statistics_alone(device, backend, beta):
     statistics, _ = first.run(backend, beta, torch.float32)
     alone, gradient = again.run(backend, beta)
     assert gradient is None
-    assert all(map(torch.equal, alone, statistics))
+    assert all(map(torch.equal, alone.vectors, statistics.vectors))
 
 
 @pytest.mark.parametrize("beta", BETAS)
 def test_teacher_equals_student(device, backend, beta):
     """Exactly nothing."""
     statistics, gradient = Case(device, apart=0, **CHAINS[2]).run(backend, beta, torch.float32)
-    assert torch.equal(statistics.loss_C, torch.zeros_like(statistics.loss_C))
+    assert torch.equal(statistics.loss_N, torch.zeros_like(statistics.loss_N))
     assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
@@ -150,8 +149,8 @@ def test_loss_digits_near_teacher(device, backend, apart, beta):
     case = Case(device, C=32, V=507, apart=apart)
     (loss, _), (eager, _) = case.exact(beta), case.exact(beta, torch.float32)
     statistics, _ = case.run(backend, beta)
-    assert (statistics.loss_C >= (0 if 0 < beta < 1 else -1e-7)).all()
-    assert norm(statistics.loss_C - loss) <= 0.5 * norm(eager - loss)
+    assert (statistics.loss_N >= (0 if 0 < beta < 1 else -1e-7)).all()
+    assert norm(statistics.loss_N - loss) <= 0.5 * norm(eager - loss)
 
 
 @pytest.mark.parametrize("excludes", ["student", "teacher", "both"])
@@ -163,15 +162,15 @@ def test_excluded_classes(device, backend, beta, excludes):
             getattr(case, name).product_CB[:, 3] = -torch.inf
     loss, gradient = case.exact(beta)
     if (beta, excludes) == (1, "teacher"):  # there is no gradient
-        assert case.run(backend, beta)[0].loss_C.isposinf().all()
+        assert case.run(backend, beta)[0].loss_N.isposinf().all()
         return
     statistics, got = case.run(backend, beta, torch.float32)
     if (beta, excludes) == (0, "student"):
-        assert statistics.loss_C.isposinf().all()
+        assert statistics.loss_N.isposinf().all()
         assert got.isfinite().all()
         return
-    torch.testing.assert_close(statistics.loss_C.double(), loss, rtol=1e-5, atol=1e-6)
-    assert torch.equal(got[:, 3] == 0, torch.full_like(case.pull, excludes != "teacher").bool())
+    torch.testing.assert_close(statistics.loss_N.double(), loss, rtol=1e-5, atol=1e-6)
+    assert torch.equal(got[:, 3] == 0, torch.full_like(case.coef, excludes != "teacher").bool())
     kept = [v for v in range(45) if v != 3]
     torch.testing.assert_close(got.double()[:, kept], gradient[:, kept], rtol=1e-5, atol=1e-5)
 
@@ -183,8 +182,8 @@ def test_logits_far_from_zero(device, backend, beta, offset):
     case.student.product_CB.add_(offset)
     (loss, gradient), (eager_loss, eager_gradient) = case.exact(beta), case.exact(beta, torch.float32)
     statistics, got = case.run(backend, beta, torch.float32)
-    share = case.pull.double().abs() * (loss + abs(offset))
-    check_pass(statistics.loss_C, loss, eager_loss, loss.abs() + abs(offset))
+    share = case.coef.double().abs() * (loss + abs(offset))
+    check_pass(statistics.loss_N, loss, eager_loss, loss.abs() + abs(offset))
     check_pass(got, gradient, eager_gradient, share)
 
 
@@ -204,7 +203,7 @@ def test_kernel_overwrites_student_logits(device, dtype):
 @pytest.mark.parametrize("room", [1, 8])
 def test_whole_call(device, monkeypatch, divergence, dtype, room):
     skip_unless_runnable("triton", device)
-    monkeypatch.setattr(chunking, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(planner, "choose_backend", lambda *_: "triton")
     inputs = make_inputs(9, 5, 21, 4, device=device, dtype=dtype, bias=True)
     bytes = 20_000 if device == "cpu" else 45_000  # the allocator of CUDA hands out more
     options = {"temperature": 1.3, "student_softcap": 3.0, "workspace": room * bytes}
@@ -215,7 +214,7 @@ def test_whole_call(device, monkeypatch, divergence, dtype, room):
 def test_upstream_not_contiguous(device, monkeypatch, upstream):
     """loss.sum() gives one number, expanded; what a kernel reads behind it is anything."""
     skip_unless_runnable("triton", device)
-    monkeypatch.setattr(chunking, "choose_backend", lambda *_: "triton")
+    monkeypatch.setattr(planner, "choose_backend", lambda *_: "triton")
     inputs = make_inputs(9, 5, 21, 4, device=device, bias=True, ignored=0)
     memory = torch.full((18,), torch.nan, device=device)
     memory[::2] = torch.linspace(0.5, 1.5, 9, device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
+from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.operator import higher_order, ops
 
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
             found = ops.attention_backward(
                 grad_output, grad_logsumexp, out, statistics, *operands, ctx.needs_grad, *ctx.options
             )
-            gradients = placed(found, ctx.needs_grad)
+            gradients = scatter_gradients(found, ctx.needs_grad)
         return (*nothing, *gradients, None, None, None)
 
 

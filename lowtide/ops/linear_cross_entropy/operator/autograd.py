@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import differentiable_gradients, is_differentiated, placed
+from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.core.operator import derivative
-from lowtide.core.pending_gradient import finish_gradient
+from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
@@ -74,15 +74,9 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
         return _arguments(ctx, differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,)))
     if options.reduction == "none":
         found = ops.linear_cross_entropy_backward(grad_output, rest, *head, *labels, needs_grad, *options)
-        return _arguments(ctx, placed(found, needs_grad))
-    waiting, backend = iter(rest), backend_of(options.engine)
-    return _arguments(
-        ctx,
-        tuple(
-            finish_gradient(next(waiting), next(waiting) * grad_output, like, backend) if grad else None
-            for like, grad in zip(head.tensors, needs_grad)
-        ),
-    )
+        return _arguments(ctx, scatter_gradients(found, needs_grad))
+    backend = backend_of(options.engine)
+    return _arguments(ctx, finish_gradients(rest, grad_output, head.tensors, needs_grad, backend))
 
 
 def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
@@ -102,7 +96,7 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
 
         return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, needs_grad, grad_output))
     found = ops.linear_log_probs_backward(*grad_output, statistics, *head, target, needs_grad, *options)
-    return _arguments(ctx, placed(found, needs_grad))
+    return _arguments(ctx, scatter_gradients(found, needs_grad))
 
 
 derivative(ops.linear_cross_entropy, _loss_gradients, setup_context=_save_loss)

@@ -12,8 +12,7 @@ Shapes: N rows, D features, V classes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import Heads, Options
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
@@ -36,44 +36,40 @@ TEMPORARIES = 8
 ALIGNMENT = 16  # decision 0034
 
 
-class Plan(NamedTuple):
-    """Hold what shapes, dtypes and device decide for a call."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Tiling):
+    """Hold every decision about one call; its weight gradient is a sum or formed by class blocks."""
 
+    options: Options
+    needs_grad: Sequence[bool]
+    """Say which of the student's tensors get a gradient."""
     backend: str
     """Backend of the pass: "triton" or "torch"."""
-    at_once: int
+    pass_logits: int
     """Logits that the pass in torch takes at a time."""
-    rows: int
-    """Rows of a chunk."""
-    operand_classes: int
-    """Classes whose weight rows are copied at a time; V where no copy is needed."""
-    accumulate: bool
-    """True to sum the weight's gradient over chunks, False to form it block by block."""
-    block_rows: int
-    block_classes: int
+
+    @property
+    def engine(self) -> str:
+        return "distillation"
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return self.options.sum_dtype
 
 
-def make_plan(heads: Heads, options: Options, wanted: Sequence[bool]) -> Plan:
-    workspace, needs, backend, at_once = _needs(heads, options, wanted)
-    sizes = choose_sizes(workspace, needs)
-    return Plan(
-        backend,
-        at_once,
-        sizes.rows,
-        sizes.operand_classes,
-        sizes.weight_gradient == "accumulate",
-        sizes.block_rows,
-        sizes.block_classes,
-    )
+def make_plan(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> Plan:
+    workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
+    sizes = vars(choose_sizes(workspace, counts))
+    return Plan(options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **sizes)
 
 
-def keeps_sum(heads: Heads, options: Options, wanted: Sequence[bool]) -> bool:
+def keeps_sum(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> bool:
     """Return True if the weight's gradient is kept as a sum until backward."""
-    workspace, needs, *_ = _needs(heads, options, wanted)
-    return choose_weight_gradient(workspace, needs) == "accumulate"
+    workspace, counts, *_ = _memory(heads, options, needs_grad)
+    return choose_weight_gradient(workspace, counts) == "accumulate"
 
 
-def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int, ByteCounts, str, int]:
+def _memory(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = heads.device.type, options.sum_dtype
     N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize
@@ -85,12 +81,12 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
     features = 4 * (D * student_dtype.itemsize + teacher_features)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
     tile_row = TEMPORARIES * V * number if backend == "torch" else 0
-    weight_sum = V * D * number if wanted[1] and heads.student_weight.dtype != sum_dtype else 0
+    weight_sum = V * D * number if needs_grad[1] and heads.student_weight.dtype != sum_dtype else 0
     # A block's logits must fit into half of what its sum leaves.
     class_sum = max(D, 4) * number
     # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
     fixed = 12 * N * number + 3 * biases * V * number + tile_row + (32768 if device == "cuda" else 8192)
-    needs = ByteCounts(
+    counts = ByteCounts(
         N=N,
         D=D,
         V=V,
@@ -107,14 +103,14 @@ def _needs(heads: Heads, options: Options, wanted: Sequence[bool]) -> tuple[int,
         product_rows=PRODUCT_ROWS,
         recomputed=2,
     )
-    workspace, at_once = granted_bytes(options.workspace, options.dense, needs), V
-    if tile_row and (spare := workspace - needs.smallest_workspace) > 0:
+    workspace, pass_logits = granted_bytes(options.workspace, options.dense, counts), V
+    if tile_row and (spare := workspace - counts.smallest_workspace) > 0:
         # A quarter of the spare workspace goes to a larger tile, the rest to rows.
         tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)
         if tile_rows > 1:
-            needs = replace(needs, fixed=needs.fixed + (tile_rows - 1) * tile_row)
-            at_once = tile_rows * V
-    return workspace, needs, backend, at_once
+            counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
+            pass_logits = tile_rows * V
+    return workspace, counts, backend, pass_logits
 
 
 def padded(V: int) -> int:
