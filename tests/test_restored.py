@@ -13,7 +13,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import lowtide
 from lowtide.core.cpu_gemm import gemm
 from lowtide.ops.attention import dispatch as attention_dispatch
-from lowtide.ops.linear_cross_entropy.planning import planner, requirements
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.operator import planner
 from tests.ops import distillation as distilled
 from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
@@ -62,7 +63,7 @@ def inputs_of(engine, device, monkeypatch):
         put_everywhere(device, monkeypatch)
         made = made | {"dtype": dtype_on(device)}
     if engine in ("by columns", "cpu_exponentials"):
-        monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
+        monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
     if engine == "cpu_exponentials" and (device == "cuda" or not gemm.available()):
         pytest.skip("no bfloat16 products of the CPU's own")
     inputs = make_inputs(37, 24, 112, device=device, bias=True, scale=6.0, ignored=0.1, **made)

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, with_graph_facts
 from tests.support.budgets import (
     HALVES,
     Inputs,

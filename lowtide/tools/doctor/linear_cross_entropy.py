@@ -13,11 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
+from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine, make_plan, with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.planner import make_plan, with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.requirements import choose_engine
 from lowtide.tools.environment import dtype_name
 
 WEIGHT_GRADIENTS = {

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
-from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients
+from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients, spec
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.planning import memory_model, planner, requirements
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -36,7 +37,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(accumulators, "TARGETS", 16)
-    monkeypatch.setattr(memory_model, "TARGETS", 16)
+    monkeypatch.setattr(spec, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
     prepare = matmul.Operand.__init__

@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy, log_probs
 from lowtide.ops.linear_cross_entropy.engines.exponentials import engine
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
-from lowtide.ops.linear_cross_entropy.planning import planner as plan
+from lowtide.ops.linear_cross_entropy.operator import planner as plan
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
 from tests.ops.linear_cross_entropy.test_exponentials import OPTIONS

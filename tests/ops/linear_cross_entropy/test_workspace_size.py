@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.operator import ops, planner
 from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, with_new_graph_facts, workspace_of
-from lowtide.ops.linear_cross_entropy.planning import planner, requirements
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 
 KIB = 1 << 10

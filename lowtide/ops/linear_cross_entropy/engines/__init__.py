@@ -1,7 +1,8 @@
 """Compute the loss and its gradients from chunks of rows, in bounded memory.
 
 Each of the four engines derives from LossEngine alone and imports no other engine.
-planning/requirements.py chooses one per call, operator/ops.py makes it.
+spec.py in its folder says which calls it runs and what it holds. operator/planner.py chooses one
+per call, operator/ops.py makes it.
 
 Modules, in import order (a module imports only from those above it):
 
@@ -15,6 +16,7 @@ weight_gradient/  accumulators of the weight gradient, and the choice of one
 engine            the walk over chunks of rows and blocks of classes; distillation uses it too
 loss_engine       the base of the engines: row statistics and gradients of a call's loss
 logits/           the engine that stores float32 logits: "logits_torch" and "logits_triton"
-exponentials/     the engines that store exponentials, never logits, on CUDA and on the CPU
+exponentials/     the engine that stores exponentials, never logits, on a Hopper GPU
+cpu_exponentials/ the same on a CPU
 soft_targets/     the engine for class probabilities on a Hopper GPU
 """

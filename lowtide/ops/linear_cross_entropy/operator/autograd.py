@@ -23,8 +23,8 @@ from lowtide.core.operator import derivative
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
+from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
-from lowtide.ops.linear_cross_entropy.planning.planner import with_graph_facts
 
 Gradients = tuple[Tensor | None, ...]
 

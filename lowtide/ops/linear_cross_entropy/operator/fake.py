@@ -17,10 +17,10 @@ from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.planner import keeps_sum, peak_bytes, with_graph_facts
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import position_bytes
-from lowtide.ops.linear_cross_entropy.planning.planner import keeps_sum, peak_bytes, with_graph_facts
 
 
 def _vector(head: Head, options: Options) -> Tensor:

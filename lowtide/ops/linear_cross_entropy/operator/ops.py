@@ -32,11 +32,11 @@ from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
+from lowtide.ops.linear_cross_entropy.operator.planner import make_plan
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.operands import readable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.planner import make_plan
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
@@ -213,7 +213,7 @@ def _engine(plan: Plan, *operands: Any) -> LossEngine:
     elif plan.soft_targets:
         from lowtide.ops.linear_cross_entropy.engines.soft_targets.engine import SoftTargetsEngine as kind
     elif plan.cpu_exponentials:
-        from lowtide.ops.linear_cross_entropy.engines.exponentials.cpu_engine import (
+        from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
             CpuExponentialsEngine as kind,
         )
     else:

@@ -10,7 +10,7 @@ import torch
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
 # In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
-# exponentials/engine.py; soft_targets/engine.py; exponentials/cpu_engine.py. Each saves row
+# exponentials/engine.py; soft_targets/engine.py; cpu_exponentials/engine.py. Each saves row
 # statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
 # row's sum. Append new ones: the shape of saved statistics tells the engine's place, and caches of
 # compiled graphs keep these shapes.

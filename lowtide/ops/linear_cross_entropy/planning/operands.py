@@ -67,7 +67,7 @@ def padded_classes(classes: int, device: str) -> int:
 def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 
-    On the CPU torch has no half-precision GEMM with a float32 result; exponentials/cpu_engine.py
+    On the CPU torch has no half-precision GEMM with a float32 result; cpu_exponentials/engine.py
     has its own.
     """
     own = head.device.type == "cuda" or options.engine == "cpu_exponentials"

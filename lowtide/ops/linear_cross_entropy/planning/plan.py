@@ -48,7 +48,7 @@ class Plan(Tiling):
     """Dtype of the GEMM operands.
 
     This is the options' dtype. For half precision on the CPU it is float32, except in
-    exponentials/cpu_engine.py.
+    cpu_exponentials/engine.py.
     """
     copies_rows: tuple[bool, ...]
     """One flag per term: True if a chunk of the input is copied, for its dtype or its strides."""

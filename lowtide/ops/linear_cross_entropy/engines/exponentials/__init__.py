@@ -1,15 +1,14 @@
 """Compute the loss and its gradients for class indices without storing logits, only exponentials.
 
-engine.py has the formulas, and runs on a Hopper GPU; cpu_engine.py is the same on a CPU with
-bfloat16 units.
+engine.py has the formulas. It runs on a Hopper GPU; cpu_exponentials/ is the same on a CPU.
 
 Modules, in import order (a module imports only from those above it):
 
-cpu_engine        the engine on a CPU
+spec              when it runs, and what it holds
 row_coefficients  the Triton kernel of the row coefficients
 gemm_triton       the GEMM whose epilogue stores exponentials and partial sums
 gemm              launch it on a chunk's operands, once or more
 recompute         sum the partial sums; recompute the row tiles that are marked
 linear_term       the gradients of one linear term of the head, chunk by chunk
-engine            the engine on a Hopper GPU
+engine            the engine
 """

@@ -5,6 +5,7 @@ formulas.
 
 Modules, in import order (a module imports only from those above it):
 
+spec            when it runs, and what it holds
 gemm_triton     the GEMM whose epilogue stores distances and partial sums, in Triton
 gemm_gluon      the same GEMM pipelined in Gluon
 softmax_triton  row statistics and gradient from the distances

@@ -1,16 +1,20 @@
 """Make the plan of a call from shapes, dtypes and the device, never from the values of tensors."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
+from lowtide.ops.linear_cross_entropy.engines.exponentials import spec as exponentials
+from lowtide.ops.linear_cross_entropy.engines.logits import spec as logits
+from lowtide.ops.linear_cross_entropy.engines.soft_targets import spec as soft_targets
 from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
-from lowtide.ops.linear_cross_entropy.planning.memory_model import memory_of
 from lowtide.ops.linear_cross_entropy.planning.operands import Operands, operands_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.requirements import choose_engine
+from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
@@ -21,6 +25,38 @@ CLASSES_PER_TOKEN = 16  # decision 0016
 # A GEMM that forms dX has half as many rows where its result would take more than 1/40 of the
 # workspace. Half as many rows are hardly slower, and more rows per chunk gain more.
 PRODUCT_PART = 40  # decision 0032
+
+
+# In order of preference.
+SPECS = {
+    "soft_targets": soft_targets.SPEC,
+    "exponentials": exponentials.SPEC,
+    "cpu_exponentials": cpu_exponentials.SPEC,
+    "logits_triton": logits.TRITON,
+    "logits_torch": logits.TORCH,
+}
+
+
+class Choice(NamedTuple):
+    """Hold the engine of a call, and why none that is preferred to it runs the call."""
+
+    engine: str
+    reasons: dict[str, str]
+
+
+def choose_engine(call: Call) -> Choice:
+    """Choose by layouts, dtypes and the device.
+
+    This happens once per call, because each engine saves row statistics of its own.
+    """
+    backend = choose_backend(call.options.backend, call.head.device, call.options.compute_dtype)
+    reasons: dict[str, str] = {}
+    for engine, spec in SPECS.items():
+        reason = spec.unsupported_reason(call, backend)
+        if reason is None:
+            break
+        reasons[engine] = reason
+    return Choice(engine, reasons)
 
 
 def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
@@ -77,7 +113,7 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
 def _memory(call: Call) -> tuple[Operands, int, ByteCounts]:
     """Return how operands are read, the workspace in bytes, and the bytes of each part."""
     operands = operands_of(call)
-    counts = memory_of(call, operands)
+    counts = SPECS[call.options.engine].memory(call, operands)
     workspace = granted_bytes(call.options.workspace, call.options.dense, counts)
     if PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)

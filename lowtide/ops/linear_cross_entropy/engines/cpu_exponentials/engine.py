@@ -1,7 +1,7 @@
 """Run the engine of exponentials/engine.py, which has the formulas, on a CPU with bfloat16 units.
 
 The GEMMs are those of lowtide/core/cpu_gemm. The engine supports one linear term and class indices,
-but no soft cap, no label smoothing and no entropy (planning/requirements.py has the list). If the
+but no soft cap, no label smoothing and no entropy (spec.py has the list). If the
 reference of a row is too far below its largest logit, its chunk is computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.

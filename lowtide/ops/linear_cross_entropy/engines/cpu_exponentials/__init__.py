@@ -1,0 +1,7 @@
+"""Run the exponentials engine on a CPU with bfloat16 units; exponentials/engine.py has the formulas.
+
+Modules, in import order (a module imports only from those above it):
+
+spec    when it runs, and what it holds
+engine  the engine
+"""

@@ -1,0 +1,69 @@
+"""Say which calls the exponentials engine runs on a CPU, and what it holds.
+
+Shapes: D_k features of term k, V classes.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from lowtide.core.backend import marked_constant
+from lowtide.core.cpu_gemm import gemm
+from lowtide.core.strides import lies_by_rows
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.call import Call
+from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
+from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
+from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+
+# Fewest weights for the CPU's bfloat16 GEMMs; with fewer, the host takes longer than the matrix
+# units.
+FEWEST_WEIGHTS = 1 << 20
+
+
+def unsupported_reason(call: Call, backend: str) -> str | None:
+    weight, *others = call.head.weights
+    options, call_kind = call.options, call.call_kind
+    if call.device != "cpu" or backend != "torch":
+        return "it is for CPU tensors, without Triton"
+    if not weight.dtype == options.compute_dtype == torch.bfloat16:
+        return "it takes operands that are bfloat16"
+    if not lies_by_rows(weight):
+        return "it takes a weight whose features lie side by side"
+    refused = {
+        "it takes one linear term": others,
+        "it computes a loss, and no log-probabilities": call_kind.log_probs,
+        "it takes class indices": call_kind.probabilities,
+        "it takes no learned scale": call_kind.needs_grad.scale,
+        "it takes no soft cap": options.softcap,
+        "it takes no label smoothing": options.label_smoothing,
+    }
+    for reason, applies in refused.items():
+        if applies:
+            return reason
+    if weight.shape[0] * weight.shape[1] < FEWEST_WEIGHTS:
+        return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
+    return _cpu_products_refuse()
+
+
+@marked_constant
+def _cpu_products_refuse() -> str | None:
+    """Return why the CPU's bfloat16 GEMMs cannot run, or None."""
+    return gemm.against()
+
+
+def memory(call: Call, operands: Operands) -> ByteCounts:
+    """Count bfloat16 exponentials; and per token its products and its target's weight row."""
+    size, features = operands.dtype.itemsize, sum(call.features)
+    logits = call.V * size if call.needs_grad.some else 0
+    counts = counts_with_float32_sums(
+        call,
+        operands,
+        logits=logits + (2 * call.sum_size + size) * features,
+        block_logit=size,
+        bias_vectors=6,
+    )
+    return replace(counts, block_row=counts.block_row + call.sum_size * features)
+
+
+SPEC = EngineSpec(unsupported_reason, memory)

@@ -1,0 +1,91 @@
+"""Say which calls the exponentials engine runs on a Hopper GPU, and what it holds.
+
+Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, TARGETS, ByteCounts, ClassBlocks
+from lowtide.ops.linear_cross_entropy.planning.call import Call
+from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
+from lowtide.ops.linear_cross_entropy.planning.memory_model import (
+    STATISTICS,
+    counts_of,
+    with_gradient,
+    with_packed_sum,
+)
+from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
+
+# Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
+# 3 %.
+MOST_BYTES = 2 << 30  # decision 0044
+
+
+def unsupported_reason(call: Call, backend: str) -> str | None:
+    reason = tiles_unsupported_reason(call, backend)
+    if reason is None and call.call_kind.probabilities:
+        return "it takes class indices"
+    if reason is None and call.options.label_smoothing and call.options.softcap:
+        # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
+        return "it takes label smoothing without a soft cap"
+    return reason
+
+
+def memory(call: Call, operands: Operands) -> ByteCounts:
+    """Count bfloat16 exponentials, and float32 partial sums for every 128 classes."""
+    needs_grad, size, sum_size = call.needs_grad, operands.dtype.itemsize, call.sum_size
+    row = (call.V + 8) * size if needs_grad.some else 0
+    row += sum(
+        D_k * size
+        for D_k, grad, scales in zip(call.features, needs_grad.weights, operands.scales_in_gradient)
+        if grad and not scales
+    )
+    counts = counts_of(call, operands, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
+    fixed, target_rows_bytes = counts.fixed, 0
+    if counts.weight_sum:
+        fixed += 4 * call.V  # the place of each class in the sorted targets
+    # Label smoothing adds to every row of the gradient, so a single GEMM would not be its only
+    # writer.
+    is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
+    if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
+        target_rows_bytes = TARGETS * (call.N * size + call.D * sum_size)
+    return replace(
+        with_packed_sum(counts, call),
+        fixed=fixed,
+        target_rows_bytes=target_rows_bytes,
+        partials_bytes=call.V // 32 * _partial_sums(call),
+        product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
+        longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
+        class_blocks=_class_blocks(call, operands) if counts.weight_sum else None,
+    )
+
+
+def _class_blocks(call: Call, operands: Operands) -> ClassBlocks:
+    """Return the bytes of the two sweeps of the exponentials engine."""
+    size, sum_size, needs_grad = operands.dtype.itemsize, call.sum_size, call.needs_grad
+    copies = sum(D_k * size for D_k, copied in zip(call.features, operands.copies_rows) if copied)
+    return ClassBlocks(
+        N=call.N,
+        D=call.D,
+        V=call.V,
+        step=ROW_TILE[call.device],
+        exponential=size,
+        partials=2 * sum_size if needs_grad.scale else sum_size,
+        statistics=call.V // 32 * _partial_sums(call),
+        largest=(call.V // ROW_TILE[call.device] + 4) * sum_size,
+        row=STATISTICS * sum_size + copies + sum(D_k * sum_size for D_k in with_gradient(call)),
+        gradient_row=copies + (40 if needs_grad.bias else 0),  # db is a GEMM with ones
+        class_sum=call.D * sum_size + (64 if needs_grad.bias else 0),
+    )
+
+
+def _partial_sums(call: Call) -> int:
+    """Return how many partial sums the exponentials engine keeps per row and half tile."""
+    return 1 + (3 if call.call_kind.log_probs else 0) + (1 if call.needs_grad.scale else 0)
+
+
+SPEC = EngineSpec(unsupported_reason, memory)
