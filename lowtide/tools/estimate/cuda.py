@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, with_new_graph_facts, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import moved_call
 
 aten = torch.ops.aten
 
@@ -122,8 +122,8 @@ class Operators(TorchDispatchMode):
         self.waiting = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_loss(func):
-            return self._lowtide(func, args)
+        if func.namespace == "lowtide" and (results := self._on_device(func, args)) is not None:
+            return results
         if func is aten._local_scalar_dense.default:  # item(): any number will do.
             return 1.0 if args[0].is_floating_point() else 1
         if self._scales(func, args, kwargs or {}):
@@ -138,15 +138,16 @@ class Operators(TorchDispatchMode):
             return results
         return func(*args, **kwargs or {})
 
-    def _lowtide(self, func: Any, args: Any) -> list[Tensor]:
-        """Plan the loss and shape its results as on the device, holding its workspace meanwhile."""
+    def _on_device(self, func: Any, args: Any) -> list[Tensor] | None:
+        """Return results shaped as on the device, where the loss holds its workspace meanwhile."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
-            there = with_new_graph_facts(func.name(), tree_map_only(Tensor, self._stand_in, args))
-            workspace = workspace_of(func.name(), there)
-            shapes = [(each.shape, each.dtype) for each in func(*there)]
+            call = moved_call(func, args, self._stand_in)
+        if call is None:
+            return None
+        outputs, workspace = call
         held = torch.empty(-(-workspace // self.classes), self.classes, dtype=torch.uint8)
-        results = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        results = [torch.empty(each.shape, dtype=each.dtype) for each in outputs]
         del held
         for each in results:
             self.waiting[each.untyped_storage()] = True

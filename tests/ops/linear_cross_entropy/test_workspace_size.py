@@ -8,7 +8,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import ops, planner
-from lowtide.ops.linear_cross_entropy.operator.fake import is_loss, with_new_graph_facts, workspace_of
+from lowtide.ops.linear_cross_entropy.operator.fake import moved_call, with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 
@@ -119,10 +119,31 @@ def test_low_rank_term_sum_outside_default():
             planner.make_plan(head, options._replace(workspace=64 << 20), call_kind)
 
 
-def test_workspace_of_operators():
-    names = ("linear_cross_entropy", "linear_log_probs")
-    for name in (*names, *(f"{name}_backward" for name in names)):
-        assert is_loss(getattr(OPERATORS, name).default)
-    assert not is_loss(torch.ops.aten.mm.default)
+def to_cuda(tensor):
+    return torch.empty_like(tensor, device="cuda")
+
+
+def test_workspace_of_moved_operators():
+    """What `lowtide estimate` asks of each operator: outputs on the other device, and what is held there."""
+    with FakeTensorMode():
+        loss = arguments(torch.bfloat16, None, True, reduction="none")
+        head, target, rest = loss[:4], loss[4], loss[7:]
+        vector_N = torch.empty(512)
+        backward = (vector_N, [vector_N, vector_N])
+        for name, call, outputs in (
+            ("linear_cross_entropy", loss, 3),
+            ("linear_cross_entropy_backward", [*backward, *loss], 2),
+            ("linear_log_probs", [*head, target, *rest], 7),
+            ("linear_log_probs_backward", [None, None, *backward, *head, target, *rest], 2),
+        ):
+            found = moved_call(getattr(OPERATORS, name).default, call, to_cuda)
+            assert found is not None
+            assert [each.device.type for each in found[0]] == ["cuda"] * outputs
+            # On CUDA operands are not widened; all rows fit.
+            assert 512 * 2048 * 4 < found[1] < 512 * 2048 * 4 * 4
+        assert moved_call(torch.ops.aten.mm.default, [vector_N] * 2, lambda each: each) is None
+
+
+def test_workspace_too_small():
     with pytest.raises(ArgumentError, match="workspace must hold"):
         workspace_of("lowtide::linear_cross_entropy", arguments(torch.float32, 16, True))

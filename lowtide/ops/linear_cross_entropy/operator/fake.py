@@ -6,12 +6,14 @@ Shapes: N tokens, D_k features of term k, V classes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.library import register_fake
+from torch.utils._pytree import tree_map_only
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
@@ -125,8 +127,19 @@ _HEAD = {
 }
 
 
-def is_loss(operator: Any) -> bool:
-    return operator.name() in _HEAD
+def moved_call(
+    operator: OpOverload, arguments: Sequence[Any], move: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], int] | None:
+    """Return the outputs of an operator on moved tensors, and the bytes that it holds meanwhile.
+
+    The call is planned again for these tensors, which may be fake. None for any other operator than
+    those of the loss.
+    """
+    name = operator.name()
+    if name not in _HEAD:
+        return None
+    moved = with_new_graph_facts(name, tree_map_only(Tensor, move, tuple(arguments)))
+    return operator(*moved), workspace_of(name, moved)
 
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
