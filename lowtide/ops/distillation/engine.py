@@ -21,10 +21,11 @@ from torch import Tensor
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import PendingGradient, fp16_scale
 from lowtide.ops.distillation.heads import Heads
-from lowtide.ops.distillation.planner import Plan, operand_dtype, padded
+from lowtide.ops.distillation.planner import ALIGNMENT, Plan, operand_dtype
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
 ROOM = 64
@@ -129,7 +130,7 @@ class DistillationEngine(Engine):
         return buffer[:rows, :classes]
 
     def _logits(self, rows: int, classes: int) -> BothLogits:
-        student_CB, teacher_CB = (self.buffer(rows, padded(classes)) for _ in range(2))
+        student_CB, teacher_CB = (self.buffer(rows, padded(classes, ALIGNMENT)) for _ in range(2))
         return BothLogits(student_CB, teacher_CB)[:, :classes]
 
     def add_term_(self, logits_CB: BothLogits, k: int, x_CD: Tensor, weight_BD: Tensor) -> None:

@@ -21,6 +21,7 @@ from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import Heads, Options
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
@@ -93,7 +94,7 @@ def _memory(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> tuple
         device=device,
         # Forward's needs cover backward's, which alone knows the gradients of reduction "none".
         fixed=fixed if weight_sum else fixed + 2 * class_sum,
-        token_bytes=2 * padded(V) * number + features + D * number,
+        token_bytes=2 * padded(V, ALIGNMENT) * number + features + D * number,
         weight_sum=weight_sum,
         weight_copy=_copied(heads.student_weight, student_dtype)
         + _copied(heads.teacher_weight, teacher_dtype),
@@ -111,11 +112,6 @@ def _memory(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> tuple
             counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
             pass_logits = tile_rows * V
     return workspace, counts, backend, pass_logits
-
-
-def padded(V: int) -> int:
-    """Return the numbers from one row of logits to the next."""
-    return -(-V // ALIGNMENT) * ALIGNMENT
 
 
 def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:

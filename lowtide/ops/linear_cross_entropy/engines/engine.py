@@ -169,7 +169,7 @@ class Engine:
 
     def block_buffer(self) -> Any:
         """Return memory for the logits of a block of classes."""
-        return self.buffer(self.plan.block_rows, self.plan.block_classes).view(-1)
+        return self.buffer(self.plan.block_rows * self.plan.block_classes)
 
     def block_of(self, buffer: Any, rows: int, classes: int) -> Any:  # [C, B]
         """Return that memory as a tile of this size."""
@@ -183,6 +183,6 @@ class Engine:
             return None
         return InputRows(dx, self.plan.rows, self.plan.sum_dtype, self.plan.backend, self.kept_rows)
 
-    def buffer(self, *size: int) -> Tensor:
-        """Return uninitialised memory in the accumulators' dtype."""
-        return torch.empty(size, dtype=self.plan.sum_dtype, device=self.device)
+    def buffer(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return uninitialised memory, in the accumulators' dtype if none is given."""
+        return torch.empty(size, dtype=dtype or self.plan.sum_dtype, device=self.device)

@@ -56,12 +56,17 @@ def readable(head: Head, options: Options) -> Head:
     return head
 
 
-def padded_classes(classes: int, device: str) -> int:
-    """Return the columns of a buffer of logits; on CUDA its rows begin at whole vectors.
+def padded(columns: int, multiple: int = 8) -> int:
+    """Return the columns of a buffer whose rows begin at whole vectors of 16 bytes.
 
-    Each row is a multiple of 16 bytes, in float32 and in half precision (decision 0053).
+    They do so in float32 and in half precision (decision 0053). Tensor maps require it.
     """
-    return -(-classes // 8) * 8 if device == "cuda" else classes
+    return -(-columns // multiple) * multiple
+
+
+def padded_classes(classes: int, device: str) -> int:
+    """Return the columns of a buffer of logits, which is padded on CUDA."""
+    return padded(classes) if device == "cuda" else classes
 
 
 def _dtype(head: Head, options: Options) -> torch.dtype:

@@ -43,7 +43,7 @@ class CpuExponentialsEngine(LossEngine):
         sum = choose_accumulator(plan, 0, dw, gemm.multiply_transposed)
         dx = self.input_rows(gradients.inputs[0])
         needs_grad = any(each is not None for each in (dx, sum, db))
-        exp_CV = self._empty(plan.rows, self.V) if needs_grad else None
+        exp_CV = self.buffer(plan.rows, self.V, dtype=plan.compute_dtype) if needs_grad else None
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
         for rows in blocks(self.M, plan.rows):
@@ -80,7 +80,7 @@ class CpuExponentialsEngine(LossEngine):
         assert dw is not None
         plan, operand = self.plan, self.operands[0]
         sum_BD = self.buffer(plan.block_classes, operand.D)
-        exp = self._empty(plan.block_rows, plan.block_classes).view(-1)
+        exp = self.buffer(plan.block_rows * plan.block_classes, dtype=plan.compute_dtype)
         for classes in blocks(self.V, plan.block_classes):
             B = classes.stop - classes.start
             part = slice(0, B), sum_BD[:B]
@@ -161,6 +161,3 @@ class CpuExponentialsEngine(LossEngine):
         sum_V3 = self.buffer(self.V, 3)
         gemm.multiply_transposed(sum_V3, e_CV, torch.stack(parts, 1), add=False)
         db_V.add_(sum_V3.sum(1)).index_add_(0, target_C, h_C)
-
-    def _empty(self, rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=self.plan.compute_dtype)

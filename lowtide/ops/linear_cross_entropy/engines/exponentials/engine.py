@@ -56,6 +56,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
 Targets = tuple[Tensor, Tensor]
 """Target classes in order, with ignored rows last under a class of their own; and their rows."""
@@ -356,8 +357,7 @@ class ExponentialsEngine(LossEngine):
     # Buffers.
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
-        # A tensor map requires rows that are a multiple of 16 bytes.
-        return torch.empty(rows, -(-columns // 8) * 8, dtype=self.plan.compute_dtype, device=self.device)
+        return self.buffer(rows, padded(columns), dtype=self.plan.compute_dtype)
 
 
 def _total(tensors: Iterable[Tensor]) -> Tensor:

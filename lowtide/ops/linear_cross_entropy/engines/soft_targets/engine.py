@@ -28,15 +28,15 @@ from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softm
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
 
 class SoftTargetsEngine(LossEngine):
     """Walk over one call's chunks with distances in place of logits."""
 
     def chunk_buffer(self, gradient: bool) -> Tensor:
-        stride = -(-self.V // 8) * 8  # a tensor map requires rows that are a multiple of 16 bytes
-        size = (self.plan.rows if gradient else 0), stride
-        return torch.empty(*size, dtype=self.plan.compute_dtype, device=self.device)[:, : self.V]
+        size = (self.plan.rows if gradient else 0), padded(self.V)
+        return self.buffer(*size, dtype=self.plan.compute_dtype)[:, : self.V]
 
     def chunk_gradient_(
         self,
