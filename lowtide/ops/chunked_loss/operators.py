@@ -27,9 +27,14 @@ from torch.overrides import TorchFunctionMode
 from lowtide.core.checks import HALVES
 from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    LogitTransform,
+    RowCoefs,
+    SoftmaxStats,
+    TileColumns,
+)
 
-WHOLE_ROWS = Columns(0, LogitTransform())
+WHOLE_ROWS = TileColumns(0, LogitTransform())
 
 
 class Operators(TorchFunctionMode):

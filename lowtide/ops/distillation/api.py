@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
 from lowtide.ops.distillation import autograd, higher_order
-from lowtide.ops.distillation.heads import Heads, Options, Reduction
+from lowtide.ops.distillation.heads import DistillationOptions, Heads, Reduction
 from lowtide.ops.distillation.validation import check_beta, check_heads, check_options
 
 
@@ -126,7 +126,7 @@ def forward_kl(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
     )
-    options = Options(0.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    options = DistillationOptions(0.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
     return _divergence(Heads(*student, *teacher, ignored), options)
 
 
@@ -166,7 +166,7 @@ def reverse_kl(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
     )
-    options = Options(1.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    options = DistillationOptions(1.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
     return _divergence(Heads(*student, *teacher, ignored), options)
 
 
@@ -218,11 +218,11 @@ def jensen_shannon(
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
     )
-    options = Options(beta, temperature, reduction, workspace, student_softcap, teacher_softcap)
+    options = DistillationOptions(beta, temperature, reduction, workspace, student_softcap, teacher_softcap)
     return _divergence(Heads(*student, *teacher, ignored), options)
 
 
-def _divergence(heads: Heads, options: Options) -> Tensor:
+def _divergence(heads: Heads, options: DistillationOptions) -> Tensor:
     """Check a call and compute its divergence."""
     check_heads(heads)
     check_options(options)

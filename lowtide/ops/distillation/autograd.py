@@ -17,11 +17,11 @@ from torch import Tensor
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 
 
-def distillation(heads: Heads, options: Options) -> Tensor:
+def distillation(heads: Heads, options: DistillationOptions) -> Tensor:
     """Compute the divergence, with gradients for the student's tensors that require one."""
     tracked = torch.is_grad_enabled()
     needs_grad = [tracked and each is not None and each.requires_grad for each in heads.student]
@@ -33,7 +33,9 @@ class _Distillation(torch.autograd.Function):
     """Differentiate the operator `distillation`."""
 
     @staticmethod
-    def forward(ctx: Any, options: Options, needs_grad: list[bool], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, options: DistillationOptions, needs_grad: list[bool], *tensors: Tensor | None
+    ) -> Tensor:
         now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
         loss, *rest = ops.distillation(*tensors, now, *options)
         ctx.options, ctx.needs_grad = options, needs_grad

@@ -39,8 +39,7 @@ def losses(s_CV: Tensor, t_CV: Tensor, beta: float) -> Tensor:  # [C]
         return (t_CV.exp() * (t_CV - s_CV).masked_fill(t_CV == -torch.inf, 0)).sum(1)
     if beta == 1:
         return (s_CV.exp() * (s_CV - t_CV).masked_fill(s_CV == -torch.inf, 0)).sum(1)
-    # An infinite gap becomes a number that 0 takes to 0, and that takes no upstream gradient to
-    # infinity.
+    # An infinite gap becomes a large number: 0 times that is 0, and its gradient is finite.
     gap_CV = (t_CV - s_CV).nan_to_num(0, 1e30, -1e30)
     odds = math.log(beta) - math.log1p(-beta)
     t_gap_CV = F.logsigmoid(gap_CV + odds) - math.log(beta)  # t - m

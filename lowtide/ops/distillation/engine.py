@@ -21,7 +21,7 @@ from torch import Tensor
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import PendingGradient, fp16_scale
 from lowtide.ops.distillation.heads import Heads
-from lowtide.ops.distillation.planner import ALIGNMENT, Plan, operand_dtype
+from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan, operand_dtype
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
@@ -33,7 +33,7 @@ ROOM = 64
 
 @dataclass(frozen=True, slots=True)
 class BothLogits:
-    """Hold the logits of both heads in a chunk or a block; an index is one of each."""
+    """Hold the logits of both heads in a chunk or a block. An index applies to both."""
 
     student_CB: Tensor
     teacher_CB: Tensor
@@ -52,9 +52,9 @@ class DistillationEngine(Engine):
     Gradients are those of the sum of grad_output * loss; None stands for 1 in each row.
     """
 
-    plan: Plan
+    plan: DistillationPlan
 
-    def __init__(self, plan: Plan, heads: Heads, grad_output: Tensor | None = None) -> None:
+    def __init__(self, plan: DistillationPlan, heads: Heads, grad_output: Tensor | None = None) -> None:
         self.heads, self.options, self.final = heads, plan.options, grad_output is not None
         N, options = heads.rows, plan.options
         ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(N, 1)

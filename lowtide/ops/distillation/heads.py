@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 
-__all__ = ["Heads", "Options", "Reduction", "Side"]
+__all__ = ["DistillationOptions", "Heads", "Reduction", "Side"]
 
 Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
@@ -79,7 +79,7 @@ class Heads(NamedTuple):
         )
 
 
-class Options(NamedTuple):
+class DistillationOptions(NamedTuple):
     """Hold the arguments of a call that are not tensors, in the order of the operators' schema."""
 
     beta: float
@@ -104,7 +104,7 @@ class Options(NamedTuple):
         """Return the dtype of logits, losses and accumulators."""
         return torch.promote_types(self.student_dtype, torch.float32)
 
-    def of(self, heads: Heads) -> "Options":
+    def of(self, heads: Heads) -> "DistillationOptions":
         """Return the options plus what follows from the tensors, as the operators take them."""
         return self._replace(
             temperature=float(self.temperature),
@@ -113,7 +113,7 @@ class Options(NamedTuple):
             teacher_dtype=compute_dtype(heads.teacher_input),
         )
 
-    def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "Options":
+    def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "DistillationOptions":
         """Return the options plus what the caller decides once for forward and backward."""
         if not may_depend_on_tokens(heads.rows):
             return self

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.core.autodiff import differentiable_gradients
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.distillation import divergences
-from lowtide.ops.distillation.heads import Heads, Options, Side
+from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
 from lowtide.ops.linear_cross_entropy.operator import higher_order
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
@@ -24,12 +24,12 @@ COPIES = 32
 CUT = ("student_input", "teacher_input", "ignored")
 
 
-def reference(heads: Heads, options: Options) -> Tensor:
+def reference(heads: Heads, options: DistillationOptions) -> Tensor:
     """Compute the definition, with all logits at once."""
     return _reduced(_losses(_flat(heads.detached_teacher(), options), options), heads, options)
 
 
-def distillation(heads: Heads, options: Options) -> Tensor:
+def distillation(heads: Heads, options: DistillationOptions) -> Tensor:
     """Compute the definition, a chunk of rows at a time."""
     flat = _flat(heads.detached_teacher(), options)
     present = [place for place, each in enumerate(flat) if each is not None]
@@ -48,7 +48,7 @@ def distillation(heads: Heads, options: Options) -> Tensor:
 
 
 def gradients(
-    heads: Heads, options: Options, needs_grad: Sequence[bool], grad_output: Tensor
+    heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the student's tensors, in a form that can be differentiated."""
 
@@ -58,7 +58,7 @@ def gradients(
     return differentiable_gradients(losses, heads.student, needs_grad, (grad_output,))
 
 
-def _flat(heads: Heads, options: Options) -> Heads:
+def _flat(heads: Heads, options: DistillationOptions) -> Heads:
     """Return the heads by rows, in the dtype of the sums.
 
     Operands are rounded first as they are for products.
@@ -78,7 +78,7 @@ def _flat(heads: Heads, options: Options) -> Heads:
     )
 
 
-def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
+def _losses(heads: Heads, options: DistillationOptions) -> Tensor:  # [C]
     """Return the divergence of each row of a chunk."""
 
     def log_probs(side: Side, softcap: float | None) -> Tensor:
@@ -94,7 +94,7 @@ def _losses(heads: Heads, options: Options) -> Tensor:  # [C]
     return loss_C if heads.ignored is None else loss_C.masked_fill(heads.ignored, 0)
 
 
-def _reduced(loss_N: Tensor, heads: Heads, options: Options) -> Tensor:
+def _reduced(loss_N: Tensor, heads: Heads, options: DistillationOptions) -> Tensor:
     """Return the losses, reduced as the options say."""
     if options.reduction == "none":
         return loss_N.view(heads.leading)
@@ -103,5 +103,5 @@ def _reduced(loss_N: Tensor, heads: Heads, options: Options) -> Tensor:
     if heads.ignored is None:
         return loss_N.mean()
     # With every row ignored the loss is NaN and the gradients are zero, as in torch.
-    counted = (~heads.ignored).sum()
-    return loss_N.sum() / counted.clamp(min=1) + torch.where(counted == 0, torch.nan, 0.0)
+    kept = (~heads.ignored).sum()
+    return loss_N.sum() / kept.clamp(min=1) + torch.where(kept == 0, torch.nan, 0.0)

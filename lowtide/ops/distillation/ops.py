@@ -6,7 +6,8 @@
     distillation_backward   for reduction "none": the wanted gradients, from the upstream
                             gradient
 
-They know no autograd. Sizes of chunks are chosen inside, so a new number of rows compiles nothing.
+They have no derivatives of their own; autograd.py has these. An operator chooses its chunk sizes
+inside, so a new number of rows does not compile a graph again.
 
 Shapes: N rows, D features, V classes.
 """
@@ -23,7 +24,7 @@ from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.distillation.engine import DistillationEngine
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import keeps_sum, make_plan
 
 TYPES: dict[Any, str] = {
@@ -42,7 +43,7 @@ def _schema(fields: type) -> str:
     return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
 
 
-ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(Options)}"
+ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(DistillationOptions)}"
 
 
 @operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
@@ -64,10 +65,10 @@ def distillation_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
         return gradients.finished(heads.student, engine.plan.backend)
 
 
-def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], Options]:
+def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], DistillationOptions]:
     """Return the operator's arguments as heads, needs_grad and options."""
     count = len(Heads._fields)
-    return Heads(*arguments[:count]), list(arguments[count]), Options(*arguments[count + 1 :])
+    return Heads(*arguments[:count]), list(arguments[count]), DistillationOptions(*arguments[count + 1 :])
 
 
 @register_fake("lowtide::distillation")

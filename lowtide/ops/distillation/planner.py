@@ -1,4 +1,4 @@
-"""Decide from shapes, dtypes and device which pass runs and how it spends the workspace.
+"""Decide from shapes, dtypes and the device which pass runs and how the workspace is divided.
 
     fixed       vectors of N and V numbers, and the temporaries of one tile of the pass in torch
     per row     the logits of both heads, copies of their features, and the gradient of the
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
@@ -38,10 +38,10 @@ ALIGNMENT = 16  # decision 0034
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Tiling):
+class DistillationPlan(Tiling):
     """Hold every decision about one call; its weight gradient is a sum or formed by class blocks."""
 
-    options: Options
+    options: DistillationOptions
     needs_grad: Sequence[bool]
     """Say which of the student's tensors get a gradient."""
     backend: str
@@ -58,19 +58,23 @@ class Plan(Tiling):
         return self.options.sum_dtype
 
 
-def make_plan(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> Plan:
+def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> DistillationPlan:
     workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
     sizes = vars(choose_sizes(workspace, counts))
-    return Plan(options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **sizes)
+    return DistillationPlan(
+        options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **sizes
+    )
 
 
-def keeps_sum(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> bool:
+def keeps_sum(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> bool:
     """Return True if the weight's gradient is kept as a sum until backward."""
     workspace, counts, *_ = _memory(heads, options, needs_grad)
     return choose_weight_gradient(workspace, counts) == "accumulate"
 
 
-def _memory(heads: Heads, options: Options, needs_grad: Sequence[bool]) -> tuple[int, ByteCounts, str, int]:
+def _memory(
+    heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]
+) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = heads.device.type, options.sum_dtype
     N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize

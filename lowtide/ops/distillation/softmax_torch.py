@@ -1,4 +1,4 @@
-"""Take row statistics and the gradient from a tile of both heads' logits, in plain torch.
+"""Compute row statistics and the gradient from a tile of both heads' logits, in plain torch.
 
 The gradient is written over the student's product. softmax_triton.py has the same function in
 Triton; divergences.py has the formulas.
@@ -63,13 +63,13 @@ def divergence_(
     gradient_dtype: torch.dtype | None,  # None: statistics alone
     pass_logits: int,
 ) -> Tensor | None:  # [C, B]
-    """Take the statistics, and write the gradient over the student's product.
+    """Compute the statistics, and write the gradient over the student's product.
 
-    The gradient is multiplied by `coef_C`, one number for each row. `pass_logits`: about how many
+    Each row's gradient is multiplied by its number of coef_C. `pass_logits` is about how many
     logits are taken at a time.
     """
     C, B = student.product_CB.shape
-    # Over the products, in as many bytes or half of them.
+    # It lies over the products, and takes as many bytes or half of them.
     g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
     step = max(1, pass_logits // B)
     for start in range(0, C, step):
@@ -104,7 +104,7 @@ def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_
     """Return the gradient with respect to the student's logits, after taking the statistics."""
     student_cb, teacher_cb = s_cb - stat.student_max_N[:, None], t_cb - stat.teacher_max_N[:, None]
     ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
-    # Excluded by the head that weights the term; for Jensen-Shannon, by both.
+    # A class adds 0 if the head that weights its term excludes it; for Jensen-Shannon, if both do.
     weighs_cb = (
         student_cb if beta == 1 else teacher_cb if beta == 0 else torch.maximum(student_cb, teacher_cb)
     )
@@ -139,7 +139,7 @@ def _jensen_shannon(
 ) -> Tensor:
     """Return the same for Jensen-Shannon; consumes all of its tensors."""
     gap_cb = ahead_cb.neg_().add_(stat.log_ratio_N[:, None])
-    gap_cb.nan_to_num_(0)  # an infinite one becomes the largest number, which 0 takes to 0
+    gap_cb.nan_to_num_(0)  # infinite ones become the largest number, and 0 times that is 0
     # m is nearer to the larger of the two, and log1p of a small number gives the distance.
     share_cb = (gap_cb >= 0).to(gap_cb.dtype).mul_(1 - 2 * beta).add_(beta)
     near_cb = gap_cb.abs().neg_().expm1_().mul_(share_cb).log1p_().neg_()

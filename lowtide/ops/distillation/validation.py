@@ -16,7 +16,7 @@ from lowtide.core.checks import (
     check_workspace,
 )
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.definition.validation import REDUCTIONS, check_term
 
 OPTIONAL = ("student_bias", "teacher_bias", "ignored")
@@ -35,7 +35,7 @@ def check_heads(heads: Heads) -> None:
     _check_dtypes(named)
 
 
-def check_options(options: Options) -> None:
+def check_options(options: DistillationOptions) -> None:
     """Raise unless the options have values in their ranges."""
     hint = "; for that of torch's kl_div, take 'sum' and divide" if options.reduction == "batchmean" else ""
     check_choice("reduction", options.reduction, REDUCTIONS, hint)

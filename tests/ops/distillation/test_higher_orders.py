@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowtide.ops.distillation import autograd, higher_order
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from tests.ops.distillation import (
     DIVERGENCES,
     as_function,
@@ -87,7 +87,7 @@ def test_reference(device, divergence):
     inputs = make_inputs(device=device, dtype=torch.float64, bias=True)
     tensors = dict(inputs.items())
     beta = float(divergence[3:]) if divergence.startswith("js") else float(divergence == "reverse")
-    options = Options(beta, 1.3, "mean", None, 2.0, 3.0, torch.float64, torch.float64)
+    options = DistillationOptions(beta, 1.3, "mean", None, 2.0, 3.0, torch.float64, torch.float64)
     loss = higher_order.reference(Heads(**tensors), options)
     caps = {"student_softcap": 2.0, "teacher_softcap": 3.0}
     torch.testing.assert_close(loss, dense(inputs, divergence, temperature=1.3, **caps))

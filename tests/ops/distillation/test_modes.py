@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.ops.distillation import forward_kl
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from tests.conftest import ON_CUDA_ALONE
 from tests.ops.distillation import (
     DIVERGENCES,
@@ -162,7 +162,7 @@ def test_opcheck(device, beta, reduction, wanted):
         None,
         inputs.ignored,
     )
-    arguments = (*heads, wanted, *Options(beta, 1.3, reduction, None, 2.0, 3.0))
+    arguments = (*heads, wanted, *DistillationOptions(beta, 1.3, reduction, None, 2.0, 3.0))
     if reduction == "none":
         upstream = torch.randn(5, device=device)
         torch.library.opcheck(torch.ops.lowtide.distillation_backward.default, (upstream, *arguments))

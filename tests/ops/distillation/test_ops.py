@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.ops.distillation.heads import Heads, Options
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import make_plan
 from tests.ops.distillation import DIVERGENCES, HALVES, REDUCTIONS, check, differentiate, fused, make_inputs
 from tests.support.loss import rows_for, smallest_workspace
@@ -33,7 +33,7 @@ def test_flops(device):
 def plan(inputs, workspace):
     heads = Heads(**dict(inputs.items()))
     dtypes = {"student_dtype": inputs.student_input.dtype, "teacher_dtype": inputs.teacher_input.dtype}
-    return make_plan(heads, Options(0.0, workspace=workspace, **dtypes), [True] * 3)
+    return make_plan(heads, DistillationOptions(0.0, workspace=workspace, **dtypes), [True] * 3)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -67,7 +67,7 @@ def test_input_is_weight(device, dtype):
     """What a compiler is told of each gradient does not depend on which tensor it belongs to."""
     student = torch.randn(5, 5, device=device).to(dtype)
     heads = Heads(student, student, None, student, student, None, None)
-    options = Options(0.0, student_dtype=dtype, teacher_dtype=dtype)
+    options = DistillationOptions(0.0, student_dtype=dtype, teacher_dtype=dtype)
     torch.library.opcheck(
         torch.ops.lowtide.distillation.default,
         (*heads, [True, True, False], *options),

@@ -230,7 +230,7 @@ def test_sizes_within_workspace(room, N, D, V):
     of = needs(N, D, V)
     rows = min(N, room // of.of_chunk(1, V))
     assert rows > 0
-    chunk, block = class_blocks.chunk(of, room, rows), class_blocks.block(of, room)
+    chunk, block = class_blocks.chunk_sizes(of, room, rows), class_blocks.block_sizes(of, room)
     assert of.of_chunk(*chunk) <= room
     assert of.of_block(*block) <= room
     for C, B in (chunk, block):
@@ -240,8 +240,8 @@ def test_sizes_within_workspace(room, N, D, V):
 
 def test_blocks_fill_waves():
     """In 64 MiB all 132 multiprocessors are at work: on 6 x 22 tiles of 128 x 192, and 128 of 128 x 256."""
-    assert class_blocks.chunk(needs(), 60 << 20, 200)[0] == 768
-    assert class_blocks.block(needs(), 60 << 20) == (16384, 1024)
+    assert class_blocks.chunk_sizes(needs(), 60 << 20, 200)[0] == 768
+    assert class_blocks.block_sizes(needs(), 60 << 20) == (16384, 1024)
 
 
 @pytest.mark.parametrize(
@@ -253,4 +253,4 @@ def test_blocks_fill_waves():
 )
 def test_waves_of_measured_products(D, V, measured):
     for rows, ms in measured.items():
-        assert 1e3 * cost_model.product(rows, D, V) == pytest.approx(ms, rel=0.03)
+        assert 1e3 * cost_model.product_seconds(rows, D, V) == pytest.approx(ms, rel=0.03)

@@ -106,7 +106,7 @@ def test_rows_in_float32_memory(device, start, monkeypatch):
         made, compute_dtype=torch.bfloat16, scales_in_gradient=(True,), weight_gradient="accumulate"
     )
     operand = matmul.Operand(inputs.input.detach(), inputs.linear_weight.detach(), torch.bfloat16, True, None)
-    dx, sum = PendingGradient(dx_ND, None, None), accumulators.FloatSum(dw_VD)
+    dx, sum = PendingGradient(dx_ND, None, None), accumulators.TritonFloatSum(dw_VD)
     term = LinearTerm(operand, dx, sum, made, None, place=0, smoothing=False)
 
     def widened_product(out, a, b, *, add=False):

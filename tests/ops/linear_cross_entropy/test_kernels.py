@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from lowtide.ops.linear_cross_entropy.engines.logits import softmax_torch
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    LogitTransform,
+    RowCoefs,
+    SoftmaxStats,
+    TileColumns,
+)
 from tests.support.loss import interpreted, norm
 
 pytest.importorskip("triton")
@@ -79,7 +84,7 @@ class Case:
             self.logits[:, classes].contiguous() if classes.stop else self.logits,
             self.terms,
             statistics,
-            Columns(
+            TileColumns(
                 first_class=classes.start,
                 transform=LogitTransform(None if self.bias is None else self.bias[classes]),
                 class_weight_B=None if self.class_weight is None else self.class_weight[classes],
@@ -229,7 +234,7 @@ def test_tanh_digits(device, size):
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     case = Case(device, C=2, V=2)
     case.logits = torch.tensor([[size, -size], [0.0, size]], device=device)
-    columns = Columns(0, LogitTransform(softcap=1.0))
+    columns = TileColumns(0, LogitTransform(softcap=1.0))
     statistics = case.statistics()
     softmax_triton.softmax_gradient_(
         case.logits, case.terms, statistics, columns, take_stats=True, gradient_dtype=None

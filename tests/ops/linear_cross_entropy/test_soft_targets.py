@@ -24,7 +24,12 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import (
+    LogitTransform,
+    RowCoefs,
+    SoftmaxStats,
+    TileColumns,
+)
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, softmax_triton
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, everywhere, several_blocks  # noqa: F401
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
@@ -223,7 +228,7 @@ def test_accuracy_of_16_bits(device, size, near):
         noise_CV = noise_CV * near + (x_CD.float() @ weight_VD.float().T)
     soft_CV = noise_CV.softmax(1).to(dtype_on(device))
     place_CV = torch.empty(C, V, dtype=torch.bfloat16, device=device)
-    columns = Columns(0, LogitTransform(), soft_CB=soft_CV)
+    columns = TileColumns(0, LogitTransform(), soft_CB=soft_CV)
     nothing_C = torch.zeros(C, device=device)
     terms = RowCoefs(
         nothing_C, nothing_C, nothing_C, nothing_C, soft_target_coef_N=torch.ones_like(nothing_C)

@@ -12,7 +12,7 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core import backend
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, LogitTransform
+from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, gemm_triton
 
 OPTIONS = {
@@ -36,7 +36,7 @@ def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=
         x = torch.randn(C, features, device="cuda", dtype=torch.bfloat16)
         terms.append((x, torch.randn(V, features, device="cuda").div(features**0.5).bfloat16()))
     y_CV = torch.randn(C, V + 24, device="cuda").softmax(1).bfloat16()[:, :V]
-    columns = Columns(
+    columns = TileColumns(
         first_class=0,
         transform=LogitTransform(
             torch.randn(V, device="cuda") if bias else None,

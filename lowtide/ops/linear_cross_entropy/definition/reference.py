@@ -113,17 +113,17 @@ def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
     logsumexp_N = logits_NV.logsumexp(1)
-    gap_NV = -logits_NV.log_softmax(1)
+    nll_NV = -logits_NV.log_softmax(1)
     if target.is_floating_point():
         target_NV = target.to(logits_NV.dtype) * (1 - smoothing) + smoothing / V
-        loss_N = (gap_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
+        loss_N = (nll_NV * weight_V * target_NV).sum(1) + options.z_loss * logsumexp_N**2
         return _weighted(loss_N, labels, options)
-    ignored_N, foreign_N, class_N = classes(target, V, options.ignore_index)
-    loss_N = (1 - smoothing) * weight_V[class_N] * gap_NV.gather(1, class_N[:, None])[:, 0]
+    ignored_N, invalid_target_N, class_N = target_classes(target, V, options.ignore_index)
+    loss_N = (1 - smoothing) * weight_V[class_N] * nll_NV.gather(1, class_N[:, None])[:, 0]
     if smoothing:
-        loss_N = loss_N + smoothing / V * (gap_NV @ weight_V)
+        loss_N = loss_N + smoothing / V * (nll_NV @ weight_V)
     loss_N = _weighted(loss_N + options.z_loss * logsumexp_N**2, labels, options)
-    return loss_N.masked_fill(foreign_N, torch.nan).masked_fill(ignored_N, 0)
+    return loss_N.masked_fill(invalid_target_N, torch.nan).masked_fill(ignored_N, 0)
 
 
 def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
@@ -138,10 +138,10 @@ def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
 
 def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log_prob, entropy, logsumexp (0 for ignored rows) and argmax (-1)."""
-    ignored_N, foreign_N, class_N = classes(target_N, logits_NV.shape[1], options.ignore_index)
+    ignored_N, invalid_target_N, class_N = target_classes(target_N, logits_NV.shape[1], options.ignore_index)
     logsumexp_N = logits_NV.logsumexp(1)
     log_prob_NV = logits_NV.log_softmax(1)
-    log_prob_N = log_prob_NV.gather(1, class_N[:, None])[:, 0].masked_fill(foreign_N, torch.nan)
+    log_prob_N = log_prob_NV.gather(1, class_N[:, None])[:, 0].masked_fill(invalid_target_N, torch.nan)
     # A class that a bias of -inf excludes has probability 0 and adds 0, not 0 times infinity.
     finite_NV = log_prob_NV.masked_fill(log_prob_NV == -torch.inf, 0)
     entropy_N = -(log_prob_NV.exp() * finite_NV).sum(1)
@@ -159,19 +159,19 @@ def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, option
         return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
     if class_weight_V is None:
         ignored_N = target == options.ignore_index
-        counted_1 = (~ignored_N).sum(0, keepdim=True).to(loss_N.dtype)
+        kept_1 = (~ignored_N).sum(0, keepdim=True).to(loss_N.dtype)
     else:
-        ignored_N, _, class_N = classes(target, class_weight_V.shape[0], options.ignore_index)
+        ignored_N, _, class_N = target_classes(target, class_weight_V.shape[0], options.ignore_index)
         weight_N = class_weight_V.to(loss_N.dtype)[class_N].masked_fill(ignored_N, 0)
-        counted_1 = weight_N.sum(0, keepdim=True)
+        kept_1 = weight_N.sum(0, keepdim=True)
     # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
     nothing_1 = ignored_N.all(0, keepdim=True)
-    mean_1 = total_1 / counted_1.masked_fill(nothing_1, 1)
+    mean_1 = total_1 / kept_1.masked_fill(nothing_1, 1)
     return (mean_1 + torch.where(nothing_1, torch.nan, 0.0)).squeeze(0)
 
 
-def classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+def target_classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return which rows are ignored, which targets are no class, and a valid class of each row."""
     ignored_N = target_N == ignore_index
-    foreign_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
-    return ignored_N, foreign_N, target_N.masked_fill(ignored_N | foreign_N, 0)
+    invalid_target_N = ((target_N < 0) | (target_N >= V)) & ~ignored_N
+    return ignored_N, invalid_target_N, target_N.masked_fill(ignored_N | invalid_target_N, 0)

@@ -156,11 +156,11 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     target = target.long()
-    foreign = ((target < 0) | (target >= V)) & (target != ignore_index)
-    if bool(foreign.any()):
+    invalid = ((target < 0) | (target >= V)) & (target != ignore_index)
+    if bool(invalid.any()):
         classes = f"classes from 0 to {V - 1}" if V else "no class, as linear_weight has none,"
         raise IndexError(
-            f"target must hold {classes} or ignore_index ({ignore_index}), got {target[foreign][0].item()}"
+            f"target must hold {classes} or ignore_index ({ignore_index}), got {target[invalid][0].item()}"
         )
 
 

@@ -9,10 +9,14 @@ which accumulate in float32 themselves:
 The factor that all rows share (1/n of a mean, the logit scale) is not applied to G, because it
 would round every target column with the same error.
 
-`Engine` has no pass over the logits of its own. An engine adds `tile_gradient_`, and `chunk_buffer`
-and `columns`, which that needs; or `chunk_gradient_` too; or it overrides `walk_tokens` and
-`walk_classes`. Those of the loss derive from loss_engine.py, that of lowtide/ops/distillation from
-`Engine` itself.
+`Engine` has no pass over the logits of its own. An engine adds one in one of three ways:
+
+* It stores a chunk's logits: it writes `chunk_buffer`, `columns` and `tile_gradient_`.
+* It stores something else in their place: it writes `chunk_gradient_` too.
+* It takes its steps in another order: it overrides `walk_tokens` and `walk_classes`.
+
+The engines of the loss derive from LossEngine (loss_engine.py), which is an `Engine`. That of
+lowtide/ops/distillation derives from `Engine` itself.
 
 Shapes: N tokens, of which M are kept (not ignored); D_k features of term k, V classes; C tokens of
 a chunk, B classes of a block.
@@ -32,20 +36,21 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choo
 class Engine:
     """Hold one call's operands and walk over them in chunks.
 
-    It holds views, and vectors of N and V elements, but nothing larger. Coefficients and statistics
-    of the rows are what an engine makes of them; the walk takes slices of both.
+    It holds views, and vectors of N and V elements, but nothing larger. The types of `coefs` and
+    `stats` are the engine's own; the walk only takes their rows, by an index.
     """
 
     def __init__(
         self, plan: Any, operands: list[Operand], rows: int, classes: int, kept_rows: Tensor | None
     ) -> None:
-        """Hold the operands of each term; `rows` counts kept rows, kept_rows is None for all.
+        """Hold an operand for each linear term.
 
-        The plan is a Tiling that also says its engine, its backend and the dtype of its sums.
+        `rows` is the number of kept rows; kept_rows holds their places, or is None if all are kept.
+        The plan is a Tiling with three attributes more: engine, backend and sum_dtype.
         """
         self.plan, self.operands, self.kept_rows = plan, operands, kept_rows
         self.M, self.V, self.device = rows, classes, operands[0].input.device
-        self.trained_terms = len(operands)  # those that come first; others get no gradient
+        self.trained_terms = len(operands)  # the first ones; others get no gradient
 
     def walk(self, coefs: Any, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
         """Compute the row statistics if asked, and the gradients that are wanted."""
@@ -117,7 +122,7 @@ class Engine:
 
     # What an engine adds.
 
-    def chunk_buffer(self, gradient: bool) -> Any:  # for C rows, taken by an index
+    def chunk_buffer(self, gradient: bool) -> Any:  # Tensor [rows, V], or what has an index of rows
         """Return memory for the logits of a chunk, or what the engine has in their place."""
         raise NotImplementedError
 

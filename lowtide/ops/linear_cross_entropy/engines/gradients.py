@@ -116,8 +116,8 @@ def allocate_one(
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
-    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: its
-    rows are multiplied by factors anyway; fold the shared factor in there.
+    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: each of
+    its rows is multiplied by a factor anyway, and the shared factor is applied with that one.
     """
     whole = like.dtype == sum_dtype
     summed = summed or whole

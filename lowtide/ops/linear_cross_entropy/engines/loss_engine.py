@@ -19,12 +19,12 @@ from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
-    Columns,
     ExcludedTargetStats,
     LogitTransform,
     RowCoefs,
     RowStats,
     SoftmaxStats,
+    TileColumns,
 )
 
 if TYPE_CHECKING:
@@ -94,10 +94,10 @@ class LossEngine(Engine):
 
     # What engines use.
 
-    def columns(self, rows: slice, classes: slice = slice(0, None)) -> Columns:
+    def columns(self, rows: slice, classes: slice = slice(0, None)) -> TileColumns:
         """Return what the softmax needs of a tile's columns."""
         smoothing, soft_NV = self.plan.options.label_smoothing, self.rows.soft_NV
-        return Columns(
+        return TileColumns(
             first_class=classes.start,
             transform=self.transform.of(classes),
             class_weight_B=None if self.class_weight_V is None else self.class_weight_V[classes],

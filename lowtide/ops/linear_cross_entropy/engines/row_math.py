@@ -166,7 +166,7 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class TileColumns:
     """Say where a tile lies among the classes, and what belongs to each of its classes."""
 
     first_class: int
@@ -175,7 +175,7 @@ class Columns:
     soft_CB: Tensor | None = None  # the class probabilities, in any dtype
     smoothing: tuple[float, float] = (1.0, 0.0)  # y becomes y smoothing[0] + smoothing[1]
 
-    def __getitem__(self, rows: slice) -> "Columns":
+    def __getitem__(self, rows: slice) -> "TileColumns":
         soft_CB = None if self.soft_CB is None else self.soft_CB[rows]
         return replace(self, soft_CB=soft_CB)
 

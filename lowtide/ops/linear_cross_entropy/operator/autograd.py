@@ -26,8 +26,6 @@ from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 
-Gradients = tuple[Tensor | None, ...]
-
 
 def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
     """Run the loss operator; the result is [N] for none, else 0-d."""
@@ -129,7 +127,7 @@ def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
     return head, Labels(*rest[: ctx.labels]), [each.detach() for each in rest[ctx.labels :]]
 
 
-def _arguments(ctx: Any, gradients: Gradients) -> tuple[Any, ...]:
+def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     """Return a gradient or None for each argument of the schema."""
     terms, others = ctx.terms, ctx.labels + 1 + len(ctx.options)
     weights = gradients[terms : 2 * terms]

@@ -57,7 +57,7 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
     head = parts[0]
     if head.by_position:
         return _of_positions(*parts)
-    call = _call(*parts)
+    call = _planned(*parts)
     with on_device_of(head.inputs[0]):
         engine = _engine(*call)
         if engine.plan.options.reduction == "none":
@@ -75,7 +75,7 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
 def linear_cross_entropy_backward(
     grad_output: Tensor, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    call = _call(*parsed(arguments), statistics=statistics)
+    call = _planned(*parsed(arguments), statistics=statistics)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
@@ -84,7 +84,7 @@ def linear_cross_entropy_backward(
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    call = _call(*parsed(arguments, log_probs=True), log_probs=True)
+    call = _planned(*parsed(arguments, log_probs=True), log_probs=True)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats, rows = engine.row_statistics(), engine.rows
@@ -108,7 +108,7 @@ def linear_log_probs_backward(
     statistics: Sequence[Tensor],
     *arguments: Any,
 ) -> list[Tensor]:
-    call = _call(*parsed(arguments, log_probs=True), log_probs=True, statistics=statistics)
+    call = _planned(*parsed(arguments, log_probs=True), log_probs=True, statistics=statistics)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
@@ -135,7 +135,7 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
     """
     wide, calls = widened(head, needs_grad, options.sum_dtype), []
     for part, part_labels in zip(wide.at_positions(), labels.at_positions()):
-        calls.append(_call(part, part_labels, needs_grad, options))
+        calls.append(_planned(part, part_labels, needs_grad, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
         denominator, factor = _denominator(RowLoss(*call) for call in calls)
@@ -173,10 +173,10 @@ def _sum(engine: LossEngine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
     return engine.rows.loss_N(stats).masked_fill_(engine.rows.ignored_N, 0).sum(), gradients
 
 
-Call = tuple[Plan, Head, Labels]
+PlannedCall = tuple[Plan, Head, Labels]
 
 
-def _call(
+def _planned(
     head: Head,
     labels: Labels,
     needs_grad: tuple[bool, ...],
@@ -184,7 +184,7 @@ def _call(
     *,
     log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
-) -> Call:
+) -> PlannedCall:
     """Return what an engine takes: its plan, and operands that it can read."""
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))

@@ -12,7 +12,7 @@ from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands, operands_of
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, operand_access
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
@@ -78,14 +78,14 @@ def few_tokens(head: Head) -> bool:
 
 def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
     """Return the plan of a call whose engine is chosen."""
-    operands, workspace, counts = _memory(Call(head, options, call_kind))
+    access, workspace, counts = _memory(Call(head, options, call_kind))
     return Plan(
         options=options,
         call_kind=call_kind,
         workspace=workspace,
-        compute_dtype=operands.dtype,
-        copies_rows=operands.copies_rows,
-        scales_in_gradient=operands.scales_in_gradient,
+        compute_dtype=access.dtype,
+        copies_rows=access.copies_rows,
+        scales_in_gradient=access.scales_in_gradient,
         **vars(sizes.choose_sizes(workspace, counts)),
     )
 
@@ -104,17 +104,17 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
 
     These are part of the workspace and, under autocast on CUDA, the copies of the weights.
     """
-    operands, workspace, counts = _memory(Call(head, options, call_kind))
-    cast = [each for each in head.weights if each.is_cuda and each.dtype != operands.dtype]
-    copies = sum(each.numel() * operands.dtype.itemsize for each in cast)
-    return copies + sizes.peak_bytes(counts, sizes.choose_sizes(workspace, counts))
+    access, workspace, counts = _memory(Call(head, options, call_kind))
+    cast = [each for each in head.weights if each.is_cuda and each.dtype != access.dtype]
+    copies = sum(each.numel() * access.dtype.itemsize for each in cast)
+    return copies + sizes.tiling_bytes(counts, sizes.choose_sizes(workspace, counts))
 
 
-def _memory(call: Call) -> tuple[Operands, int, ByteCounts]:
+def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     """Return how operands are read, the workspace in bytes, and the bytes of each part."""
-    operands = operands_of(call)
-    counts = SPECS[call.options.engine].memory(call, operands)
+    access = operand_access(call)
+    counts = SPECS[call.options.engine].memory(call, access)
     workspace = granted_bytes(call.options.workspace, call.options.dense, counts)
     if PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)
-    return operands, workspace, counts
+    return access, workspace, counts

@@ -18,35 +18,35 @@ MOST_CHUNKS = 8  # most chunks of a block's tokens that are tried, unless only m
 
 
 @functools.lru_cache(maxsize=64)
-def chunk(needs: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
+def chunk_sizes(counts: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
     """Return tokens and classes at a time in the first sweep; `rows` tokens and all classes fit."""
-    found = [(rows, needs.V)]
-    for C in range(needs.step, min(needs.N, 4096) + needs.step, needs.step):
-        C = min(C, needs.N)
-        B = (room // C - needs.row - 8 * needs.exponential) // needs.exponential
-        B -= B % needs.step
-        while B > 0 and needs.of_chunk(C, B) > room:
-            B -= needs.step
-        if 0 < B < needs.V:
-            found.append((C, _even(needs.V, B, needs.step)))
-    return min(found, key=lambda sizes: _seconds(needs, *sizes, first=True))
+    sizes_that_fit = [(rows, counts.V)]
+    for C in range(counts.step, min(counts.N, 4096) + counts.step, counts.step):
+        C = min(C, counts.N)
+        B = (room // C - counts.row - 8 * counts.exponential) // counts.exponential
+        B -= B % counts.step
+        while B > 0 and counts.of_chunk(C, B) > room:
+            B -= counts.step
+        if 0 < B < counts.V:
+            sizes_that_fit.append((C, _even(counts.V, B, counts.step)))
+    return min(sizes_that_fit, key=lambda sizes: _seconds(counts, *sizes, first=True))
 
 
 @functools.lru_cache(maxsize=64)
-def block(needs: ClassBlocks, room: int) -> tuple[int, int]:
+def block_sizes(counts: ClassBlocks, room: int) -> tuple[int, int]:
     """Return tokens and classes at a time in the second sweep."""
-    found: list[tuple[int, int]] = []
+    sizes_that_fit: list[tuple[int, int]] = []
     chunks = 1
-    while chunks <= MOST_CHUNKS or not found:
-        C = -(-needs.N // chunks)
-        C = _even(needs.N, C, needs.step if needs.step < C else 1)
-        B = min(needs.V, (room - needs.of_block(C, 0)) // (needs.class_sum + C * needs.exponential))
-        whole = B - B % needs.step
-        if B == needs.V or 0 < B < needs.step:
-            found.append((C, B))
-        found += [(C, each) for each in range(whole, whole // 2, -needs.step)]
+    while chunks <= MOST_CHUNKS or not sizes_that_fit:
+        C = -(-counts.N // chunks)
+        C = _even(counts.N, C, counts.step if counts.step < C else 1)
+        B = min(counts.V, (room - counts.of_block(C, 0)) // (counts.class_sum + C * counts.exponential))
+        whole = B - B % counts.step
+        if B == counts.V or 0 < B < counts.step:
+            sizes_that_fit.append((C, B))
+        sizes_that_fit += [(C, each) for each in range(whole, whole // 2, -counts.step)]
         chunks = chunks + 1 if chunks < MOST_CHUNKS else 2 * chunks
-    return min(found, key=lambda sizes: _seconds(needs, *sizes, first=False))
+    return min(sizes_that_fit, key=lambda sizes: _seconds(counts, *sizes, first=False))
 
 
 def _even(size: int, most: int, step: int) -> int:
@@ -55,9 +55,9 @@ def _even(size: int, most: int, step: int) -> int:
     return min(size, -(-size // parts // step) * step)
 
 
-def _seconds(needs: ClassBlocks, C: int, B: int, *, first: bool) -> float:
+def _seconds(counts: ClassBlocks, C: int, B: int, *, first: bool) -> float:
     """Return the predicted seconds of a sweep."""
-    pairs, D = -(-needs.N // C) * -(-needs.V // B), needs.D
-    product = cost_model.product_of_rows(C, D, B) if first else cost_model.product(B, D, C)
-    addition = cost_model.addition(4 * D * (C if first else B))
-    return pairs * (cost_model.exponentials(C, B, D) + product + addition)
+    pairs, D = -(-counts.N // C) * -(-counts.V // B), counts.D
+    product = cost_model.product_of_rows_seconds(C, D, B) if first else cost_model.product_seconds(B, D, C)
+    addition = cost_model.addition_seconds(4 * D * (C if first else B))
+    return pairs * (cost_model.exponentials_seconds(C, B, D) + product + addition)

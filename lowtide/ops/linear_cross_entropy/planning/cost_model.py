@@ -22,23 +22,23 @@ BYTES_A_SECOND = 4e12
 LAUNCHES = 15e-6
 
 
-def exponentials(rows: int, classes: int, features: int) -> float:
+def exponentials_seconds(rows: int, classes: int, features: int) -> float:
     """Return the seconds of the kernel that computes exponentials."""
     return _waves(rows, classes, OWN) * features
 
 
-def product(rows: int, columns: int, summed: int) -> float:
+def product_seconds(rows: int, columns: int, summed: int) -> float:
     """Return the seconds of a GEMM with the inner dimension `summed`."""
     return min(_waves(rows, columns, tile) for tile in TILES) * summed
 
 
-def product_of_rows(rows: int, columns: int, summed: int, *, most: int = PRODUCT_ROWS) -> float:
+def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int = PRODUCT_ROWS) -> float:
     """Return the seconds of a GEMM that is computed `most` rows at a time."""
     whole, rest = divmod(rows, most)
-    return whole * product(most, columns, summed) + product(rest, columns, summed)
+    return whole * product_seconds(most, columns, summed) + product_seconds(rest, columns, summed)
 
 
-def addition(bytes: int) -> float:
+def addition_seconds(bytes: int) -> float:
     """Return the seconds of adding to a sum of `bytes` bytes."""
     return 2 * bytes / BYTES_A_SECOND + LAUNCHES
 

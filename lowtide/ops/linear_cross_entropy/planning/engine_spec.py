@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 
 class EngineSpec(NamedTuple):
@@ -13,5 +13,5 @@ class EngineSpec(NamedTuple):
 
     unsupported_reason: Callable[[Call, str], str | None]
     """Return why the engine cannot run a call on a backend, in words of `lowtide doctor`, or None."""
-    memory: Callable[[Call, Operands], ByteCounts]
+    memory: Callable[[Call, OperandAccess], ByteCounts]
     """Return the bytes that each part of a call takes."""

@@ -13,22 +13,22 @@ from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
 
 
 def counts_with_float32_sums(
-    call: Call, operands: Operands, *, logits: int, block_logit: int, bias_vectors: int = 3
+    call: Call, access: OperandAccess, *, logits: int, block_logit: int, bias_vectors: int = 3
 ) -> ByteCounts:
     """Return the counts of an engine that sums each token's rows of dX in float32."""
     sums = sum(D_k * call.sum_size for D_k in with_gradient(call))
-    return counts_of(call, operands, logits=logits + sums, block_logit=block_logit, bias_vectors=bias_vectors)
+    return counts_of(call, access, logits=logits + sums, block_logit=block_logit, bias_vectors=bias_vectors)
 
 
 def counts_of(
-    call: Call, operands: Operands, *, logits: int, block_logit: int, vectors: int = 64, bias_vectors: int
+    call: Call, access: OperandAccess, *, logits: int, block_logit: int, vectors: int = 64, bias_vectors: int
 ) -> ByteCounts:
     """Return what all engines need.
 
@@ -36,17 +36,17 @@ def counts_of(
     vectors per token, and `bias_vectors` how many vectors [V] a bias takes: the bias, its gradient,
     a chunk's share of that gradient, and temporaries of their size.
     """
-    head, device, sum_size, size = call.head, call.device, call.sum_size, operands.dtype.itemsize
+    head, device, sum_size, size = call.head, call.device, call.sum_size, access.dtype.itemsize
     weight, *others = head.weights
     token_bytes, gathered = logits + STATISTICS * sum_size, 0
-    for input, copied in zip(head.inputs, operands.copies_rows):
+    for input, copied in zip(head.inputs, access.copies_rows):
         if copied:
-            of_row, of_part = copied_bytes(input, operands.dtype)
+            of_row, of_part = copied_bytes(input, access.dtype)
             token_bytes, gathered = token_bytes + of_row, max(gathered, of_part)
     further = 0
     for other, grad in zip(others, call.needs_grad.weights[1:]):  # small, and always accumulated
         further += _sum_bytes(call, other, grad)
-        if other.dtype != operands.dtype or not multiplies(other):
+        if other.dtype != access.dtype or not multiplies(other):
             further += call.V * other.shape[1] * size
     # A CUDA allocation is a multiple of 512 bytes, and about eighty vectors and numbers are
     # smaller.
@@ -57,7 +57,7 @@ def counts_of(
         fixed += call.V * sum_size
     # On CUDA another dtype means autocast: one copy of the whole weight, which no workspace
     # includes.
-    copies_weight = (weight.dtype != operands.dtype and device == "cpu") or not multiplies(weight)
+    copies_weight = (weight.dtype != access.dtype and device == "cpu") or not multiplies(weight)
     weight_sum = _sum_bytes(call, weight, call.needs_grad.weights[0])
     # On the CPU half of a packed sum lies in the gradient's memory (in_torch.py).
     packs = device == "cpu" and weight.dtype.itemsize * 2 == sum_size

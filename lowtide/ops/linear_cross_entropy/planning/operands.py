@@ -15,7 +15,7 @@ from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
 TILED = ("exponentials", "soft_targets")  # engines that read operands through tensor maps
 
 
-class Operands(NamedTuple):
+class OperandAccess(NamedTuple):
     """Hold what follows from engine and layout, one flag per linear term."""
 
     dtype: torch.dtype
@@ -26,14 +26,14 @@ class Operands(NamedTuple):
     """True if a chunk's rows, scaled for dW, fit in the memory of its dX."""
 
 
-def operands_of(call: Call) -> Operands:
+def operand_access(call: Call) -> OperandAccess:
     """Return how the engine named in the options reads the operands of the call."""
     head, dtype = call.head, _dtype(call.head, call.options)
     scaled = (
         grad and input.dtype.itemsize >= dtype.itemsize
         for input, grad in zip(head.inputs, call.needs_grad.inputs)
     )
-    return Operands(dtype, _copies(head, call.options, dtype), tuple(scaled))
+    return OperandAccess(dtype, _copies(head, call.options, dtype), tuple(scaled))
 
 
 def readable(head: Head, options: Options) -> Head:

@@ -1,4 +1,4 @@
-"""Say what device, process and layouts allow: the backend of a call, and engines that read tiles.
+"""Say which backend a call can run on, and whether an engine with tensor maps can read it.
 
 spec.py in each engine's folder has its own requirements; operator/planner.py chooses by them.
 """

@@ -44,7 +44,7 @@ def too_small(workspace: int, least: int, held: str) -> ArgumentError:
     )
 
 
-def peak_bytes(counts: ByteCounts, tiling: Tiling) -> int:
+def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
     """Return the peak bytes of a call of these sizes, without a float32 sum that it returns."""
     way, two_sweeps = tiling.weight_gradient, counts.class_blocks
     copies = tiling.operand_classes * counts.weight_copy
@@ -73,10 +73,10 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
         operand_classes = _classes(copied, counts.weight_copy, V)
         room -= operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None and N:
-        rows, chunk_classes = class_blocks.chunk(
+        rows, chunk_classes = class_blocks.chunk_sizes(
             two_sweeps, room, _rows(room // two_sweeps.of_chunk(1, V), N, tile)
         )
-        block = class_blocks.block(two_sweeps, free)
+        block = class_blocks.block_sizes(two_sweeps, free)
         return Tiling(rows, chunk_classes, operand_classes, rows, way, bits, *block)
     rows = max(N, 1) if way == "single_product" else _rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
@@ -125,9 +125,9 @@ def _quickest(counts: ByteCounts, most: int, fewest: int, added: int) -> int:
         return whole * of_chunk(rows) + (of_chunk(rest) if rest else 0)
 
     def of_chunk(rows: int) -> float:
-        logits = cost_model.exponentials(rows, counts.V, counts.D)
-        product = cost_model.product_of_rows(rows, counts.D, counts.V, most=counts.product_rows)
-        return logits + product + cost_model.addition(added)
+        logits = cost_model.exponentials_seconds(rows, counts.V, counts.D)
+        product = cost_model.product_of_rows_seconds(rows, counts.D, counts.V, most=counts.product_rows)
+        return logits + product + cost_model.addition_seconds(added)
 
     tile = ROW_TILE["cuda"]
     first = -(-max(fewest, most // 2) // tile) * tile

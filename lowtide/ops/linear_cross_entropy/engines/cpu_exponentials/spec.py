@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 # Fewest weights for the CPU's bfloat16 GEMMs; with fewer, the host takes longer than the matrix
 # units.
@@ -52,13 +52,13 @@ def _cpu_products_refuse() -> str | None:
     return gemm.against()
 
 
-def memory(call: Call, operands: Operands) -> ByteCounts:
+def memory(call: Call, access: OperandAccess) -> ByteCounts:
     """Count bfloat16 exponentials; and per token its products and its target's weight row."""
-    size, features = operands.dtype.itemsize, sum(call.features)
+    size, features = access.dtype.itemsize, sum(call.features)
     logits = call.V * size if call.needs_grad.some else 0
     counts = counts_with_float32_sums(
         call,
-        operands,
+        access,
         logits=logits + (2 * call.sum_size + size) * features,
         block_logit=size,
         bias_vectors=6,

@@ -43,7 +43,7 @@ from torch import Tensor
 from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce_partials
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
@@ -54,7 +54,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
     excluded_logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import FloatSum
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import TritonFloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
@@ -183,7 +183,7 @@ class ExponentialsEngine(LossEngine):
             )
         for each, dw in zip(linear[1:], gradients.weights[1:]):
             if dw is not None:
-                each.finish_products(FloatSum(dw.tensor), target_weight_coef_N, targets)
+                each.finish_products(TritonFloatSum(dw.tensor), target_weight_coef_N, targets)
         if db is not None:
             self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
             self._subtract_bias_smoothing(db.tensor, coefs)
@@ -267,7 +267,7 @@ class ExponentialsEngine(LossEngine):
         whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
         maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
         whole.run(maxima=maxima, marks=marks)
-        reduce(maxima, max_C, largest=True, marks=marks)
+        reduce_partials(maxima, max_C, largest=True, marks=marks)
         del maxima  # free them before others are made
         stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
         self._run_blocks(tiles, linear, sum_C, grad_dot_logit_C, marks=marks)
@@ -294,7 +294,7 @@ class ExponentialsEngine(LossEngine):
                 term.add_block(each.exp_CB, each.classes, marks)
         for partials, out_C in ((sums, sum_C), (grad_dot_logits, grad_dot_logit_C)):
             if partials is not None and out_C is not None:
-                reduce(partials, out_C, marks=marks)
+                reduce_partials(partials, out_C, marks=marks)
 
     def _run_log_probs(
         self, tiles: Exponentials, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor

@@ -97,7 +97,9 @@ def mark_tiles(rows_C: Tensor) -> Tensor:
     return marks
 
 
-def reduce(partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, marks: Tensor | None = None) -> None:
+def reduce_partials(
+    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, marks: Tensor | None = None
+) -> None:
     """Write the sum or maximum over half tiles to out; with `marks`, in marked row tiles only."""
     (T, C), height = partials_TC.shape, tiles.BLOCK_C
     rows = min(REDUCED_ROWS, height)

@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import (
     with_gradient,
     with_packed_sum,
 )
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
@@ -35,16 +35,16 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     return reason
 
 
-def memory(call: Call, operands: Operands) -> ByteCounts:
+def memory(call: Call, access: OperandAccess) -> ByteCounts:
     """Count bfloat16 exponentials, and float32 partial sums for every 128 classes."""
-    needs_grad, size, sum_size = call.needs_grad, operands.dtype.itemsize, call.sum_size
+    needs_grad, size, sum_size = call.needs_grad, access.dtype.itemsize, call.sum_size
     row = (call.V + 8) * size if needs_grad.some else 0
     row += sum(
         D_k * size
-        for D_k, grad, scales in zip(call.features, needs_grad.weights, operands.scales_in_gradient)
+        for D_k, grad, scales in zip(call.features, needs_grad.weights, access.scales_in_gradient)
         if grad and not scales
     )
-    counts = counts_of(call, operands, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
+    counts = counts_of(call, access, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
     fixed, target_rows_bytes = counts.fixed, 0
     if counts.weight_sum:
         fixed += 4 * call.V  # the place of each class in the sorted targets
@@ -60,14 +60,14 @@ def memory(call: Call, operands: Operands) -> ByteCounts:
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
-        class_blocks=_class_blocks(call, operands) if counts.weight_sum else None,
+        class_blocks=_class_blocks(call, access) if counts.weight_sum else None,
     )
 
 
-def _class_blocks(call: Call, operands: Operands) -> ClassBlocks:
+def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:
     """Return the bytes of the two sweeps of the exponentials engine."""
-    size, sum_size, needs_grad = operands.dtype.itemsize, call.sum_size, call.needs_grad
-    copies = sum(D_k * size for D_k, copied in zip(call.features, operands.copies_rows) if copied)
+    size, sum_size, needs_grad = access.dtype.itemsize, call.sum_size, call.needs_grad
+    copies = sum(D_k * size for D_k, copied in zip(call.features, access.copies_rows) if copied)
     return ClassBlocks(
         N=call.N,
         D=call.D,

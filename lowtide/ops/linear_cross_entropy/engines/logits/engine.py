@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 
 
@@ -23,7 +23,7 @@ class LogitsEngine(LossEngine):
         logits_CB: Tensor,
         coefs: RowCoefs,
         stats: Any,
-        columns: Columns,
+        columns: TileColumns,
         *,
         take_stats: bool = False,
         gradient: bool = True,

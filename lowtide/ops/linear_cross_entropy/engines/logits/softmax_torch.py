@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
-    Columns,
     RowCoefs,
     SoftmaxStats,
+    TileColumns,
     whole_softmax_coef,
 )
 
@@ -24,7 +24,7 @@ def softmax_gradient_(
     logits_CB: Tensor,
     coefs: RowCoefs,
     stats: SoftmaxStats,
-    columns: Columns,
+    columns: TileColumns,
     *,
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
@@ -53,8 +53,8 @@ def softmax_gradient_(
             soft_cb = soft_cb if column.class_weight_B is None else soft_cb * column.class_weight_B
         if take_stats:
             _take_sums_of_shifts(shift_cb, stat, soft_cb, column.class_weight_B)
-        tilted = row.entropy_coef_N is not None or (take_stats and stat.mean_N is not None)
-        exp_cb = shift_cb.exp() if tilted else shift_cb.exp_()
+        reads_shift = row.entropy_coef_N is not None or (take_stats and stat.mean_N is not None)
+        exp_cb = shift_cb.exp() if reads_shift else shift_cb.exp_()
         if take_stats:
             _take_stats(exp_cb, shift_cb, stat, column.class_weight_B)
         if gradient_dtype is None:
@@ -64,7 +64,7 @@ def softmax_gradient_(
             grad_cb.mul_(slope_cb)
         if stat.grad_dot_logit_N is not None:
             torch.sum(grad_cb * raw_cb, 1, out=stat.grad_dot_logit_N)
-        if tilted:
+        if reads_shift:
             logits_CB[rows] = grad_cb
     return None if gradient_dtype is None else logits_CB.to(gradient_dtype)
 
@@ -101,7 +101,7 @@ def _exponentials_to_gradient_(
     shift_cb: Tensor,
     row: RowCoefs,
     stat: SoftmaxStats,
-    columns: Columns,
+    columns: TileColumns,
     soft_cb: Tensor | None,
 ) -> Tensor:
     softmax_coef_c = whole_softmax_coef(row, stat, lambda: stat.logsumexp_N)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed, whole_softmax_coef
 
 # Logits per step of a program; half as many with most options, because of the registers.
@@ -214,7 +214,7 @@ def softmax_gradient_(
     logits_CB: Tensor,
     coefs: RowCoefs,
     stats: SoftmaxStats,
-    columns: Columns,
+    columns: TileColumns,
     *,
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
@@ -230,7 +230,7 @@ def softmax_gradient_into(
     logits_CB: Tensor,
     coefs: RowCoefs,
     stats: SoftmaxStats,
-    columns: Columns,
+    columns: TileColumns,
     *,
     take_stats: bool,
 ) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
@@ -60,7 +60,7 @@ class SoftTargetsEngine(LossEngine):
         logits_CB: Tensor,
         coefs: RowCoefs,
         stats: Any,
-        columns: Columns,
+        columns: TileColumns,
         *,
         take_stats: bool = False,
         gradient: bool = True,
@@ -71,7 +71,7 @@ class SoftTargetsEngine(LossEngine):
         )
 
 
-def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
     """Return the partial results of each part of a row, [C, T, 4].
 
     The distances are written to out_CV, if it is given. The kernel is Triton's or a Gluon pipeline.

@@ -24,7 +24,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math import TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,
@@ -167,7 +167,7 @@ def _distance_pipeline_kernel(
     )  # fmt: skip
 
 
-def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
     """Run the kernel on the operands of a chunk; engine.py has the contract."""
     operands: Any = [_described(term) for term in terms]
     (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]

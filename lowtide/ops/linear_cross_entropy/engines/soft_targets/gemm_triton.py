@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     multiprocessors,
     tile_at,
 )
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns
+from lowtide.ops.linear_cross_entropy.engines.row_math import TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
 # Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
@@ -228,7 +228,7 @@ def _distances_kernel(
             u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
 
 
-def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: Columns, out_CV: Tensor | None) -> Tensor:
+def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
     """Run the kernel on the operands of a chunk; engine.py has the contract."""
     (x_CD, weight_VD), *others = (described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
-from lowtide.ops.linear_cross_entropy.engines.row_math import Columns, RowCoefs, SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
@@ -134,7 +134,7 @@ def gradient(
     grad_CV: Tensor | None,  # None: statistics only
     coefs: RowCoefs,
     stats: SoftmaxStats,
-    columns: Columns,
+    columns: TileColumns,
     *,
     take_stats: bool,
 ) -> None:

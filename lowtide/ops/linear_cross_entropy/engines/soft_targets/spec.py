@@ -8,7 +8,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums, with_packed_sum
-from lowtide.ops.linear_cross_entropy.planning.operands import Operands
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -29,15 +29,15 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     return requirements.tiles_unsupported_reason(call, backend)
 
 
-def memory(call: Call, operands: Operands) -> ByteCounts:
+def memory(call: Call, access: OperandAccess) -> ByteCounts:
     """Count 16-bit distances, and four float32 partial sums for every 128 classes.
 
     The interpreter's tiles are smaller.
     """
     logits = call.V // 8 + 2048
     if call.needs_grad.some:
-        logits += (call.V + 8) * operands.dtype.itemsize
-    counts = counts_with_float32_sums(call, operands, logits=logits, block_logit=call.sum_size)
+        logits += (call.V + 8) * access.dtype.itemsize
+    counts = counts_with_float32_sums(call, access, logits=logits, block_logit=call.sum_size)
     return with_packed_sum(counts, call)
 
 

@@ -21,7 +21,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch, p
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
 
-class FloatSum(in_torch.FloatSum):
+class TritonFloatSum(in_torch.FloatSum):
     """Accumulate in a float32 tensor of its own, or in the gradient itself if that is float32."""
 
     def __init__(self, sum_VD: Tensor, factor: Tensor | None = None) -> None:

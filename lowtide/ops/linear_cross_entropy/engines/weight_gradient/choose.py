@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import Rows
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RowNumbers
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
 
@@ -23,7 +23,7 @@ class WeightAccumulator(Protocol):
     def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
         """Add g_CV^T x_CD; the first chunk overwrites what was there."""
 
-    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Rows) -> None:
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
         """Add coef[n] x[n] to the class of each row n in `order`; class_N is in that order."""
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
@@ -57,4 +57,4 @@ def choose_accumulator(
         return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits)
     if kind == "single_product":
         return accumulators.RoundedProduct(dw.tensor, dw.applied)
-    return accumulators.FloatSum(dw.tensor, dw.applied)
+    return accumulators.TritonFloatSum(dw.tensor, dw.applied)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.core.matmul import product
 
 Part = tuple[slice, Tensor]  # classes, and their sum [B, D]
-Rows: TypeAlias = Tensor | slice  # row numbers
+RowNumbers: TypeAlias = Tensor | slice  # row numbers
 
 
 def multiply_transposed(out: Tensor, g_CB: Tensor, x_CD: Tensor, *, add: bool) -> None:
@@ -42,7 +42,7 @@ class FloatSum:
         for classes, sum_BD in self.parts:
             self.multiply(sum_BD, g_CV[:, classes], x_CD, add=not first)
 
-    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Rows) -> None:
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
         rows_ND = x[order_N] * self._times_factor(coef_N)[order_N, None]
         for classes, sum_BD in self.parts:
             place_N = class_N - (self.first_class + classes.start)
