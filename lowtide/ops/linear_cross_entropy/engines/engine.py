@@ -159,14 +159,18 @@ class Engine:
         gradient: bool,
     ) -> Any:  # Tensor [C, V], in the buffer's memory; None without a gradient
         """Compute the chunk's logits, then their row statistics, their gradient, or both."""
-        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for classes, weight_BD in operand.weights(self.plan.operand_classes):
-                self.add_term_(buffer_CV[..., classes], k, x_CD, weight_BD)
-            del weight_BD  # free a copy before the next term's is made
-        del chunks[self.trained_terms :], x_CD
+        self.logits_into(buffer_CV, chunks)
+        del chunks[self.trained_terms :]
         return self.tile_gradient_(
             buffer_CV, coefs, stats, self.columns(rows), take_stats=take_stats, gradient=gradient
         )
+
+    def logits_into(self, buffer_CV: Any, chunks: list[Tensor]) -> None:
+        """Write the logits of a chunk to the buffer."""
+        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
+            for classes, weight_BD in operand.weights(self.plan.operand_classes):
+                self.add_term_(buffer_CV[..., classes], k, x_CD, weight_BD)
+                del weight_BD  # free a copy before the next term's is made
 
     def add_term_(self, logits_CB: Any, k: int, x_CD: Tensor, weight_BD: Tensor) -> None:
         """Add the product of term k to a tile of logits; the first one overwrites it."""
