@@ -11,8 +11,9 @@ from lowtide.cli.parameters import MOST, MOST_TOKENS, output_file, output_pictur
 from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.cli.progress import progress
 from lowtide.tools.estimate.model import usual_dtype
-from lowtide.tools.estimate.report import Result, draw, print_table
+from lowtide.tools.estimate.report import draw, print_table
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
+from lowtide.tools.estimate.step import Result
 from lowtide.tools.estimate.step import estimate as estimated
 from lowtide.tools.estimate.table import read, write
 from lowtide.tools.estimate.training import measure as measured_peak

@@ -1,7 +1,6 @@
 """Show estimates as a table on the terminal and as a picture."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.table import Table
 
 from lowtide.tools import figures
 from lowtide.tools.estimate.setting import Loss, Setting
-from lowtide.tools.estimate.step import Estimate
+from lowtide.tools.estimate.step import Estimate, Result
 from lowtide.tools.estimate.tracker import ACTIVATIONS, CATEGORIES, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS
 
 COLORS = {
@@ -19,15 +18,6 @@ COLORS = {
     ACTIVATIONS: figures.COLORS["lowtide"],
     LOGITS: figures.COLORS["eager"],
 }
-
-
-@dataclass(frozen=True)
-class Result:
-    """Hold the estimate of one setting and loss, and its measurement."""
-
-    estimate: Estimate
-    measured: int | None = None  # In bytes, if it was measured.
-    out_of_memory: bool = False
 
 
 def print_table(console: Console, results: Sequence[Result]) -> None:

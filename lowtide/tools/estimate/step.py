@@ -36,6 +36,15 @@ class Estimate:
         return sum(self.held.values())
 
 
+@dataclass(frozen=True)
+class Result:
+    """Hold the estimate of one setting and loss, and its measurement."""
+
+    estimate: Estimate
+    measured: int | None = None  # In bytes, if it was measured.
+    out_of_memory: bool = False
+
+
 def estimate(
     setting: Setting, loss: Loss, device: str = "cuda", report: Report = lambda words: None
 ) -> Estimate:

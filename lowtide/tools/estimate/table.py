@@ -8,9 +8,8 @@ from pathlib import Path
 from lowtide.tools import files
 from lowtide.tools.environment import ENVIRONMENT, Environment
 from lowtide.tools.errors import UserError
-from lowtide.tools.estimate.report import Result
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.tools.estimate.step import Estimate
+from lowtide.tools.estimate.step import Estimate, Result
 from lowtide.tools.estimate.tracker import CATEGORIES
 
 OUT_OF_MEMORY = "out of memory"

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from lowtide.tools.errors import UserError
-from lowtide.tools.estimate.report import Result, draw, print_table
+from lowtide.tools.estimate.report import draw, print_table
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.tools.estimate.step import Estimate
+from lowtide.tools.estimate.step import Estimate, Result
 from lowtide.tools.estimate.table import COLUMNS, read, write
 from lowtide.tools.estimate.tracker import CATEGORIES
 from tests.support.drawings import drawn
