@@ -138,7 +138,8 @@ def test_options_are_those_of_the_call():
 
 def test_command(calls):
     arguments = ("--device", "cpu", "--autocast", "bfloat16", "--dtype", "float32", "--bias")
-    done = invoke("warmup", "24,8,40", "4,8,16", *arguments, "--softcap", "30", "--workspace", "1MiB")
+    shapes = ("--shape", "24,8,40", "--shape", "4,8,16")
+    done = invoke("warmup", *shapes, *arguments, "--softcap", "30", "--workspace", "1MiB")
     assert done.exit_code == 0, done.output
     first, second = done.output.splitlines()
     assert first.startswith("24 x 8 x 40 float32 on cpu: ")
@@ -151,6 +152,6 @@ def test_command(calls):
 
 @pytest.mark.parametrize("words", ["24,8", "a,b,c"])
 def test_command_refuses_other_words(words):
-    done = invoke("warmup", words)
+    done = invoke("warmup", "--shape", words)
     assert done.exit_code == 2
     assert f"'{words}' must be N,D,V" in said(done)

@@ -16,8 +16,9 @@ from lowtide.tools.environment import Device, choose_device
 
 
 def warmup(
-    shapes: Annotated[
-        list[str], typer.Argument(metavar="N,D,V...", help="Tokens, features and classes of a call.")
+    shape: Annotated[
+        list[str],
+        typer.Option(metavar="N,D,V", help="Tokens, features and classes of a call; repeatable."),
     ],
     dtype: Annotated[DType, typer.Option(help="Of input and weight.")] = DType.bfloat16,
     device: DeviceOption = Device.auto,
@@ -35,7 +36,7 @@ def warmup(
     processes find the kernels compiled.
     """
     on = choose_device(device)
-    sizes = [_sizes(shape) for shape in shapes]
+    sizes = [_sizes(words) for words in shape]
     options = {
         "linear_bias": bias or None,
         "softcap": softcap,
@@ -60,5 +61,5 @@ def _sizes(words: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if len(sizes) != 3:
-        raise typer.BadParameter(f"{words!r} must be N,D,V: tokens, features, classes", param_hint="N,D,V")
+        raise typer.BadParameter(f"{words!r} must be N,D,V: tokens, features, classes", param_hint="--shape")
     return sizes

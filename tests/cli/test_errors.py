@@ -103,7 +103,8 @@ def test_workspace_malformed(command, words):
 
 def test_workspace_options_are_bytes():
     found = {words: option.parser for words, name, _, option in OPTIONS if name == "workspace"}
-    assert found.keys() == {("estimate",), ("doctor", "linear-cross-entropy"), ("bench", "options")}
+    commands = {("estimate",), ("doctor", "linear-cross-entropy"), ("bench", "options"), ("warmup",)}
+    assert found.keys() == commands
     assert set(found.values()) == {size_in_bytes}
 
 
@@ -111,7 +112,7 @@ def test_switches_are_flags():
     """It takes no value: what follows is another argument."""
     switches = [(words, name) for words, name, kind, *_ in OPTIONS if kind is bool]
     assert len(switches) >= 12
-    needs = {("estimate",): ["demo-cpu"]}
+    needs = {("estimate",): ["demo-cpu"], ("warmup",): ["--shape", "4,8,8"]}
     for words, name in switches:
         if words == ("profile",):  # where that is the script
             continue
@@ -130,6 +131,7 @@ OUTPUTS = {
     ("train", "--data", "text.txt", *TRAIN): ("--out",),
     ("bench", "linear-cross-entropy"): ("--out", "--csv"),
     ("bench", "options"): ("--out",),
+    ("bench", "heads"): ("--out", "--plot"),
     ("bench", "chunked-loss"): ("--out",),
     ("bench", "attention"): ("--out",),
     ("bench", "draw", "rows.csv"): ("--out",),
