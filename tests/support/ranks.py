@@ -1,4 +1,4 @@
-"""Two processes of one group, on one machine: started by a test (`run_ranks`), of a module that ends in
+"""Processes of one group, on one machine: started by a test (`run_ranks`), of a module that ends in
 `as_rank(run)`. What is wrong is known by scenario and by rank.
 """
 
@@ -19,43 +19,47 @@ RANKS = 2
 Result = dict[str, Any]
 
 
-def run_ranks(module: str, store: Path, kinds: Sequence[str], *options: str) -> list[dict[str, Result]]:
+def run_ranks(
+    module: str, store: Path, kinds: Sequence[str], *options: str, ranks: int = RANKS
+) -> list[dict[str, Result]]:
     """What `run` of the module returns, by rank and kind of scenario; `raised` is an error. `options` are
     Python's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    ranks = [
+    processes = [
         subprocess.Popen(
-            [sys.executable, *options, "-m", module, f"file://{store}", str(rank), *kinds],
+            [sys.executable, *options, "-m", module, f"file://{store}", f"{rank}/{ranks}", *kinds],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(RANKS)
+        for rank in range(ranks)
     ]
     try:
-        outputs = [rank.communicate(timeout=200) for rank in ranks]
+        outputs = [process.communicate(timeout=200) for process in processes]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in processes:
+            process.kill()
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
-    assert all(rank.returncode == 0 for rank in ranks), outputs[0][1] + outputs[1][1]
-    assert all(len(each) == len(kinds) for each in found), outputs[0][1] + outputs[1][1]
+    errors = "".join(error for _, error in outputs)
+    assert all(process.returncode == 0 for process in processes), errors
+    assert all(len(each) == len(kinds) for each in found), errors
     return [{each.pop("kind"): each for each in rank} for rank in found]
 
 
 def as_rank(run: Callable[[str, int], Result]) -> None:
     """Joins the group and prints what run(kind, rank) returns, as JSON, a line for each kind."""
-    store, rank, *kinds = sys.argv[1:]
+    store, place, *kinds = sys.argv[1:]
+    rank, ranks = map(int, place.split("/"))
     torch.set_num_threads(1)
     minute = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=int(rank), world_size=RANKS, timeout=minute)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=minute)
     raised = False
     for kind in kinds:
         try:
-            result = run(kind, int(rank))
+            result = run(kind, rank)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             raised, result = True, {"raised": f"{type(error).__name__}: {error}"}
         print(json.dumps({"kind": kind, **result}), flush=True)
