@@ -94,14 +94,16 @@ class Operand:
         # A GEMM copies a layout that it cannot read, each time.
         return torch.empty_like(weight_BD, dtype=self.dtype).copy_(weight_BD)
 
-    def weights(self, step: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all classes, a block at a time, with their weights.
+    def weights(self, step: int, part: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield all classes, or those of a part, a block at a time, with their weights.
 
         Copies reuse one buffer. The CPU's allocator would return each copy to the system, and
         getting its pages again takes longer than the copy itself.
         """
         buffer = None
-        for classes in blocks(self.weight_VD.shape[0], step):
+        first, last = (0, self.weight_VD.shape[0]) if part is None else (part.start, part.stop)
+        for block in blocks(last - first, step):
+            classes = slice(first + block.start, first + block.stop)
             weight_BD = self.weight_VD[classes]
             if weight_BD.dtype != self.dtype or not multiplies(weight_BD):
                 buffer = torch.empty_like(weight_BD, dtype=self.dtype) if buffer is None else buffer

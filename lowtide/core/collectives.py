@@ -1,0 +1,93 @@
+"""Move tensors between the ranks of one process group, by torch.distributed alone.
+
+An operator's schema has no process group, so a group travels by its name. Every collective is
+asynchronous: it returns a function that waits for it. On CUDA that makes the current stream wait,
+not the host. Gathers move bytes, so they round nothing, and all ranks hold the same bits.
+
+Each rank must issue the same collectives in the same order.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Wait = Callable[[], Tensor]
+
+
+class Group:
+    """Hold a process group, or one rank alone if the name is ""."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.group = group_named(name) if name else None
+        self.size: int = self.group.size() if self.group else 1
+        self.rank: int = self.group.rank() if self.group else 0
+
+    def gather(self, tensor: Tensor) -> Wait:
+        """Return the tensors of all ranks, [ranks, ...], which have the same shape on each."""
+        if self.size == 1:
+            return lambda: tensor[None]
+        tensor = tensor.contiguous()
+        out = tensor.new_empty(self.size, *tensor.shape)
+        if not tensor.numel():
+            return lambda: out
+        # Not every backend moves every dtype, but all move bytes.
+        mine, all_ranks = (each.view(-1).view(torch.uint8) for each in (tensor, out))
+        work = _gather_into()(all_ranks, mine, group=self.group, async_op=True)
+        return _after(work, out, tensor)
+
+    def sum_(self, tensor: Tensor) -> Wait:
+        """Replace the tensor by its sum over the ranks; it must be contiguous."""
+        if self.size == 1 or not tensor.numel():
+            return lambda: tensor
+        return _after(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+
+    def scatter_sum(self, tensor: Tensor) -> Wait:
+        """Return the sum over the ranks of this rank's part, of [ranks, ...]."""
+        if self.size == 1:
+            return lambda: tensor[0]
+        out = torch.empty_like(tensor[0])
+        if not tensor.numel():
+            return lambda: out
+        flat = (each.view(-1) for each in (out, tensor))
+        work = _scatter_into()(*flat, group=self.group, async_op=True)
+        return _after(work, out, tensor)
+
+
+def _after(work: Any, out: Tensor, *held: Tensor) -> Wait:
+    """Return a function that waits and returns `out`; the tensors live until then."""
+
+    def wait() -> Tensor:
+        work.wait()
+        del held_until_then[:]
+        return out
+
+    held_until_then = [*held]
+    return wait
+
+
+# Since torch 2.13 the collectives of one tensor have other names, and the old ones warn.
+
+
+@functools.cache
+def _gather_into() -> Any:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@functools.cache
+def _scatter_into() -> Any:
+    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of that name; torch has no public function for it."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return True for a DTensor, without importing torch.distributed.tensor."""
+    return type(value).__name__ == "DTensor"
