@@ -10,6 +10,7 @@ engines/     the loss and its gradients, chunk by chunk
 operator/    the operators of torch.ops.lowtide, and their derivatives
 dispatch     run a checked call as an operator, as a row function or densely
 positions    a K-dimensional loss, which has one head per position
+sharding     a head whose classes are divided over ranks: its DTensors or group, and its results
 api          the public functions and LinearCrossEntropyLoss
 """
 

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy import dispatch, positions
+from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
@@ -30,6 +31,11 @@ def linear_cross_entropy(
     row_weight: Tensor | None = None,
     workspace: int | None = None,
     backend: Backend = "auto",
+    group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
+    segments: int | None = None,
 ) -> Tensor:
     r"""Compute `cross_entropy(linear(input, linear_weight, linear_bias), target)` without logits.
 
@@ -98,6 +104,25 @@ def linear_cross_entropy(
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed,
             else `"torch"`. `"reference"` is the plain definition, which holds all logits whatever
             the workspace.
+        group: a torch.distributed.ProcessGroup over whose ranks the classes are divided;
+            linear_weight, linear_bias and weight are then this rank's rows, and probabilities its
+            columns. None where linear_weight is a DTensor, whose placements say the same, or where
+            one process has all classes.
+        first_class, num_classes: the class of this rank's first row, and V. By default all ranks
+            have as many rows as this one, in order. Rows from `num_classes` on are padding.
+        tokens_sharded: True if each rank of the group passes tokens of its own, whose losses count
+            together; False if all pass the same.
+        segments: merge the statistics of so many segments of the classes in order, which makes the
+            bits of the result independent of the number of ranks; see `Sharded heads`.
+
+    Sharded heads:
+        The classes may be divided over ranks (tensor parallelism): linear_weight is a DTensor with
+        placement ``Shard(0)`` over one dimension of its mesh, or this rank's rows, with a `group`.
+        All options are exact. The loss is the same on all ranks, the input's gradient arrives
+        summed over them, and the weight's stays on its rank. Ranks gather three numbers a row, and
+        sum the input's gradient, chunk by chunk; no rank holds logits of all classes. Each call
+        checks that those of all ranks fit together, on CUDA the first of its kind. Such a head has
+        first derivatives by backward alone. docs/distributed.md has the rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
@@ -186,16 +211,37 @@ def linear_cross_entropy(
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": softcap,
-        "logit_scale": logit_scale,
         "z_loss": z_loss,
-        "row_weight": row_weight,
         "workspace": workspace,
         "backend": backend,
     }
+    given = input, linear_weight, target, linear_bias, weight, logit_scale, row_weight
+    call = sharding.sharded_call(
+        dict(zip(sharding.TENSORS, given)),
+        group=group,
+        first_class=first_class,
+        num_classes=num_classes,
+        tokens_sharded=tokens_sharded,
+        segments=segments,
+    )
+    with call.telling_errors():
+        loss = _loss(**call.tensors, **options, shard=call.shard)
+    return call.returned(loss, by_row=reduction == "none")
+
+
+def _loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Compute the loss of this rank's tensors."""
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
         loss = dispatch.run(*positions.call_of(input, linear_weight, target, linear_bias, weight, **options))
         rows = (*input.shape[:1], *linear_weight.shape[1:-1])
-        return loss.view(rows) if reduction == "none" else loss
+        return loss.view(rows) if options["reduction"] == "none" else loss
     return dispatch.cross_entropy(
         (input,), (linear_weight,), target, linear_bias=linear_bias, weight=weight, **options
     )
@@ -212,6 +258,11 @@ def linear_log_probs(
     ignore_index: int | None = -100,
     workspace: int | None = None,
     backend: Backend = "auto",
+    group: ProcessGroup | None = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
+    segments: int | None = None,
 ) -> LogProbs:
     r"""Return `LogProbs(log_prob, entropy, logsumexp, argmax)` of each token, without the logits.
 
@@ -247,7 +298,8 @@ def linear_log_probs(
             logsumexp are 0, without gradient, and its argmax is -1. To have the last three for
             every row, give every row a class.
         logit_scale: 1 / temperature; a float, or a 0-d tensor that may require a gradient.
-        The others are those of :func:`linear_cross_entropy`.
+        The others, those of a head whose classes are divided over ranks among them, are those of
+        :func:`linear_cross_entropy`.
 
     Dtypes: the results are float32 (float64 for float64 input), argmax is int64. Entropy is in
     nats.
@@ -266,17 +318,30 @@ def linear_log_probs(
     (arxiv.org/abs/2305.18290) and GRPO (arxiv.org/abs/2402.03300); asked for in
     Liger-Kernel issue 873 and TRL issue 7244.
     """
-    return dispatch.log_probs(
-        (input,),
-        (linear_weight,),
-        target,
-        linear_bias=linear_bias,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=ignore_index,
-        workspace=workspace,
-        backend=backend,
+    given = input, linear_weight, target, linear_bias, None, logit_scale, None
+    call = sharding.sharded_call(
+        dict(zip(sharding.TENSORS, given)),
+        group=group,
+        first_class=first_class,
+        num_classes=num_classes,
+        tokens_sharded=tokens_sharded,
+        segments=segments,
     )
+    own = call.tensors
+    with call.telling_errors():
+        found = dispatch.log_probs(
+            (own["input"],),
+            (own["linear_weight"],),
+            own["target"],
+            linear_bias=own["linear_bias"],
+            softcap=softcap,
+            logit_scale=own["logit_scale"],
+            ignore_index=ignore_index,
+            workspace=workspace,
+            backend=backend,
+            shard=call.shard,
+        )
+    return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -298,6 +363,8 @@ class LinearCrossEntropyLoss(nn.Module):
             function.
         The others are those of :func:`linear_cross_entropy`. Row weights go to the call:
         ``criterion(hidden, target, row_weight=...)``.
+
+    `parallelize_module` with ``{"linear": ColwiseParallel()}`` divides the classes over ranks.
     """
 
     weight: Tensor | None
@@ -318,6 +385,8 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         workspace: int | None = None,
         backend: Backend = "auto",
+        tokens_sharded: bool = False,
+        segments: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -345,6 +414,8 @@ class LinearCrossEntropyLoss(nn.Module):
             "z_loss": z_loss,
             "workspace": workspace,
             "backend": backend,
+            "tokens_sharded": tokens_sharded,
+            "segments": segments,
         }
 
     if TYPE_CHECKING:  # nn.Module's returns Any
@@ -373,4 +444,7 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
+        said = {
+            name: value for name, value in self.options.items() if value is not None and value is not False
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in said.items())

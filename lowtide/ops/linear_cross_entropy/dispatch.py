@@ -30,6 +30,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_loss_options,
     check_row_weight,
 )
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator import (
     autograd,
     fake,  # noqa: F401  registers itself
@@ -66,6 +67,7 @@ def cross_entropy(
     row_weight: Tensor | None = None,  # [...]
     workspace: int | None = None,
     backend: Backend = "auto",
+    shard: VocabShard | None = None,
 ) -> Tensor:
     check_arguments(
         inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
@@ -82,13 +84,15 @@ def cross_entropy(
         softcap=softcap,
         workspace=workspace,
         backend=backend,
+        shard=shard,
     )
     return run(head, Labels(target, weight, row_weight), options)
 
 
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
     """Compute the loss of checked arguments by the operators, the row function or densely."""
-    if head.by_position and 0 in head.weights[0].shape[:2]:
+    refuse_sharded_by_definition(head, labels, options)
+    if head.by_position and 0 in head.weights[0].shape[:2] and not options.sharded:
         return reference.without_classes_or_positions(head, labels, options)
     by_definition = _by_definition(head, options)
     transformed = not by_definition and _unknown_to_operators(head, labels)
@@ -118,9 +122,10 @@ def log_probs(
     ignore_index: int | None = -100,
     workspace: int | None = None,
     backend: Backend = "auto",
+    shard: VocabShard | None = None,
 ) -> LogProbs:
     check_tensors({"linear_weight": linear_weights[0]})
-    check_head(linear_weights[0])
+    check_head(linear_weights[0], sharded=shard is not None)
     check_arguments(
         inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
     )
@@ -128,8 +133,14 @@ def log_probs(
     check_ignore_index(ignore_index)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
     options = Options.of(
-        inputs[0], ignore_index=ignore_index, softcap=softcap, workspace=workspace, backend=backend
+        inputs[0],
+        ignore_index=ignore_index,
+        softcap=softcap,
+        workspace=workspace,
+        backend=backend,
+        shard=shard,
     )
+    refuse_sharded_by_definition(head, Labels(target), options)
     if _by_definition(head, options):
         found = reference.linear_log_probs(head, target, options)
     elif _unknown_to_operators(head, Labels(target)):
@@ -139,12 +150,23 @@ def log_probs(
     return LogProbs(*(each.view(head.leading) for each in found))
 
 
+def refuse_sharded_by_definition(head: Head, labels: Labels, options: Options) -> None:
+    """Raise for a sharded head that only the definition could compute."""
+    named = options.backend == "reference" or head.device.type == "meta"
+    if options.sharded and (named or _unknown_to_operators(head, labels)):
+        autograd.refuse_sharded(options)
+
+
 def _by_definition(head: Head, options: Options) -> bool:
     """Return True if the dense reference runs: it is asked for, or no logits take memory.
 
     They take none if there are no classes or no data (meta tensors).
     """
-    return options.backend == "reference" or head.classes == 0 or head.device.type == "meta"
+    return (
+        options.backend == "reference"
+        or (head.classes == 0 and not options.sharded)
+        or head.device.type == "meta"
+    )
 
 
 def _unknown_to_operators(head: Head, labels: Labels) -> bool:

@@ -28,6 +28,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_row_weight,
     check_target_dtype,
 )
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 
 
 def call_of(
@@ -46,6 +47,7 @@ def call_of(
     row_weight: Tensor | None,  # [N, d1, ..., dK]
     workspace: int | None,
     backend: Backend,
+    shard: VocabShard | None = None,
 ) -> tuple[Head, Labels, Options]:
     """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] if P = 1."""
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
@@ -54,7 +56,7 @@ def call_of(
     check_target_dtype(target)
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
-    _check_shapes(input, target, linear_bias, V, dims)
+    _check_shapes(input, target, linear_bias, V, dims, sharded=shard is not None)
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
     N, D = input.shape[0], linear_weight.shape[-1]
     check_arguments(  # of one position, and there may be none
@@ -74,6 +76,7 @@ def call_of(
         softcap=softcap,
         workspace=workspace,
         backend=backend,
+        shard=shard,
     )
     first = 0 if math.prod(dims) == 1 else 1  # one position has no dimension of its own
     head = Head(
@@ -87,7 +90,11 @@ def call_of(
     return head, Labels(target, weight, row_weight), options
 
 
-def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int]) -> None:
+def _check_shapes(
+    input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int], *, sharded: bool
+) -> None:
+    if sharded and 0 in dims:
+        raise ArgumentError(f"linear_weight must have at least one position, got dimensions {dims}")
     if input.dim() != 2:
         raise ArgumentError(
             "input must have shape [N, D] where linear_weight has more than two dimensions "
@@ -98,7 +105,9 @@ def _check_shapes(input: Tensor, target: Tensor, linear_bias: Tensor | None, V: 
         raise ArgumentError(f"target must have shape {expected}, got {list(target.shape)}")
     if linear_bias is not None and list(linear_bias.shape) != [V, *dims]:
         raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
-    if V == 0 and target.numel() and not target.is_floating_point() and len(dims) != 2:  # as torch has it
+    if (
+        V == 0 and not sharded and target.numel() and not target.is_floating_point() and len(dims) != 2
+    ):  # as torch has it
         raise ArgumentError("linear_weight must have at least one class where target holds class indices")
 
 

@@ -62,7 +62,7 @@ class Call:
 
     def plan(self) -> Plan:
         """Return the plan; raise any error that the call itself would raise."""
-        head, options, call_kind = self._given()
+        head, options, call_kind, _ = self._given()
         with FakeTensorMode(), torch.no_grad():
             return make_plan(head, with_graph_facts(head, options, call_kind), call_kind)
 

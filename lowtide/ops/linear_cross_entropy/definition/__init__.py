@@ -2,7 +2,8 @@
 
 Modules, in import order (a module imports only from those above it):
 
-head        a head's tensors and the options of the loss
-validation  check the arguments of a call
-reference   the dense definition in torch, with all logits at once
+vocab_shard  the classes that a rank holds
+head         a head's tensors and the options of the loss
+validation   check the arguments of a call
+reference    the dense definition in torch, with all logits at once
 """

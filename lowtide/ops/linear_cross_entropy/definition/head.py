@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
@@ -125,6 +127,13 @@ class Options(NamedTuple):
     """The dtype that the products' operands are rounded to: the input's, or autocast's."""
     workspace: int | None = None
     backend: str = "auto"
+    # The fields of VocabShard.
+    group: str = ""
+    ranks: int = 1
+    first_class: int = 0
+    num_classes: int = 0
+    tokens_sharded: bool = False
+    segments: int = 0
 
     @classmethod
     def of(
@@ -138,8 +147,12 @@ class Options(NamedTuple):
         reduction: str = "none",
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        shard: VocabShard | None = None,
     ) -> "Options":
-        """Make options of checked arguments: plain numbers, and what None stands for."""
+        """Make options of checked arguments: plain numbers, and what None stands for.
+
+        `shard` is None for a head that is not sharded.
+        """
         smoothing = float(label_smoothing)
         return cls(
             reduction=reduction,
@@ -150,7 +163,19 @@ class Options(NamedTuple):
             compute_dtype=compute_dtype(input),
             workspace=capped(workspace),
             backend=backend,
+            **({} if shard is None else shard._asdict()),
         )
+
+    @property
+    def shard(self) -> VocabShard:
+        """Return the place of this rank's classes."""
+        return VocabShard(
+            self.group, self.ranks, self.first_class, self.num_classes, self.tokens_sharded, self.segments
+        )
+
+    @property
+    def sharded(self) -> bool:
+        return self.num_classes > 0
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -118,13 +118,14 @@ def check_ignore_index(ignore_index: object) -> None:
         raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
 
 
-def check_head(linear_weight: Tensor) -> None:
+def check_head(linear_weight: Tensor, *, sharded: bool = False) -> None:
+    """Check the head of log-probabilities; of a sharded one a rank may have no class."""
     if linear_weight.dim() > 2:
         raise ArgumentError(
             f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
             "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
         )
-    if linear_weight.dim() == 2 and linear_weight.shape[0] == 0:
+    if linear_weight.dim() == 2 and linear_weight.shape[0] == 0 and not sharded:
         raise ArgumentError(
             f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}"
         )

@@ -8,9 +8,11 @@ Modules, in import order (a module imports only from those above it):
 
 row_math          the formulas of a row in torch: logits, statistics, coefficients of the gradient
 row_math_triton   those that kernels share, in Triton
+gradients         memory for the gradients, and the factors still to be applied to them
+part_stats        statistics of parts of the classes, gathered from the ranks and merged
+token_order       the tokens of all ranks, and sums of input gradients over the ranks
 row_loss          the loss of each row, and the coefficients of its gradient
 saved_stats       row statistics as an operator's outputs, with the engine that made them
-gradients         memory for the gradients, and the factors still to be applied to them
 gemm/             what the GEMM kernels share, in Triton and in Gluon
 weight_gradient/  accumulators of the weight gradient, and the choice of one
 engine            the walk over chunks of rows and blocks of classes; distillation uses it too

@@ -20,7 +20,7 @@ from lowtide.core.pending_gradient import (
     scale_into,
     split_factor,
 )
-from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -77,9 +77,13 @@ def allocate(
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
-        headroom = fp16_headroom_of_input(weight) if input.dtype == torch.float16 else FP16_EXPONENT
+        # Of a sharded head no rank knows the largest weight.
+        summed = keeps_input_sum(input, plan.options)
+        headroom: int | Tensor = FP16_EXPONENT
+        if input.dtype == torch.float16 and not summed:
+            headroom = fp16_headroom_of_input(weight)
         shape = (head.tokens, input.shape[-1])
-        return of(input, shape, summed=False, zero=some_rows, by_row=by_row, headroom=headroom)
+        return of(input, shape, summed=summed, zero=some_rows, by_row=by_row, headroom=headroom)
 
     def of_weight(k: int, input: Tensor, weight: Tensor) -> PendingGradient:
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
@@ -127,6 +131,11 @@ def allocate_one(
         return PendingGradient(tensor, None, factor)
     applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
     return PendingGradient(tensor, applied, remaining)
+
+
+def keeps_input_sum(input: Tensor, options: Options) -> bool:
+    """Return True if an input gradient is kept in the dtype of the sums until backward."""
+    return options.sharded and input.dtype == torch.float16
 
 
 class InputRows:

@@ -47,7 +47,8 @@ class LossEngine(Engine):
             Operand(input, weight, plan.compute_dtype, copies, kept_rows)
             for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
         ]
-        super().__init__(plan, operands, self.rows.M, self.rows.V, kept_rows)
+        super().__init__(plan, operands, self.rows.M, head.classes, kept_rows)
+        self.first_class = plan.options.first_class
 
     def row_statistics(self) -> Any:  # of stats_kind
         """Compute the row statistics without gradients."""
@@ -86,6 +87,8 @@ class LossEngine(Engine):
         if gradients.scale is not None:
             grad_dot_logit_N = stats.grad_dot_logit_N.masked_fill_(self.rows.ignored_N, 0)
             torch.sum(grad_dot_logit_N, 0, out=gradients.scale.tensor)
+            if self.plan.agreement is not None:
+                self.plan.agreement.group.sum_(gradients.scale.tensor)()
         return gradients
 
     def walk_classes(self, coefs: RowCoefs, stats: Any, gradients: Gradients, of_tokens: Any) -> None:
@@ -98,11 +101,11 @@ class LossEngine(Engine):
         """Return what the softmax needs of a tile's columns."""
         smoothing, soft_NV = self.plan.options.label_smoothing, self.rows.soft_NV
         return TileColumns(
-            first_class=classes.start,
+            first_class=self.first_class + (classes.start or 0),
             transform=self.transform.of(classes),
             class_weight_B=None if self.class_weight_V is None else self.class_weight_V[classes],
             soft_CB=None if soft_NV is None else soft_NV[rows, classes],
-            smoothing=(1 - smoothing, smoothing / self.V),
+            smoothing=(1 - smoothing, smoothing / self.rows.V),
         )
 
     def target_logits(self, u_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:

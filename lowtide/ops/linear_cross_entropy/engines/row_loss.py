@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
+from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     ExcludedTargetStats,
     RowCoefs,
     RowStats,
 )
+from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -34,7 +36,10 @@ class RowLoss:
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
         self.plan, self.device = plan, head.device
-        self.N, self.V = head.tokens, head.classes
+        self.N, self.V = head.tokens, plan.options.num_classes or head.classes
+        self.own_classes, self.order = head.classes, None
+        if plan.agreement is not None and plan.options.tokens_sharded:
+            self.order = TokenOrder(plan.agreement, self.device)
         self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
         self._set_target(labels.target)
         self.row_weight_N = None
@@ -44,7 +49,7 @@ class RowLoss:
     def _set_target(self, target: Tensor) -> None:
         self.soft_NV, self.kept_rows = None, None
         if self.plan.call_kind.probabilities:
-            self.soft_NV = target.reshape(self.N, self.V)
+            self.soft_NV = target.reshape(self.N, self.own_classes)
             self.M = self.N
             self.ignored_N = torch.zeros(self.N, dtype=torch.bool, device=self.device)
             self.invalid_target_N = self.ignored_N
@@ -52,9 +57,12 @@ class RowLoss:
             return
         ignore_index = self.plan.options.ignore_index
         target_N = target.flatten().long()  # a narrower one would wrap ignore_index
+        if self.order is not None:
+            target_N = self.order.gather(target_N, ignore_index)
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
-        if self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any()):
+        leaves_out = self.device.type == "cpu" and self.plan.backend == "torch" and self.order is None
+        if leaves_out and bool(ignored_N.any()):
             self.kept_rows = (~ignored_N).nonzero()[:, 0]
             target_N, ignored_N = target_N[self.kept_rows], ignored_N[self.kept_rows]
         self.M = target_N.shape[0]
@@ -62,14 +70,18 @@ class RowLoss:
         self.invalid_target_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
         self.target_N = target_N.masked_fill(ignored_N | self.invalid_target_N, 0)
 
-    # Convert vectors of all rows to those of kept rows, and back.
+    # Convert vectors of this rank's rows to those of kept rows, or of all ranks' rows, and back.
 
-    def of_kept(self, vector_N: Tensor) -> Tensor:  # [M]
+    def of_kept(self, vector_N: Tensor, fill: float = 0) -> Tensor:  # [M]
+        """`fill` is for rows that only take part, where ranks have tokens of their own."""
+        if self.order is not None:
+            return self.order.gather(vector_N, fill)
         return vector_N if self.kept_rows is None else vector_N[self.kept_rows]
 
     def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
         if self.kept_rows is None:
-            return vector_M.masked_fill(self.ignored_N, ignored)
+            vector_M = vector_M.masked_fill(self.ignored_N, ignored)
+            return vector_M if self.order is None else self.order.own(vector_M)
         return vector_M.new_full((self.N,), ignored).index_copy_(0, self.kept_rows, vector_M)
 
     # The loss of each row, and the coefficients of its gradient.
@@ -154,7 +166,22 @@ class RowLoss:
         )
 
     def total_weight(self) -> Tensor | int:
-        return self.V if self.class_weight_V is None else self.class_weight_V.sum()
+        if self.class_weight_V is None:
+            return self.V
+        return self.class_weight_V.sum() if self.plan.agreement is None else self.weight_P.sum()
+
+    @functools.cached_property
+    def weight_P(self) -> Tensor:
+        """Return the total weight of each part of a sharded head's classes."""
+        options, agreement = self.plan.options, self.plan.agreement
+        assert agreement is not None
+        weight_p = torch.zeros(agreement.most_parts, dtype=self.plan.sum_dtype, device=self.device)
+        for p, part in enumerate(options.shard.parts_of(options.first_class, self.own_classes)):
+            if self.class_weight_V is None:
+                weight_p[p] = part.stop - part.start
+            else:
+                weight_p[p] = self.class_weight_V[part].sum()
+        return gather_parts(weight_p, agreement)()
 
     def _of_kept_as_sums(self, vector_N: Tensor) -> Tensor:
         return self.of_kept(vector_N).to(self.plan.sum_dtype).masked_fill(self.ignored_N, 0)
@@ -171,9 +198,23 @@ class RowLoss:
         """
         if self.class_weight_V is None:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        elif self.plan.agreement is not None:
+            weight_N = self._weight_of_all_ranks()
         else:
             weight_N = self.class_weight_V[self.target_N]
         return weight_N.masked_fill_(self.invalid_target_N, torch.nan).masked_fill_(self.ignored_N, 0)
+
+    def _weight_of_all_ranks(self) -> Tensor:
+        """Return the class weight of each row's target, which one of the ranks has."""
+        assert self.class_weight_V is not None
+        assert self.plan.agreement is not None
+        weight_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        if self.own_classes:
+            place_N = self.target_N - self.plan.options.first_class
+            inside_N = (place_N >= 0) & (place_N < self.own_classes)
+            own_N = self.class_weight_V[place_N.masked_fill(~inside_N, 0)]
+            weight_N = own_N.masked_fill(~inside_N, 0)
+        return self.plan.agreement.group.sum_(weight_N)()
 
     def empty_stats(self, kind: type[Stats]) -> Stats:
         """Return memory for the statistics that the call needs."""

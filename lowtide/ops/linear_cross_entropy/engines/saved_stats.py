@@ -42,7 +42,10 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
     """Return the statistics of kept rows."""
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
-    max_N, sum_N, *third = (rows.of_kept(each.flatten().contiguous()) for each in saved)
+    fills = (torch.inf, 1, 0)  # those of an ignored row
+    max_N, sum_N, *third = (
+        rows.of_kept(each.flatten().contiguous(), fill) for each, fill in zip(saved, fills)
+    )
     if rows.plan.call_kind.log_probs:
         return kind(max_N, sum_N, mean_N=third[0])
     return kind(max_N, sum_N, soft_mass_N=third[0] if third else None)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
+from lowtide.core.errors import ArgumentError
 from lowtide.core.operator import derivative
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
@@ -65,6 +66,7 @@ def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, 
     _refuse_others(ctx)
     head, labels, rest = _saved(ctx)
     if is_differentiated(grad_output):
+        refuse_sharded(options)
 
         def losses(own: list[Any]) -> tuple[Tensor, ...]:
             return (higher_order.linear_cross_entropy(head.of(own), labels, options),)
@@ -88,6 +90,7 @@ def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[
     _refuse_others(ctx)
     head, (target, *_), statistics = _saved(ctx)
     if is_differentiated(*grad_output):
+        refuse_sharded(options)
 
         def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
             return higher_order.linear_log_probs(head.of(own), target, options)
@@ -132,6 +135,17 @@ def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...
     terms, others = ctx.terms, ctx.labels + 1 + len(ctx.options)
     weights = gradients[terms : 2 * terms]
     return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
+
+
+def refuse_sharded(options: Options) -> None:
+    """Raise for a sharded head where the definition would have to run."""
+    if options.sharded:
+        raise ArgumentError(
+            "a head whose classes are divided over ranks, or into segments, has first derivatives by "
+            "backward alone: no create_graph=True, vmap, forward mode, torch.func, gradients of target or "
+            "weight, meta tensors or backend='reference'; for these, gather the weight, and call without "
+            "group and segments"
+        )
 
 
 def _refuse_others(ctx: Any) -> None:

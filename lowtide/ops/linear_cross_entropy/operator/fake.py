@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.engines.gradients import keeps_input_sum
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import keeps_sum, peak_bytes, with_graph_facts
@@ -51,7 +52,8 @@ def _(*arguments: Any) -> list[Tensor]:
         if head.by_position:
             dtype = kept_dtype(place, like.dtype, options.sum_dtype)
         else:
-            rounded = place < terms or (place == terms and not keeps_sum(head, options, call_kind))
+            rounded = place < terms and not keeps_input_sum(like, options)
+            rounded = rounded or (place == terms and not keeps_sum(head, options, call_kind))
             dtype = like.dtype if rounded else options.sum_dtype
         waiting += [like.new_empty(shape, dtype=dtype), torch.empty_like(number)]
     return [number, *waiting]

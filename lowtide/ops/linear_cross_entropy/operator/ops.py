@@ -18,7 +18,9 @@ fake.py registers the shapes of the outputs, autograd.py the derivatives.
 Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
-from lowtide.ops.linear_cross_entropy.operator.planner import make_plan
+from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
+from lowtide.ops.linear_cross_entropy.planning.agreement import agree
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.operands import readable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -43,7 +46,8 @@ HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
 OPTIONS = (
     "bool[] needs_grad, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend"
+    "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend, "
+    "str group, int ranks, int first_class, int num_classes, bool tokens_sharded, int segments"
 )
 
 
@@ -191,7 +195,15 @@ def _planned(
     check_engine(options, head.device)
     head = readable(head, options)
     call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
-    return make_plan(head, options, call_kind), head, labels
+    plan = make_plan(head, options, call_kind)
+    if options.sharded:
+        what = ("linear_log_probs" if log_probs else "linear_cross_entropy") + "_backward" * (
+            statistics is not None
+        )
+        rows = functools.partial(rows_for, head, options, call_kind)
+        agreement = agree(head, labels, options, call_kind, rows, what)
+        plan = replace(plan, rows=agreement.rows, agreement=agreement)
+    return plan, head, labels
 
 
 def call_kind_of(

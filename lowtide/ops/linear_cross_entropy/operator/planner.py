@@ -12,6 +12,7 @@ from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
+from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, operand_access
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
@@ -53,6 +54,8 @@ def choose_engine(call: Call) -> Choice:
     reasons: dict[str, str] = {}
     for engine, spec in SPECS.items():
         reason = spec.unsupported_reason(call, backend)
+        if call.options.sharded and not spec.takes_shards:
+            reason = "it takes a head whose classes are not divided over ranks or into segments"
         if reason is None:
             break
         reasons[engine] = reason
@@ -67,7 +70,7 @@ def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Optio
     """
     layout = head.first_position if head.by_position else head
     engine = choose_engine(Call(layout, options, call_kind)).engine
-    dense = dense_workspace(head, options, call_kind.needs_grad.all)
+    dense = dense_workspace(Call(head, options, call_kind))
     return options._replace(few_tokens=few_tokens(head), engine=engine, dense=dense)  # decision 0014
 
 
@@ -88,6 +91,15 @@ def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
         scales_in_gradient=access.scales_in_gradient,
         **vars(sizes.choose_sizes(workspace, counts)),
     )
+
+
+def rows_for(head: Head, options: Options, call_kind: CallKind, rank_tokens: int) -> int:
+    """Return the rows per chunk that this rank would take if each rank had so many tokens."""
+    call = Call(head, options, call_kind, rank_tokens)
+    if options.dense is not None:
+        call = call._replace(options=options._replace(dense=dense_workspace(call)))
+    _, workspace, counts = _memory(call)
+    return sizes.choose_sizes(workspace, counts).rows
 
 
 def keeps_sum(head: Head, options: Options, call_kind: CallKind) -> bool:
@@ -113,7 +125,7 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
 def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     """Return how operands are read, the workspace in bytes, and the bytes of each part."""
     access = operand_access(call)
-    counts = SPECS[call.options.engine].memory(call, access)
+    counts = with_shard(SPECS[call.options.engine].memory(call, access), call)
     workspace = granted_bytes(call.options.workspace, call.options.dense, counts)
     if PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)

@@ -1,10 +1,11 @@
 """Decide what follows from shapes, dtypes and the device: requirements, chunk sizes, memory.
 
-Nothing here reads the values of tensors or launches a kernel.
+Nothing here reads the values of tensors or launches a kernel, apart from `agreement`.
 
 Modules, in import order (a module imports only from those above it):
 
 call             what a call computes from a head; the names of the engines
+agreement        the ranks of a sharded head agree on a call, or raise the same error
 plan             the plan of a call: the sizes of its pieces, the way to form its weight gradient
 operands         how an engine reads its operands
 requirements     what device and layouts allow, for several engines

@@ -61,10 +61,17 @@ class Call(NamedTuple):
     head: Head
     options: Options
     call_kind: CallKind
+    rank_tokens: int | None = None
+    """The tokens of a rank that sizes are chosen for, if ranks have tokens of their own.
+
+    None for as many as this rank has.
+    """
 
     @property
     def N(self) -> int:
-        return self.head.tokens
+        """Return the tokens, of all ranks if each has its own."""
+        tokens = self.head.tokens if self.rank_tokens is None else self.rank_tokens
+        return tokens * (self.options.ranks if self.options.tokens_sharded else 1)
 
     @property
     def D(self) -> int:
@@ -72,7 +79,17 @@ class Call(NamedTuple):
 
     @property
     def V(self) -> int:
-        return self.head.classes
+        """Return the classes that sizes are chosen for.
+
+        For a sharded head these are no fewer than on the other ranks, if classes are divided
+        evenly. With segments they are all classes, so that chunks depend on no number of ranks.
+        """
+        options = self.options
+        if not options.sharded:
+            return self.head.classes
+        if options.segments:
+            return options.num_classes
+        return max(self.head.classes, -(-options.num_classes // options.ranks))
 
     @property
     def features(self) -> list[int]:

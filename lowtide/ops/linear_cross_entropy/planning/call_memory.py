@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.planning.call import Call
 
 
 def may_depend_on_tokens(tokens: int) -> bool:
@@ -29,18 +30,19 @@ def may_depend_on_tokens(tokens: int) -> bool:
     return not torch.compiler.is_compiling() and isinstance(tokens, int)
 
 
-def dense_workspace(head: Head, options: Options, needs_grad: Sequence[bool]) -> int | None:
+def dense_workspace(call: Call) -> int | None:
     """Return the peak bytes of the dense computation beyond inputs, loss and gradients.
 
-    None if the plan must not depend on N.
+    None if the plan must not depend on N, or on the number of ranks.
     """
-    if not may_depend_on_tokens(head.tokens):
+    head, options, needs_grad = call.head, call.options, call.needs_grad.all
+    if options.segments or not may_depend_on_tokens(head.tokens):
         return None
     positions = head.weights[0].shape[1] if head.by_position else 1
     tracked = [each for each, grad in zip(head.tensors, needs_grad) if grad and each is not None]
     dtypes = {each.dtype for each in (*head.inputs, *head.weights)}
     dense = dense_bytes(
-        head.tokens * positions * head.classes, dtypes, options.compute_dtype, options.sum_dtype, tracked
+        call.N * positions * call.V, dtypes, options.compute_dtype, options.sum_dtype, tracked
     )
     if head.by_position and options.reduction != "none":
         dense -= position_bytes(head, needs_grad, options.sum_dtype)

@@ -15,3 +15,5 @@ class EngineSpec(NamedTuple):
     """Return why the engine cannot run a call on a backend, in words of `lowtide doctor`, or None."""
     memory: Callable[[Call, OperandAccess], ByteCounts]
     """Return the bytes that each part of a call takes."""
+    takes_shards: bool = False
+    """True if it runs a head whose classes are divided over ranks or into segments."""

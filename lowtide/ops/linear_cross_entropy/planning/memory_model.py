@@ -17,6 +17,28 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
+# And those of a part of the classes that ranks gather, with the temporaries of their merge.
+STATISTICS_OF_PART = 16
+
+
+def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
+    """Return the counts with what a sharded head takes; those of another are unchanged.
+
+    Two chunks are held, what the ranks gather, and in torch a copy of the logits for the statistics.
+    If tokens are sharded, those of three chunks are held, and no class block can be formed: it would
+    gather all tokens once more.
+    """
+    if not call.options.sharded:
+        return counts
+    kept = call.V * call.sum_size if call.options.engine == "logits_torch" else 0
+    gathered = (call.options.shard.parts + 1) * STATISTICS_OF_PART * call.sum_size
+    if call.options.tokens_sharded:
+        gathered += 3 * sum(call.features) * call.sum_size
+    return replace(
+        counts,
+        token_bytes=2 * counts.token_bytes + gathered + kept,
+        weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
+    )
 
 
 def counts_with_float32_sums(

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 
 # How a weight gradient is formed: by a single GEMM over all tokens that rounds in its epilogue; by
@@ -57,6 +58,8 @@ class Plan(Tiling):
 
     See exponentials/linear_term.py.
     """
+    agreement: Agreement | None = None
+    """What the ranks agreed on, if the head is sharded."""
 
     @property
     def needs_grad(self) -> NeedsGrad:

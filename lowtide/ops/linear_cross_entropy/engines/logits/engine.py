@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.logits import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
@@ -18,6 +20,27 @@ class LogitsEngine(LossEngine):
     def chunk_buffer(self, gradient: bool) -> Tensor:
         return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
 
+    def logits_into(self, buffer_CV: Tensor, chunks: list[Tensor]) -> None:
+        """Write the products of a chunk, from which its logits are made.
+
+        Those of a segment are products of their own, whose bits depend on no other classes.
+        """
+        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
+            for part in self.parts:
+                for classes, weight_BD in operand.weights(self.plan.operand_classes, part):
+                    self.add_term_(buffer_CV[:, classes], k, x_CD, weight_BD)
+                    del weight_BD  # free a copy before the next term's is made
+
+    @property
+    def parts(self) -> list[slice]:
+        """Return the parts of this rank's classes whose statistics are kept apart."""
+        return self.plan.options.shard.parts_of(self.first_class, self.V)
+
+    def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
+        if self.plan.agreement is None:
+            return super().walk_tokens(coefs, stats, gradients, take_stats)
+        return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
+
     def tile_gradient_(
         self,
         logits_CB: Tensor,
@@ -27,6 +50,7 @@ class LogitsEngine(LossEngine):
         *,
         take_stats: bool = False,
         gradient: bool = True,
+        keep_logits: bool = False,
     ) -> Any:
         """Run the softmax of the plan's backend on a tile of logits, in place."""
         if self.plan.backend == "triton":
@@ -35,5 +59,11 @@ class LogitsEngine(LossEngine):
             from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import softmax_gradient_
         dtype = self.plan.compute_dtype if gradient else None
         return softmax_gradient_(
-            logits_CB, coefs, stats, columns, take_stats=take_stats, gradient_dtype=dtype
+            logits_CB,
+            coefs,
+            stats,
+            columns,
+            take_stats=take_stats,
+            gradient_dtype=dtype,
+            keep_logits=keep_logits,
         )

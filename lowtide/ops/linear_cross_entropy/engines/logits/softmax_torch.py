@@ -28,6 +28,7 @@ def softmax_gradient_(
     *,
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
+    keep_logits: bool = False,  # True: statistics alone, the logits are read again
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
     cached = CACHE_BYTES * torch.get_num_threads() // (B * logits_CB.element_size())
@@ -35,7 +36,7 @@ def softmax_gradient_(
     for start in range(0, C, step):
         rows = slice(start, start + step)
         row, stat, column = coefs[rows], stats[rows], columns[rows]
-        u_cb = logits_CB[rows]
+        u_cb = logits_CB[rows].clone() if keep_logits else logits_CB[rows]
         if column.transform.bias_V is not None:
             u_cb.add_(column.transform.bias_V)
         raw_cb = None if stat.grad_dot_logit_N is None else u_cb.clone()

@@ -218,6 +218,7 @@ def softmax_gradient_(
     *,
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
+    keep_logits: bool = False,  # statistics alone always keep them
 ) -> Tensor | None:  # [C, B]
     """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
     grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)

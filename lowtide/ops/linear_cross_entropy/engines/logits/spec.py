@@ -40,5 +40,5 @@ def _runs_all(call: Call, backend: str) -> None:
     """Return no reason, whatever the call."""
 
 
-TORCH = EngineSpec(_runs_all, _memory_in_torch)
-TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton)
+TORCH = EngineSpec(_runs_all, _memory_in_torch, takes_shards=True)
+TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton, takes_shards=True)

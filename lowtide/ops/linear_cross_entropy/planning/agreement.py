@@ -1,0 +1,192 @@
+"""Let the ranks of a sharded call agree, before their first collective of data.
+
+Each rank must issue the same collectives, of the same sizes, or all of them wait for ever. So each
+says in a message of a fixed size what it was called with. All ranks then raise the same error, or
+all go on with the smallest of their chunks. A rank that raises an error before that sends the error
+in place of its message.
+
+On the CPU every call exchanges messages. On CUDA, where the host has to wait for them, each rank
+does so for the first call of its kind: what changes later on one rank alone is not noticed.
+
+Shapes: V classes of all ranks; P parts of the classes, whose statistics are kept apart.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.collectives import Group
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind
+
+MESSAGE_BYTES = 2048
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Hold what the ranks know of each other."""
+
+    group: Group
+    rows: int
+    """Tokens per chunk."""
+    tokens: tuple[int, ...]
+    """The tokens of each rank."""
+    most_parts: int
+    """The most parts of the classes that a rank holds; each gathers so many."""
+    order_P: Tensor | None
+    """The place of each part among those gathered, in the order of classes; None if it is that."""
+
+
+_agreements: dict[Any, Agreement] = {}
+_count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
+
+
+def agree(
+    head: Head,
+    labels: Labels,
+    options: Options,
+    call_kind: CallKind,
+    rows_for: Callable[[int], int],
+    what: str,
+) -> Agreement:
+    """Return what the ranks agree on; all of them raise if their calls do not fit together.
+
+    `rows_for` returns the rows per chunk that this rank would take, from the tokens of a rank.
+    `what` names the operator.
+    """
+    global _count
+    _count += 1
+    group, shard = Group(options.group), options.shard
+    equal = _facts(head, labels, options, call_kind, what)
+    own = {"first_class": shard.first_class, "classes": head.classes, "tokens": head.tokens}
+    own["rows"] = rows_for(head.tokens)
+    key = group.name, id(group.group), head.device, json.dumps([equal, own])
+    if head.device.type == "cuda" and key in _agreements:
+        return _agreements[key]
+    if not shard.tokens_sharded and not call_kind.probabilities:
+        equal["target"] = _checksum(labels.target)
+    ranks = _exchange(group, {"equal": equal, "own": own}, head.device)
+    for rank, other in enumerate(ranks):
+        if "error" in other:
+            raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
+    _check_equal([each["equal"] for each in ranks])
+    layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
+    _check_layout(layout, shard)
+    counts = [len(shard.parts_of(*each)) for each in layout]
+    most, rows = max(counts), [each["own"]["rows"] for each in ranks]
+    tokens = tuple(each["own"]["tokens"] for each in ranks)
+    if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
+        rows = [each["rows"] for each in _exchange(group, {"rows": rows_for(max(tokens))}, head.device)]
+    step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
+    places = [
+        place
+        for _, place in sorted(
+            (first + part.start, rank * most + number)
+            for rank, (first, classes) in enumerate(layout)
+            for number, part in enumerate(shard.parts_of(first, classes))
+        )
+    ]
+    in_order = places == [*range(most * group.size)]
+    found = Agreement(
+        group,
+        max(min(rows) // step, 1) * step,
+        tokens,
+        most,
+        None if in_order else torch.tensor(places, device=head.device),
+    )
+    if head.device.type == "cuda":
+        _agreements[key] = found
+    return found
+
+
+@contextlib.contextmanager
+def telling_errors(name: str, device: torch.device) -> Iterator[None]:
+    """Tell the other ranks of an error of the arguments, for which they would wait in `agree`."""
+    before = _count
+    try:
+        yield
+    except (ArgumentError, ArgumentTypeError) as error:
+        group = Group(name)
+        # On CUDA the others may have agreed on an earlier call, and do not ask again.
+        known = device.type == "cuda" and any(key[:2] == (name, id(group.group)) for key in _agreements)
+        if _count == before and not known:
+            _exchange(group, {"error": f"{type(error).__name__}: {error}"}, device)
+        raise
+
+
+def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind, what: str) -> dict[str, Any]:
+    """Return what must be equal on all ranks, as JSON holds it."""
+    shared = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "engine")
+    names = ("ranks", "num_classes", "tokens_sharded", "segments")
+    given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
+    facts = {"operator": what} | {name: getattr(options, name) for name in (*shared, *names)}
+    facts["input's features"] = [each.shape[-1] for each in head.inputs]
+    facts["input's dtype"] = str(options.compute_dtype)
+    facts["arguments"] = [name for name, each in given.items() if each is not None]
+    facts["class probabilities"] = call_kind.probabilities
+    facts["requires_grad of input, linear_weight, linear_bias, logit_scale"] = [*call_kind.needs_grad.all]
+    if not options.tokens_sharded:
+        facts["input's tokens"] = head.tokens
+    return facts
+
+
+def _checksum(target: Tensor) -> int:
+    target_N = target.flatten().long()
+    place_N = torch.arange(1, target_N.shape[0] + 1, device=target_N.device)
+    return int((target_N * place_N).sum())
+
+
+def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+    """Return the messages of all ranks."""
+    if group.size == 1:
+        return [message]
+    if "error" in message:
+        message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
+    text = json.dumps(message).encode().ljust(MESSAGE_BYTES)
+    assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return [json.loads(bytes(each.tolist())) for each in group.gather(mine)().cpu()]
+
+
+def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
+    for name in ranks[0]:
+        found = [each.get(name) for each in ranks]
+        if any(each != found[0] for each in found):
+            if name == "target":
+                raise ArgumentError(
+                    "target must be the same on all ranks of the group, where input is replicated, "
+                    "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"
+                )
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
+            raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}")
+
+
+def _check_layout(layout: Sequence[tuple[int, int]], shard: VocabShard) -> None:
+    """Raise unless the ranks hold each class once, and whole segments."""
+    held = sorted(each for each in layout if each[1])
+    ends = [0, *(first + classes for first, classes in held)]
+    once = ends[-1] == shard.num_classes and all(first == end for (first, _), end in zip(held, ends))
+    listed = ", ".join(
+        f"[{first}, {first + classes}) on rank {rank}" for rank, (first, classes) in enumerate(layout)
+    )
+    if not once:
+        raise ArgumentError(
+            f"the shards must hold each of the num_classes ({shard.num_classes}) classes once, got classes "
+            f"{listed}; pass each rank its own rows of the weight, and first_class, the class of the first"
+        )
+    size = shard.segment_classes if shard.segments else 1
+    for first, classes in layout:
+        last = first + classes
+        if classes and (first % size or (last % size and last != shard.num_classes)):
+            raise ArgumentError(
+                f"the shards must be made of whole segments of {size} classes, as segments={shard.segments} "
+                f"and num_classes={shard.num_classes} make them, got classes {listed}; choose segments that "
+                "the number of ranks divides, and pad the weight to a multiple of segments"
+            )

@@ -1,0 +1,271 @@
+"""Turn the arguments of a sharded call into this rank's tensors, and its result back.
+
+A head is sharded if its weight is a DTensor whose classes are divided over one dimension of its
+mesh, or if the caller passes a process group and the rows of this rank. What DTensor's placements
+say of gradients is said here too: the operator returns an input's gradient summed over the ranks,
+and a weight's of this rank's classes alone.
+
+Shapes: N tokens, D features, V classes of all ranks, V_r of this one.
+"""
+
+import contextlib
+import math
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.collectives import is_dtensor
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.planning.agreement import telling_errors
+
+TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
+
+
+@dataclass(frozen=True)
+class ShardedCall:
+    """Hold this rank's tensors of a call, by the names of its arguments, and how to return."""
+
+    tensors: dict[str, Any]
+    shard: VocabShard | None
+    result_of: Any = None
+    """The input, if it is a DTensor; then so are the results."""
+
+    def returned(self, result: Tensor, *, by_row: bool) -> Tensor:
+        """Return a result as what the input is: a tensor, or a DTensor of the same mesh."""
+        if self.result_of is None:
+            return result
+        from torch.distributed.tensor import DTensor, Replicate
+
+        like = self.result_of
+        placements = like.placements if by_row else [Replicate()] * like.device_mesh.ndim
+        shape = like.shape[:-1] if by_row else torch.Size()
+        stride = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
+        whole: Tensor = DTensor.from_local(
+            result, like.device_mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
+        )
+        return whole
+
+    def telling_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Tell the other ranks if the arguments are refused on this one."""
+        if self.shard is None or not self.shard.group or torch.compiler.is_compiling():
+            return contextlib.nullcontext()
+        given = [each for each in self.tensors.values() if isinstance(each, Tensor)]
+        return telling_errors(self.shard.group, given[0].device if given else torch.device("cpu"))
+
+
+def sharded_call(
+    tensors: dict[str, Any],
+    *,
+    group: Any = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
+    segments: int | None = None,
+) -> ShardedCall:
+    """Return this rank's part of a call; that of a head that is not sharded is the call itself.
+
+    `tensors` are the arguments in TENSORS, by name; those that are not given are None.
+    """
+    numbers = (first_class, num_classes, segments)
+    named = group is not None or numbers != (None, None, None) or tokens_sharded
+    if not named and not any(map(is_dtensor, tensors.values())):
+        return ShardedCall(tensors, None)
+    _check_numbers(*numbers)
+    if is_dtensor(tensors["linear_weight"]):
+        if group is not None or first_class is not None:
+            raise ArgumentError(
+                "linear_weight must be this rank's own rows, a plain tensor, where group or first_class is "
+                "given, got a DTensor, which says both itself; leave them out"
+            )
+        call = _of_dtensors(tensors, num_classes, tokens_sharded)
+    elif group is not None:
+        call = _of_group(tensors, group, first_class, num_classes, tokens_sharded)
+    else:
+        call = _of_one_process(tensors, first_class, num_classes, tokens_sharded, segments)
+    if call.shard is None:
+        return call
+    shard = call.shard._replace(segments=segments or 0)
+    return replace(call, shard=shard, tensors=_without_padding(call.tensors, shard))
+
+
+def _check_numbers(first_class: Any, num_classes: Any, segments: Any) -> None:
+    numbers = {"first_class": (first_class, 0), "num_classes": (num_classes, 1), "segments": (segments, 1)}
+    for name, (number, least) in numbers.items():
+        if number is None:
+            continue
+        if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
+            raise ArgumentTypeError(f"{name} must be an int or None, got {number!r}")
+        if number < least:
+            raise ArgumentError(f"{name} must be at least {least}, got {number}")
+
+
+def _of_one_process(
+    tensors: dict[str, Any],
+    first_class: int | None,
+    num_classes: int | None,
+    tokens_sharded: bool,
+    segments: int | None,
+) -> ShardedCall:
+    if first_class is not None or num_classes is not None or tokens_sharded:
+        raise ArgumentError(
+            "group must be given with first_class, num_classes or tokens_sharded, or linear_weight be a "
+            "DTensor with placement Shard(0); got neither"
+        )
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise ArgumentError(
+                f"{name} must be a plain tensor where linear_weight is one and group is not given, got a "
+                f"DTensor; pass {name}.to_local(), or linear_weight as a DTensor with placement Shard(0)"
+            )
+    weight = tensors["linear_weight"]
+    if segments is None or not isinstance(weight, Tensor) or weight.dim() < 2 or weight.shape[0] == 0:
+        return ShardedCall(tensors, None)
+    return ShardedCall(tensors, VocabShard(num_classes=weight.shape[0]))
+
+
+def _of_group(
+    tensors: dict[str, Any],
+    group: Any,
+    first_class: int | None,
+    num_classes: int | None,
+    tokens_sharded: bool,
+) -> ShardedCall:
+    import torch.distributed as dist
+
+    if not isinstance(group, dist.ProcessGroup):
+        raise ArgumentTypeError(
+            f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}; "
+            "of a DeviceMesh, pass mesh.get_group(dimension)"
+        )
+    if group.rank() < 0:
+        raise ArgumentError("group must have this process as a member, got a group that it is not in")
+    weight, ranks = tensors["linear_weight"], group.size()
+    classes = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() > 1 else 0
+    # Megatron's rule, where every rank has as many.
+    first_class = group.rank() * classes if first_class is None else operator.index(first_class)
+    num_classes = max(1, ranks * classes) if num_classes is None else operator.index(num_classes)
+    shard = VocabShard(group.group_name, ranks, first_class, num_classes, bool(tokens_sharded))
+    call = ShardedCall(tensors, shard)
+    with call.telling_errors():
+        for name, tensor in tensors.items():
+            if is_dtensor(tensor):
+                raise ArgumentError(
+                    f"{name} must be this rank's own tensor where group is given, got a DTensor; "
+                    f"pass {name}.to_local(), or linear_weight as a DTensor and no group"
+                )
+        _check_probabilities(tensors["target"], shard)
+    return call
+
+
+def _of_dtensors(tensors: dict[str, Any], num_classes: int | None, tokens_sharded: bool) -> ShardedCall:
+    from torch.distributed.tensor import Replicate, Shard
+
+    weight, input = tensors["linear_weight"], tensors["input"]
+    mesh, whole = weight.device_mesh, [Replicate()] * weight.device_mesh.ndim
+    divided = {place: each for place, each in enumerate(weight.placements) if not each.is_replicate()}
+    if [(type(each), getattr(each, "dim", None)) for each in divided.values()] != [(Shard, 0)]:
+        raise ArgumentError(
+            "linear_weight must be divided by classes over one dimension of its mesh, with placement "
+            f"Shard(0) there and Replicate() on others, got {tuple(weight.placements)}; redistribute it, or "
+            "pass a plain tensor"
+        )
+    (place,) = divided
+    if mesh.ndim > 1 and not is_dtensor(input):
+        raise ArgumentError(
+            f"input must be a DTensor where linear_weight's mesh has {mesh.ndim} dimensions, got a plain "
+            "tensor, which does not say whether ranks of the other dimensions have the same; pass a DTensor, "
+            "or linear_weight on the one-dimensional mesh of its shards"
+        )
+
+    def placed(on_place: Any) -> tuple[Any, ...]:
+        return (*whole[:place], on_place, *whole[place + 1 :])
+
+    tokens_placements = placed(Replicate())
+    if is_dtensor(input):
+        if tokens_sharded:
+            raise ArgumentError(
+                "tokens_sharded must be left out where input is a DTensor, whose placements say it"
+            )
+        on_place: Any = input.placements[place] if input.device_mesh == mesh else None
+        tokens_sharded = type(on_place) is Shard and on_place.dim < input.dim() - 1
+        tokens_placements = placed(on_place)
+        known = tokens_sharded or (on_place is not None and on_place.is_replicate())
+        if not known or tuple(input.placements) != tokens_placements:
+            raise ArgumentError(
+                "input must be replicated on linear_weight's mesh, or divided by tokens over the dimension "
+                f"that divides the classes, got {tuple(input.placements)} on {input.device_mesh}; "
+                "redistribute it, with [Replicate()] on a mesh of one dimension"
+            )
+    group, V = mesh.get_group(place), weight.shape[0]
+    own_weight = weight.to_local(grad_placements=weight.placements)
+    shard = VocabShard(
+        group.group_name,
+        group.size(),
+        min(mesh.get_local_rank(place) * -(-V // group.size()), V),  # the rule of torch.chunk
+        V if num_classes is None else operator.index(num_classes),
+        tokens_sharded,
+    )
+    _check_probabilities(tensors["target"], shard)
+
+    def local(name: str, tensor: Any, expected: tuple[Any, ...]) -> Any:
+        if not is_dtensor(tensor):
+            return tensor
+        if tensor.device_mesh != mesh or tuple(tensor.placements) != expected:
+            raise ArgumentError(
+                f"{name} must have placements {expected} on linear_weight's mesh, got "
+                f"{tuple(tensor.placements)} on {tensor.device_mesh}; redistribute it"
+            )
+        return tensor.to_local(grad_placements=expected)
+
+    target, class_weight = tensors["target"], tensors["weight"]
+    by_class = isinstance(target, Tensor) and target.is_floating_point()
+    target_placements = placed(Shard(input.dim() - 1)) if by_class else tokens_placements
+    if by_class and weight.dim() > 2:  # [N, V, d1, ..., dK]
+        target_placements = placed(Shard(1))
+    if is_dtensor(class_weight) and tuple(class_weight.placements) == tuple(whole):
+        class_weight = local("weight", class_weight, tuple(whole))
+    if isinstance(class_weight, Tensor) and not is_dtensor(class_weight) and class_weight.shape == (V,):
+        class_weight = class_weight.narrow(0, shard.first_class, own_weight.shape[0])
+    own = {
+        "input": local("input", input, tokens_placements),
+        "linear_weight": own_weight,
+        "target": local("target", target, target_placements),
+        "linear_bias": local("linear_bias", tensors["linear_bias"], placed(Shard(0))),
+        "weight": local("weight", class_weight, placed(Shard(0))),
+        "logit_scale": local("logit_scale", tensors["logit_scale"], tuple(whole)),
+        "row_weight": local("row_weight", tensors["row_weight"], tokens_placements),
+    }
+    return ShardedCall(own, shard, input if is_dtensor(input) else None)
+
+
+def _check_probabilities(target: Any, shard: VocabShard) -> None:
+    if shard.tokens_sharded and isinstance(target, Tensor) and target.is_floating_point():
+        raise ArgumentError(
+            "input must be the same on all ranks where target holds class probabilities, of which each rank "
+            "has those of its own classes for all tokens; gather input over the group"
+        )
+
+
+def _without_padding(tensors: dict[str, Any], shard: VocabShard) -> dict[str, Any]:
+    """Cut off the classes from num_classes on, which pad the vocabulary."""
+    weight = tensors["linear_weight"]
+    if not isinstance(weight, Tensor) or weight.dim() < 2:
+        return tensors
+    V_r = weight.shape[0]
+    real = max(0, min(V_r, shard.num_classes - shard.first_class))
+    if real == V_r:
+        return tensors
+
+    def cut(tensor: Any, dim: int) -> Any:
+        fits = isinstance(tensor, Tensor) and -tensor.dim() <= dim < tensor.dim()
+        return tensor.narrow(dim, 0, real) if fits and tensor.shape[dim] == V_r else tensor
+
+    found = tensors | {name: cut(tensors[name], 0) for name in ("linear_weight", "linear_bias", "weight")}
+    target = tensors["target"]
+    if isinstance(target, Tensor) and target.is_floating_point():
+        found["target"] = cut(target, 1 if weight.dim() > 2 else -1)
+    return found
