@@ -32,6 +32,8 @@ def test_names():
 
 HEAD = {"linear_bias": None, "softcap": None, "logit_scale": None, "workspace": None, "backend": "auto"}
 LOSS = {"reduction": "mean", "ignore_index": None, "label_smoothing": 0.0, "z_loss": 0.0, "weight": None}
+RANKS = {"tokens_sharded": False, "segments": None}
+SHARD = {"group": None, "first_class": None, "num_classes": None} | RANKS
 ROWS = {"row_weight": None}  # of the module, an argument of its call
 MODULE = {"out_features": (), "bias": False, "device": None, "dtype": None}
 
@@ -39,12 +41,20 @@ MODULE = {"out_features": (), "bias": False, "device": None, "dtype": None}
 @pytest.mark.parametrize(
     ("function", "arguments", "options"),
     [
-        (lowtide.linear_cross_entropy, ["input", "linear_weight", "target"], HEAD | LOSS | ROWS),
-        (lowtide.linear_log_probs, ["input", "linear_weight", "target"], HEAD | {"ignore_index": -100}),
+        (lowtide.linear_cross_entropy, ["input", "linear_weight", "target"], HEAD | LOSS | ROWS | SHARD),
+        (
+            lowtide.linear_log_probs,
+            ["input", "linear_weight", "target"],
+            HEAD | {"ignore_index": -100} | SHARD,
+        ),
         (
             lowtide.LinearCrossEntropyLoss,
             ["in_features", "num_classes"],
-            {name: default for name, default in (HEAD | LOSS | MODULE).items() if name != "linear_bias"},
+            {
+                name: default
+                for name, default in (HEAD | LOSS | MODULE | RANKS).items()
+                if name != "linear_bias"
+            },
         ),
     ],
 )

@@ -1,0 +1,574 @@
+"""What test_vocab_parallel.py runs as several processes, beside the matrix of vocab_parallel_ranks.py: ways
+to differentiate, kinds of heads, bad arguments, collectives, memory. A scenario returns what it counted.
+
+Shapes: N tokens, D features, V classes of all ranks.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+if __name__ == "__main__" and "triton" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide.core import collectives
+from lowtide.ops.linear_cross_entropy import dispatch
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from tests.support.budgets import dense
+from tests.support.loss import check, check_log_probs, make_inputs, planned
+from tests.support.ranks import as_rank
+
+N, D, V = 24, 6, 24
+
+
+class Place:
+    """The slices of one rank, in equal shards of V classes and N tokens."""
+
+    def __init__(self, size: int = V) -> None:
+        self.rank, self.ranks, self.group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        self.V_r = size // self.ranks
+        self.classes = slice(self.rank * self.V_r, (self.rank + 1) * self.V_r)
+        self.tokens = slice(self.rank * N // self.ranks, (self.rank + 1) * N // self.ranks)
+
+    def leaf(self, tensor: Tensor, part: slice | None = None) -> Tensor:
+        own = tensor.detach() if part is None else tensor.detach()[part]
+        return own.clone().requires_grad_()
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The parts of all ranks, in order."""
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, own)
+        return torch.cat(found)
+
+
+def made(**options: Any) -> Any:
+    torch.manual_seed(5)
+    return make_inputs(N, D, V, dtype=options.pop("dtype", torch.float64), **options)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-11) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def positions() -> None:
+    """K-dimensional losses, with class indices and probabilities, a mean and its rows."""
+    place, P = Place(), 3
+    torch.manual_seed(1)
+    x, w = torch.randn(N, D).double(), torch.randn(V, P, D).double()
+    bias, target = torch.randn(V, P).double(), torch.randint(V, (N, P))
+    target[torch.rand(N, P) < 0.2] = -100
+    soft = torch.randn(N, V, P).double().softmax(1)
+    for label, cut in ((target, target), (soft, soft[:, place.classes])):
+        for reduction in ("mean", "none"):
+            leaves = [place.leaf(each) for each in (x, w, bias)]
+            logits = torch.einsum("nd,vpd->nvp", leaves[0], leaves[1]) + leaves[2]
+            expected = F.cross_entropy(logits, label, reduction=reduction)
+            wanted = torch.autograd.grad(expected.square().sum(), leaves)
+            own = [place.leaf(x), place.leaf(w, place.classes), place.leaf(bias, place.classes)]
+            found = lowtide.linear_cross_entropy(
+                own[0], own[1], cut, linear_bias=own[2], reduction=reduction, group=place.group
+            )
+            close(found, expected.detach())
+            gradients = torch.autograd.grad(found.square().sum(), own)
+            close(gradients[0], wanted[0])
+            for each, other in zip(gradients[1:], wanted[1:]):
+                close(place.whole(each), other)
+
+
+def several_terms() -> None:
+    """LoRA: x W^T + (x A^T) B^T, of which W and B are divided by classes."""
+    place, r = Place(), 2
+    torch.manual_seed(2)
+    x, w, a, b = (torch.randn(*size).double() for size in ((N, D), (V, D), (r, D), (V, r)))
+    target = torch.randint(V, (N,))
+    leaves = [place.leaf(each) for each in (x, w, a, b)]
+    expected = F.cross_entropy(leaves[0] @ leaves[1].T + leaves[0] @ leaves[2].T @ leaves[3].T, target)
+    wanted = torch.autograd.grad(expected, leaves)
+    own = [place.leaf(x), place.leaf(w, place.classes), place.leaf(a), place.leaf(b, place.classes)]
+    shard = VocabShard(place.group.group_name, place.ranks, place.classes.start, V)
+    inputs, weights = (own[0], own[0] @ own[2].T), (own[1], own[3])
+    found = dispatch.cross_entropy(inputs, weights, target, shard=shard, workspace=40_000)
+    close(found, expected.detach())
+    gradients = torch.autograd.grad(found, own)
+    for each, other, divided in zip(gradients, wanted, (False, True, False, True)):
+        close(place.whole(each) if divided else each, other)
+
+
+def wanted_gradients() -> None:
+    """Each combination of gradients, for a mean and for rows."""
+    place, inputs = Place(), made(bias=True)
+    for reduction in ("mean", "none"):
+        for wants in ((True, False, False), (False, True, False), (False, False, True), (False,) * 3):
+            leaves = [inputs.input, inputs.linear_weight, inputs.linear_bias]
+            parts = (None, place.classes, place.classes)
+            own = [place.leaf(*each).requires_grad_(want) for *each, want in zip(leaves, parts, wants)]
+            loss = lowtide.linear_cross_entropy(
+                own[0], own[1], inputs.target, linear_bias=own[2], group=place.group, reduction=reduction
+            )
+            expected = dense(inputs, reduction=reduction)
+            close(loss.detach(), expected.detach())
+            assert loss.requires_grad == any(wants)
+            if any(wants):
+                loss.sum().backward()
+            whole = torch.autograd.grad(expected.sum(), leaves)
+            for each, other, part, want in zip(own, whole, parts, wants):
+                assert (each.grad is not None) == want
+                if want:
+                    close(each.grad, other if part is None else other[part])
+
+
+def ways_to_differentiate() -> None:
+    """A retained graph with other upstream gradients, a checkpoint, autocast; and what is refused."""
+    place, inputs = Place(), made()
+    x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
+    for reduction in ("mean", "none"):
+        loss = lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group, reduction=reduction)
+        expected = dense(inputs, reduction=reduction)
+        leaves = (inputs.input, inputs.linear_weight)
+        for upstream in (1.5, -0.3):
+            gradients = torch.autograd.grad(loss.sum() * upstream, (x, w), retain_graph=True)
+            whole = torch.autograd.grad(expected.sum() * upstream, leaves, retain_graph=True)
+            close(gradients[0], whole[0])
+            close(gradients[1], whole[1][place.classes])
+        again = checkpoint(
+            lambda x, w, how=reduction: lowtide.linear_cross_entropy(
+                x * 1.0, w, inputs.target, group=place.group, reduction=how
+            ).sum(),
+            *(x, w),
+            use_reentrant=False,
+        )
+        gradients = torch.autograd.grad(again, (x, w))
+        whole = torch.autograd.grad(expected.sum(), leaves)
+        close(gradients[0], whole[0])
+        for refused in (
+            lambda loss=loss: torch.autograd.grad(loss.sum(), x, create_graph=True),
+            lambda: torch.func.grad(
+                lambda x: lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group)
+            )(x),
+            lambda: lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group, backend="reference"),
+        ):
+            assert "has first derivatives by backward alone" in raised(refused)
+    half = made(dtype=torch.float32)
+    x, w = place.leaf(half.input), place.leaf(half.linear_weight, place.classes)
+    whole = [place.leaf(half.input), place.leaf(half.linear_weight)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lowtide.linear_cross_entropy(x, w, half.target, group=place.group)
+        expected = lowtide.linear_cross_entropy(*whole, half.target)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    expected.backward()
+    for found, one_process in (
+        (loss, expected),
+        (x.grad, whole[0].grad),
+        (w.grad, whole[1].grad[place.classes]),
+    ):
+        close(found, one_process, 1e-5)
+
+
+def raised(call: Any) -> str:
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def half_precision() -> None:
+    """float16 with a loss scale, and bfloat16 whose weight gradient is formed by blocks of classes."""
+    place = Place(512)
+    for dtype, workspace, upstream in (
+        (torch.float16, None, 2.0**12),
+        (torch.float16, None, 2.0**-12),
+        (torch.bfloat16, None, 1.0),
+        (torch.bfloat16, 80_000, 1.0),
+    ):
+        torch.manual_seed(5)
+        inputs = make_inputs(48, 64, 512, dtype=dtype)
+        x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
+        plan = planned(
+            replace(inputs, linear_weight=w), workspace, ranks=place.ranks, num_classes=512, backend="torch"
+        )
+        assert (plan.weight_gradient == "class_blocks") == (workspace is not None)
+        loss = lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group, workspace=workspace)
+        (loss * upstream).backward()
+        actual = {"loss": loss.detach(), "input": x.grad, "linear_weight": place.whole(w.grad)}
+        check(actual, inputs, upstream=upstream)
+
+
+def padded_vocabulary() -> None:
+    """Weights padded to as many rows on each rank, a bias and class weights likewise; DTensors, too."""
+    place, inputs, padded = Place(V + 8), made(bias=True, class_weight=True), V + 8
+    options = {"label_smoothing": 0.1}
+    expected = dense(inputs, **options)
+    names = ("input", "linear_weight", "linear_bias")
+    whole = dict(zip(names, torch.autograd.grad(expected, [getattr(inputs, name) for name in names])))
+
+    def pad(tensor: Tensor) -> Tensor:
+        rest = torch.full((padded - V, *tensor.shape[1:]), torch.nan, dtype=tensor.dtype)
+        return torch.cat([tensor.detach(), rest])
+
+    w, b, c = pad(inputs.linear_weight), pad(inputs.linear_bias), pad(inputs.weight)
+    mesh = init_device_mesh("cpu", (place.ranks,))
+    for dtensor in (False, True):
+        x = place.leaf(inputs.input)
+        own = [place.leaf(w, place.classes), place.leaf(b, place.classes)]
+        how: dict[str, Any] = {"group": place.group}
+        weight = c[place.classes]
+        if dtensor:
+            own, how = [distribute_tensor(each, mesh, [Shard(0)]).requires_grad_() for each in (w, b)], {}
+            weight = distribute_tensor(c, mesh, [Shard(0)])
+        loss = lowtide.linear_cross_entropy(
+            x, own[0], inputs.target, linear_bias=own[1], weight=weight, num_classes=V, **how, **options
+        )
+        loss.backward()
+        close(loss.detach(), expected.detach())
+        close(x.grad, whole["input"])
+        for each, name in zip(own, names[1:]):
+            gradient = each.grad.to_local() if dtensor else each.grad
+            gradient = place.whole(gradient)
+            close(gradient[:V], whole[name])
+            assert not gradient[V:].any()
+
+
+def extremes() -> None:
+    """Ties, classes excluded by a bias of -inf, NaN, no tokens, and no valid token."""
+    place, inputs = Place(), made()
+    x, w = inputs.input.detach(), inputs.linear_weight.detach().clone()
+    w[:] = w[: place.V_r].repeat(place.ranks, 1)  # the same classes on each rank
+    target = inputs.target
+    found = lowtide.linear_log_probs(x, w[place.classes], target, group=place.group)
+    best = (x @ w[: place.V_r].T).argmax(1).masked_fill(target == -100, -1)
+    assert torch.equal(found.argmax, best)
+
+    w = inputs.linear_weight.detach()
+    for first, last in ((0, place.V_r), (place.V_r - 1, V - 1)):  # whole shards, too
+        bias = torch.zeros(V).double()
+        bias[first:last] = -torch.inf
+        allowed = torch.full((N,), V - 1)
+        own = {"linear_bias": bias[place.classes], "group": place.group}
+        found = lowtide.linear_log_probs(x, w[place.classes], allowed, **own)
+        expected = lowtide.linear_log_probs(x, w, allowed, linear_bias=bias)
+        for each, other in zip(found, expected):
+            close(each, other)
+        smooth = lowtide.linear_cross_entropy(x, w[place.classes], allowed, **own, label_smoothing=0.1)
+        assert smooth == torch.inf
+
+    nan = w.clone()
+    nan[0] = torch.nan
+    assert lowtide.linear_cross_entropy(x, nan[place.classes], target, group=place.group).isnan()
+
+    for rows, label in ((x[:0], target[:0]), (x, torch.full_like(target, -100))):
+        leaves = [place.leaf(rows), place.leaf(w, place.classes)]
+        loss = lowtide.linear_cross_entropy(*leaves, label, group=place.group)
+        assert loss.isnan()
+        loss.backward()
+        assert not any(each.grad.any() for each in leaves)
+
+
+def module_and_sequences() -> None:
+    """LinearCrossEntropyLoss under parallelize_module; [B, S, D] divided by sequences; a DTensor's loss."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    place, inputs = Place(), made(bias=True, class_weight=True)
+    mesh = init_device_mesh("cpu", (place.ranks,))
+    criterion = lowtide.LinearCrossEntropyLoss(D, V, bias=True, weight=inputs.weight, dtype=torch.float64)
+    with torch.no_grad():
+        criterion.linear.weight.copy_(inputs.linear_weight)
+        criterion.linear.bias.copy_(inputs.linear_bias)
+    parallelize_module(criterion, mesh, {"linear": ColwiseParallel()})
+    expected = dense(inputs)
+    wanted = torch.autograd.grad(expected, (inputs.input, inputs.linear_weight, inputs.linear_bias))
+    shape, S = (2, N // 2, D), N // 2
+    whole = distribute_tensor(inputs.input.detach().view(shape), mesh, [Replicate()])
+    labels = distribute_tensor(inputs.target.view(shape[:2]), mesh, [Replicate()])
+    for placement in (Replicate(), Shard(1), Shard(0)):
+        criterion.zero_grad()
+        x = whole.redistribute(placements=[placement]).detach().requires_grad_()
+        target = labels.redistribute(placements=[placement])
+        loss = criterion(x, target)
+        assert loss.placements == (Replicate(),)
+        close(loss.to_local().detach(), expected.detach())
+        loss.backward()
+        assert x.grad.placements == (placement,)
+        close(x.grad.full_tensor().view(N, D), wanted[0])
+        close(criterion.linear.weight.grad.full_tensor(), wanted[1])
+        close(criterion.linear.bias.grad.full_tensor(), wanted[2])
+        rows = lowtide.linear_cross_entropy(x, criterion.linear.weight.detach(), target, reduction="none")
+        assert rows.placements == (placement,)
+        assert rows.shape == (2, S)
+        expected_rows = dense(replace(inputs, linear_bias=None, weight=None), reduction="none")
+        close(rows.full_tensor().view(N), expected_rows.detach())
+
+
+# Bad arguments.
+
+
+def bad_arguments() -> None:
+    """Each is an error on every rank, in time; and afterwards the group still works."""
+    place, inputs = Place(), made()
+    x, w, target, rank = inputs.input.detach(), inputs.linear_weight.detach(), inputs.target, place.rank
+    own, last = w[place.classes], place.ranks - 1
+    mesh = init_device_mesh("cpu", (place.ranks,))
+    sharded = distribute_tensor(w, mesh, [Shard(0)])
+
+    def loss(x: Any = x, w: Any = own, target: Any = target, **options: Any) -> Any:
+        if not isinstance(w, DTensor) and "group" not in options:
+            options["group"] = place.group
+        return lambda: lowtide.linear_cross_entropy(x, w, target, **options)
+
+    def partial(tensor: Tensor) -> DTensor:
+        return DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+
+    leaf = x.clone().requires_grad_(rank == last)
+    cases = {
+        "linear_weight must be divided by classes": [
+            loss(w=distribute_tensor(w, mesh, [Shard(1)])),
+            loss(w=partial(w)),
+            loss(w=distribute_tensor(w, mesh, [Replicate()])),
+        ],
+        "input must be replicated on linear_weight's mesh": [
+            loss(x=partial(x), w=sharded),
+            loss(x=distribute_tensor(x, mesh, [Shard(1)]), w=sharded),
+        ],
+        "target must have placements": [
+            loss(x=distribute_tensor(x, mesh, [Shard(0)]), w=sharded, target=distribute_tensor(target, mesh)),
+        ],
+        "linear_bias must have placements": [
+            loss(w=sharded, linear_bias=distribute_tensor(w[:, 0], mesh, [Replicate()])),
+        ],
+        "linear_bias must have shape": [loss(linear_bias=w[:, 0])],
+        "must hold each of the num_classes": [
+            loss(w=w, first_class=0, num_classes=V),
+            loss(w=w, first_class=place.classes.start, num_classes=V),
+            loss(num_classes=V + 1),
+            loss(first_class=0, num_classes=V),
+            loss(w=own[rank:], first_class=place.classes.start, num_classes=V),
+        ],
+        "num_classes must be the same": [loss(num_classes=V + rank)],
+        "input's tokens must be the same": [loss(x=x[rank:], target=target[rank:])],
+        "target must be the same on all ranks": [
+            loss(target=(target + rank).clamp(0, V - 1)),
+            loss(x=x[place.tokens], target=target[place.tokens]),
+        ],
+        "requires_grad of": [loss(x=leaf)],
+        "arguments must be the same": [loss(linear_bias=own[:, 0].clone() if rank == last else None)],
+        "softcap must be the same": [loss(softcap=2.0 + rank)],
+        "segments=5": [loss(segments=5)],
+        f"rank {last} of the group raised an error|workspace must hold": [
+            loss(workspace=1 if rank == last else None)
+        ],
+        f"rank {last} of the group raised an error|target must have shape": [
+            loss(target=target[1:] if rank == last else target)
+        ],
+        f"rank {last} of the group raised an error|input must be a torch.Tensor": [
+            loss(x=x.tolist() if rank == last else x)
+        ],
+        "group must be a torch.distributed.ProcessGroup": [loss(group=mesh)],
+        "group must be given with": [lambda: lowtide.linear_cross_entropy(x, own, target, num_classes=V)],
+        "leave them out": [loss(w=sharded, group=place.group)],
+        "linear_bias must be this rank's own tensor": [loss(linear_bias=distribute_tensor(w[:, 0], mesh))],
+        "input must be the same on all ranks where target holds": [
+            loss(target=torch.rand(N, place.V_r).double(), tokens_sharded=True)
+        ],
+        "input must be a plain tensor where": [
+            lambda: lowtide.linear_cross_entropy(distribute_tensor(x, mesh), w, target)
+        ],
+        "segments must be at least 1": [loss(segments=0)],
+    }
+    expected = dense(inputs).detach()
+    for words, calls in cases.items():
+        for number, call in enumerate(calls):
+            message = raised(call)
+            assert any(each in message for each in words.split("|")), f"{words} {number}: {message}"
+            close(loss()(), expected)
+
+
+# Collectives and memory.
+
+
+@contextlib.contextmanager
+def counted() -> Any:
+    """The kind and the bytes of each collective, in order."""
+    found: list[tuple[str, int]] = []
+    own = collectives.Group
+    real = {name: getattr(own, name) for name in ("gather", "sum_", "scatter_sum")}
+
+    def recording(name: str) -> Any:
+        def record(self: Any, tensor: Tensor) -> Any:
+            found.append((name, tensor.numel() * tensor.element_size()))
+            return real[name](self, tensor)
+
+        return record
+
+    for name in real:
+        setattr(own, name, recording(name))
+    try:
+        yield found
+    finally:
+        for name, function in real.items():
+            setattr(own, name, function)
+
+
+def collectives_of_a_step() -> dict[str, Any]:
+    """What forward and backward move, for a call of several chunks; the first entry is the agreement."""
+    place, found = Place(), {}
+    inputs = made(dtype=torch.float32, ignored=0.0)
+    for name, options in {
+        "mean": {},
+        "mean, one chunk": {"workspace": None},
+        "none": {"reduction": "none"},
+        "smoothing": {"label_smoothing": 0.1},
+        "class weights": {"weight": torch.ones(place.V_r)},
+        "tokens": {"tokens_sharded": True},
+        "frozen input": {"frozen": True},
+    }.items():
+        tokens = place.tokens if "tokens_sharded" in options else slice(None)
+        x, w = place.leaf(inputs.input, tokens), place.leaf(inputs.linear_weight, place.classes)
+        x.requires_grad_(not options.pop("frozen", False))
+        given = {"workspace": 25_000, **options}
+        with counted() as calls:
+            loss = lowtide.linear_cross_entropy(x, w, inputs.target[tokens], group=place.group, **given)
+            forward = len(calls)
+            loss.sum().backward()
+        found[name] = {"forward": calls[:forward], "backward": calls[forward:]}
+    return found
+
+
+def peak() -> dict[str, Any]:
+    """Peak and largest allocation of a step whose logits would be far larger, on this rank."""
+    N, D, V = 512, 16, 8192
+    place = Place(V)
+    torch.manual_seed(0)
+    x, w = torch.randn(N, D), torch.randn(V, D)[place.classes].clone()
+    target, workspace = torch.randint(V, (N,)), 1 << 20
+    found = {}
+    own = slice(place.rank * N // place.ranks, (place.rank + 1) * N // place.ranks)
+    for name, tokens in {"replicated": slice(None), "tokens": own}.items():
+        leaves = place.leaf(x, tokens), place.leaf(w)
+        with lowtide.peak_memory("cpu") as peak:
+            loss = lowtide.linear_cross_entropy(
+                *leaves,
+                target[tokens],
+                group=place.group,
+                workspace=workspace,
+                tokens_sharded=name == "tokens",
+            )
+            loss.backward()
+        gradients = sum(each.grad.nbytes for each in leaves)
+        found[name] = {"beyond": peak.bytes - gradients, "largest": peak.largest}
+    return {**found, "workspace": workspace, "logits": N * place.V_r * 4}
+
+
+def triton() -> None:
+    """The Triton pass, which CUDA tensors take, in its interpreter."""
+    place, options = Place(), {"bias": True, "row_weight": True, "logit_scale": True}
+    inputs = made(dtype=torch.float32, **options)
+    more = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.05}
+    x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
+    b, s = place.leaf(inputs.linear_bias, place.classes), place.leaf(inputs.logit_scale)
+    given = {"linear_bias": b, "logit_scale": s, "group": place.group, "backend": "triton"}
+    loss = lowtide.linear_cross_entropy(
+        x, w, inputs.target, **given, row_weight=inputs.row_weight, workspace=60_000, **more
+    )
+    loss.backward()
+    actual = {"input": x.grad, "linear_weight": place.whole(w.grad), "linear_bias": place.whole(b.grad)}
+    check({"loss": loss.detach(), **actual, "logit_scale": s.grad}, inputs, **more)
+
+    inputs = made(dtype=torch.float32)
+    x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
+    found = lowtide.linear_log_probs(x, w, inputs.target, group=place.group, backend="triton")
+    upstream = [torch.linspace(-1, 1, N).double(), torch.linspace(1, 2, N).double(), None]
+    torch.autograd.backward(found[:2], [each.float() for each in upstream[:2]])
+    results = {name: each.detach() for name, each in found._asdict().items()}
+    gradients = {"input": x.grad, "linear_weight": place.whole(w.grad)}
+    check_log_probs({**results, **gradients}, inputs, upstream)
+
+
+def compiled() -> None:
+    """torch.compile of a call with a group: one graph, with the collectives inside the operator."""
+    place, inputs = Place(), made(dtype=torch.float32)
+    x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss_of(x: Tensor, w: Tensor) -> Tensor:
+        return lowtide.linear_cross_entropy(
+            x * 2, w, inputs.target, group=place.group, first_class=place.classes.start, num_classes=V
+        )
+
+    loss = loss_of(x, w)
+    loss.backward()
+    doubled = replace(inputs, input=(2 * inputs.input.detach()).requires_grad_())
+    actual = {"loss": loss.detach(), "input": x.grad / 2, "linear_weight": place.whole(w.grad)}
+    check(actual, doubled)
+
+
+def segments() -> None:
+    """The same bits as one process with the same segments, for odd sizes and several chunks."""
+    ranks = dist.get_world_size()
+    for size, features, dtype in (
+        (24, 6, torch.float32),
+        (1000, 37, torch.float32),
+        (512, 64, torch.bfloat16),
+    ):
+        place = Place(size)
+        torch.manual_seed(3)
+        inputs = make_inputs(61, features, size, bias=True, dtype=dtype)
+        x, w, b = inputs.input, inputs.linear_weight, inputs.linear_bias
+        own = {"linear_bias": b[place.classes], "group": place.group}
+        for options in (
+            {},
+            {"label_smoothing": 0.1, "z_loss": 0.1},
+            {"softcap": 3.0, "reduction": "none"},
+            {"weight": torch.linspace(0.1, 1, size).to(dtype), "label_smoothing": 0.1},
+        ):
+            for workspace in (None, 200_000):
+                given = {**options, "segments": 4, "workspace": workspace}
+                alone = lowtide.linear_cross_entropy(x, w, inputs.target, linear_bias=b, **given)
+                if "weight" in given:
+                    given["weight"] = given["weight"][place.classes]
+                found = lowtide.linear_cross_entropy(x, w[place.classes], inputs.target, **own, **given)
+                assert torch.equal(alone, found), (size, options, (alone - found).abs().max())
+        alone = lowtide.linear_log_probs(x, w, inputs.target, linear_bias=b, segments=4)
+        found = lowtide.linear_log_probs(x, w[place.classes], inputs.target, **own, segments=4)
+        assert all(torch.equal(*each) for each in zip(alone, found)), size
+        sample = lowtide.linear_log_probs(x, w, inputs.target, linear_bias=b)
+        assert (sample.log_prob - found.log_prob).abs().max() < 1e-4
+    assert ranks in (2, 4)
+
+
+def killed(rank: int) -> None:
+    """The last rank ends in the middle; the others raise, and say after how many seconds."""
+    place, inputs = Place(), made()
+    call = (inputs.input, inputs.linear_weight[place.classes], inputs.target)
+    lowtide.linear_cross_entropy(*call, group=place.group).backward()
+    begun, found = time.monotonic(), {"kind": "killed"}
+    try:
+        while rank != place.ranks - 1:
+            lowtide.linear_cross_entropy(*call, group=place.group).backward()
+    except RuntimeError as error:
+        found |= {"error": str(error), "seconds": time.monotonic() - begun}
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # no barrier: not all are there
+
+
+def run(kind: str, rank: int) -> dict[str, Any]:
+    if kind == "killed":
+        killed(rank)
+    return globals()[kind]() or {}
+
+
+if __name__ == "__main__":
+    as_rank(run)
