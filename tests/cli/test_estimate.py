@@ -64,7 +64,7 @@ def test_llama_3_8b_at_81920_tokens(tmp_path, monkeypatch, capsys):
     assert found["logits"][0] == pytest.approx(6 * 19.57, rel=1e-3)
     assert min(found["activations"]) > 20
     assert found["peak"][1] < found["peak"][0] - 90
-    docs = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "start" / "memory.md").read_text()
     for name in ("weights", "gradients", "optimizer", "activations", "logits"):
         eager, ours = found[name]
         assert f"| {name} | {eager:.2f} | {ours:.2f} |" in docs

@@ -79,7 +79,7 @@ FUNCTIONS: list[Entry] = [
     lambda w: "z + z",
     lambda w: "z * z",
     lambda w: w.choice(("z - z.detach()", "z * z.detach()", "z.detach() + z")),
-    # (Of half-precision logits it is float32, docs/deferred.md.)
+    # (Of half-precision logits it is float32, docs/explanation/deferred_logits.md.)
     lambda w: "z.log_softmax(-1)" if w.z.dtype in HALVES else "z - z.logsumexp(-1, keepdim=True)",
     lambda w: f"z - z.max({w.dim()}, keepdim=True).values",
     lambda w: f"z - z.{w.choice(('amax', 'mean', 'sum'))}({w.dim()}, keepdim=True)",

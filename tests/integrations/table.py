@@ -1,4 +1,4 @@
-"""`python -m tests.integrations.table` writes docs/transformers.md: what a deferral and lowtide's attention
+"""`python -m tests.integrations.table` writes docs/reference/models.md: what a deferral and lowtide's attention
 do for each language model of the installed transformers that can be built small."""
 
 import copy
@@ -18,7 +18,7 @@ from tests.integrations.dense import register_exactly
 from tests.integrations.inputs import Inputs, inputs_of
 from tests.integrations.zoo import NotTried, build, everything, step
 
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
 # Transformers
 

@@ -12,7 +12,7 @@ from lowtide.memory import peak_memory
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "transformers.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "models.md").read_text()
 
 
 def test_page_model_counts():
@@ -22,7 +22,7 @@ def test_page_model_counts():
     attending = sum(any(cell.startswith("yes") for cell in row) for row in rows)
     assert f"{fused} of {len(rows)} models are fused" in PAGE
     assert f"{attending} have lowtide's attention" in PAGE
-    readme, deferred = ((ROOT / name).read_text() for name in ("README.md", "docs/deferred.md"))
+    readme, deferred = ((ROOT / name).read_text() for name in ("README.md", "docs/explanation/deferred_logits.md"))
     assert f"{fused} of {len(rows)} architectures of Transformers train so unchanged" in readme
     assert f"of {attending} of {len(rows)} architectures" in readme
     assert f"{fused} of the {len(rows)} language models" in deferred

@@ -33,7 +33,7 @@ SLOW_IMPORTS = {  # before an example is forked off
 }
 OF_TORCH_ALONE = [name for name, (needs, _) in EXAMPLES.items() if not needs]
 OF_PACKAGES = [name for name in EXAMPLES if name not in OF_TORCH_ALONE]  # their imports take 20 s
-PAGE = (ROOT / "docs" / "deferred.md").read_text()
+PAGE = (ROOT / "docs" / "explanation" / "deferred_logits.md").read_text()
 NUMBERS = r"loss (-?[\d.]+),.* peak memory (?:of a step )?(\d+) MiB"
 
 

@@ -1,4 +1,4 @@
-"""docs/transformers.md has all classes, and says of one of each kind what tests.integrations.table finds."""
+"""docs/reference/models.md has all classes, and says of one of each kind what tests.integrations.table finds."""
 
 import re
 
@@ -29,7 +29,7 @@ SAMPLE = [
 ]
 pytestmark = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in TEXT,
-    reason="docs/transformers.md is of another version",
+    reason="docs/reference/models.md is of another version",
 )
 
 
@@ -70,7 +70,7 @@ def test_table_counts():
     assert re.search(rf"Of the {len(ROWS)} classes[^.]*, {built} were built", TEXT)
     assert f"{fused} of {built} models are fused" in TEXT
     assert re.search(rf"\b{attending} have lowtide's attention", TEXT)
-    readme, deferred = ((PAGE.parent / name).read_text() for name in ("../README.md", "deferred.md"))
+    readme, deferred = ((PAGE.parent / name).read_text() for name in ("../../README.md", "../explanation/deferred_logits.md"))
     assert f"of {attending} of {built} architectures" in readme
     assert f"{fused} of {built} architectures" in readme
     assert deferred.count(f"{fused} of the {built} language models") == 1

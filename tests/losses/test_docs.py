@@ -1,4 +1,4 @@
-"""Every example of docs/losses.md runs as it stands, one after the other, and leaves a loss that can be
+"""Every example of docs/howto/rl_preference.md runs as it stands, one after the other, and leaves a loss that can be
 differentiated."""
 
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rl_preference.md"
 
 
 def test_docs_examples_run():

@@ -27,7 +27,7 @@ def chained(key, value):
 
 
 def bits(seed, b, h, i, j):
-    """In Python's integers, as docs/attention.md writes it down."""
+    """In Python's integers, as docs/explanation/attention.md writes it down."""
     own = chained(mixed(seed & WORD), seed >> 32 & WORD)
     row = chained(chained(chained(own, b), h), i)
     column = chained(chained(own, 0x9E3779B9), j)

@@ -1,4 +1,4 @@
-"""Every block of docs/chunked_loss.md runs as it stands, one after the other, and prints what it says."""
+"""Every block of docs/howto/own_loss.md runs as it stands, one after the other, and prints what it says."""
 
 import re
 from functools import partial
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lowtide
 
-PAGE = Path(__file__).parents[3] / "docs" / "chunked_loss.md"
+PAGE = Path(__file__).parents[3] / "docs" / "howto" / "own_loss.md"
 B, T, D, V = 2, 40, 8, 21
 
 

@@ -93,7 +93,7 @@ def test_file_of_other_kind(tmp_path, content, message):
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="not measured on a card with --csv yet")
 def test_page_matches_measurements():
-    page = (ROOT / "docs" / "estimate.md").read_text()
+    page = (ROOT / "docs" / "start" / "memory.md").read_text()
     told = re.findall(r"\| ([\d,]+) tokens, (\w+) \| ([\d.]+) \| ([\d.]+) \|", page)
     found = [
         (

@@ -88,5 +88,5 @@ def test_page_matches_measurement():
         " and ".join(f"{line.timeline.peak / 2**30:.1f}" for line in lines if line.provider == name)
         for name in ("eager", "lowtide")
     )
-    page = " ".join((ROOT / "docs" / "estimate.md").read_text().split())  # wherever its lines end
+    page = " ".join((ROOT / "docs" / "start" / "memory.md").read_text().split())  # wherever its lines end
     assert f"Its peaks are {first} GiB, lowtide's {second};" in page
