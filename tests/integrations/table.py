@@ -20,22 +20,14 @@ from tests.integrations.zoo import NotTried, build, everything, step
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 INTRODUCTION = """\
-# Transformers
+# Transformers, model by model
 
 Written by `python -m tests.integrations.table` (transformers {transformers}, torch {torch}, CPU, float32).
 
-`lowtide.defer_logits(model)` and the `Trainer`'s callback are in [deferred.md](deferred.md). The attention:
-
-```python
-from lowtide.integrations.transformers import register_attention
-from transformers import AutoModelForCausalLM
-
-register_attention()
-model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="lowtide")
-```
-
-The scores are never made, whatever the model asks for: soft cap, sliding window, sinks, position bias with
-its gradient, grouped key heads, dropout. What is made of its mask, for M queries and N keys:
+[Transformers](../howto/transformers.md) shows `lowtide.defer_logits`, the `Trainer`'s callback and
+`attn_implementation="lowtide"`. With the latter the scores are never made, whatever the model asks for: soft
+cap, sliding window, sinks, position bias with its gradient, grouped key heads, dropout. What is made of its
+mask, for M queries and N keys:
 
 | the mask | what is made of it |
 |---|---|

@@ -1,0 +1,221 @@
+"""Make tables of rows of benchmarks/*.csv:
+
+    ```{benchmark} h200/linear_cross_entropy_step.csv
+    :where: case=A
+    :rows: lowtide, eager
+    :columns: provider, ms, ratio, peak
+    :command: lowtide bench linear-cross-entropy --case A
+    ```
+
+Each number links to its run, which is listed below the table: command, commit, card, versions, date.
+`:across: provider` gives each provider a column, of the one value that `:columns:` then ends with.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Record = dict[str, str]
+
+
+class Column(NamedTuple):
+    """Define a column: its heading, and the text that it makes of a record."""
+
+    heading: str
+    text: Callable[[Record], str]
+
+
+def _number(field: str, form: str, factor: float = 1.0) -> Callable[[Record], str]:
+    return lambda record: format(float(record[field]) * factor, form) if record[field] else ""
+
+
+def _milliseconds(field: str) -> Callable[[Record], str]:
+    return lambda record: format(float(record[field]), ".1f" if float(record[field]) < 1000 else ",.0f")
+
+
+def _peak_of_estimate(record: Record) -> str:
+    kinds = ("weights", "gradients", "optimizer", "activations", "logits")
+    return format(sum(int(record[f"{kind}_bytes"]) for kind in kinds) / 2**30, ".2f")
+
+
+COLUMNS = {
+    "provider": Column("", lambda record: record["provider"]),
+    "loss of": Column("loss", lambda record: record["loss"]),
+    "case": Column("case", lambda record: record["case"]),
+    "shape": Column("N × D × V", lambda record: " × ".join(map(record.get, ("tokens", "features", "classes")))),
+    "length": Column("tokens", _number("length", ",.0f")),
+    "dtype": Column("dtype", lambda record: record["dtype"]),
+    "engine": Column("kernel", lambda record: record["engine"]),
+    "ms": Column("ms", _milliseconds),
+    "ratio": Column("ratio", _number("ratio", ".2f")),
+    "over plain": Column("over plain", _number("over_plain", "+.1%")),
+    "over dense": Column("over dense", _number("over_plain", "+.1%")),
+    "peak": Column("peak beyond, MiB", _number("peak_bytes", ",.0f", 2**-20)),
+    "loss": Column("error: loss", _number("loss_error", ".1e")),
+    "dX": Column("dX", _number("grad_input_error", ".1e")),
+    "dW": Column("dW", _number("grad_weight_error", ".1e")),
+    "forward": Column("forward, TFLOP/s", _number("forward_tflops", ",.0f")),
+    "backward": Column("backward, TFLOP/s", _number("backward_tflops", ",.0f")),
+    "forward ms": Column("forward, ms", _number("forward_ms", ".2f")),
+    "backward ms": Column("backward, ms", _number("backward_ms", ".2f")),
+    "step ratio": Column("time, of the best peer's", _number("step_ratio", ".2f")),
+    "error": Column("error of the result", _number("out_error", ".1e")),
+    "estimated": Column("estimated, GiB", _peak_of_estimate),
+    "measured": Column("measured, GiB", _number("measured_bytes", ".2f", 2**-30)),
+}
+COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
+TEXTS = {"provider", "loss of", "case", "shape", "dtype", "engine", "length"}
+
+
+def records_of(file: str, where: str, rows: str = "") -> list[Record]:
+    """Return the records whose fields have the given values, `a=1|2 b=3`; in the order of `rows`."""
+    with (BENCHMARKS / file).open(newline="") as lines:
+        found = list(csv.DictReader(lines))
+    for condition in where.split():
+        field, _, values = condition.partition("=")
+        found = [record for record in found if record[field] in values.split("|")]
+    names = [name.strip() for name in rows.split(",") if name.strip()]
+    if names:
+        missing = set(names) - {record["provider"] for record in found}
+        if missing:
+            raise ValueError(f"{file} has no row of {sorted(missing)} where {where}")
+        found = sorted(
+            (record for record in found if record["provider"] in names),
+            key=lambda record: names.index(record["provider"]),
+        )
+    if not found:
+        raise ValueError(f"{file} has no row where {where}")
+    return found
+
+
+def describe(record: Record, command: str, file: str) -> str:
+    """Say in one line what a record was measured with."""
+    commit = record["lowtide"][:7]
+    triton = f", Triton {record['triton']}" if record["triton"] else ""
+    place = f"{record['card']}, torch {record['torch']}{triton}"
+    return f"{command} · commit {commit} · {place} · {record['date'][:10]} · benchmarks/{file}"
+
+
+class Benchmark(SphinxDirective):
+    """Make the table of the rows that the options name."""
+
+    required_arguments = 1
+    option_spec = {  # noqa: RUF012 (docutils reads it from the class)
+        "where": directives.unchanged,
+        "rows": directives.unchanged,
+        "columns": directives.unchanged_required,
+        "across": directives.unchanged,
+        "command": directives.unchanged_required,
+    }
+
+    def run(self) -> list[nodes.Node]:
+        (file,) = self.arguments
+        self.env.note_dependency(str(BENCHMARKS / file))
+        records = records_of(file, self.options.get("where", ""), self.options.get("rows", ""))
+        names = [name.strip() for name in self.options["columns"].split(",")]
+        runs = _Runs(file, self.options["command"], self.env.new_serialno("benchmark"))
+        if "across" in self.options:
+            heading, body = self._pivot(records, names, runs)
+        else:
+            heading = [COLUMNS[name].heading for name in names]
+            body = [self._cells(record, names, runs) for record in records]
+        numbers = [name not in TEXTS for name in names] + [True] * (len(heading) - len(names))
+        return [_table(heading, body, numbers), runs.listed()]
+
+    def _cells(self, record: Record, names: Sequence[str], runs: "_Runs") -> list[nodes.Node]:
+        failed = record.get("status", "ok") != "ok"
+        cells: list[nodes.Node] = []
+        for name in names:
+            if name in TEXTS:
+                cells.append(nodes.Text(COLUMNS[name].text(record)))
+            elif failed:
+                cells.append(nodes.Text(record["status"] if name == names[1] else ""))
+            else:
+                cells.append(runs.linked(COLUMNS[name].text(record), record))
+        return cells
+
+    def _pivot(
+        self, records: Sequence[Record], names: Sequence[str], runs: "_Runs"
+    ) -> tuple[list[str], list[list[nodes.Node]]]:
+        *labels, value = names
+        field = self.options["across"]
+        across = list(dict.fromkeys(record[field] for record in records))
+        lines: dict[tuple[str, ...], dict[str, Record]] = {}
+        for record in records:
+            key = tuple(COLUMNS[name].text(record) for name in labels)
+            lines.setdefault(key, {})[record[field]] = record
+        body: list[list[nodes.Node]] = []
+        for key, found in lines.items():
+            cells: list[nodes.Node] = [nodes.Text(each) for each in key]
+            for each in across:
+                there = each in found and found[each].get("status", "ok") == "ok"
+                cells.append(
+                    runs.linked(COLUMNS[value].text(found[each]), found[each]) if there else nodes.Text("–")
+                )
+            body.append(cells)
+        return [*(COLUMNS[name].heading for name in labels), *across], body
+
+
+class _Runs:
+    """Number the runs that a table's rows are of, in the order of their first number."""
+
+    def __init__(self, file: str, command: str, table: int) -> None:
+        self.file, self.command, self.table = file, command, table
+        self.found: dict[tuple[str, str], tuple[int, Record]] = {}
+
+    def linked(self, text: str, record: Record) -> nodes.Node:
+        if not text:
+            return nodes.Text("")
+        key = (record["lowtide"], record["date"])
+        number, _ = self.found.setdefault(key, (len(self.found) + 1, record))
+        return nodes.reference(
+            "",
+            text,
+            internal=True,
+            refid=self._id(number),
+            reftitle=describe(record, self.command, self.file),
+            classes=["measured"],
+        )
+
+    def listed(self) -> nodes.Node:
+        items = nodes.bullet_list(classes=["runs"])
+        for number, record in self.found.values():
+            paragraph = nodes.paragraph()
+            paragraph += nodes.literal("", self.command)
+            paragraph += nodes.Text(describe(record, "", self.file))
+            items += nodes.list_item("", paragraph, ids=[self._id(number)])
+        return items
+
+    def _id(self, number: int) -> str:
+        return f"run-{self.table}-{number}"
+
+
+def _table(
+    heading: Sequence[str], body: Iterable[Sequence[nodes.Node]], numbers: Sequence[bool]
+) -> nodes.table:
+    columns = nodes.tgroup(cols=len(heading))
+    columns += [nodes.colspec(colwidth=1) for _ in heading]
+    head, rows = nodes.thead(), nodes.tbody()
+    head += _row([nodes.Text(each) for each in heading], numbers)
+    rows += [_row(cells, numbers) for cells in body]
+    columns += [head, rows]
+    return nodes.table("", columns, classes=["benchmark"])
+
+
+def _row(cells: Sequence[nodes.Node], numbers: Sequence[bool]) -> nodes.row:
+    row = nodes.row()
+    for cell, number in zip(cells, numbers):
+        row += nodes.entry("", nodes.paragraph("", "", cell), classes=["number"] if number else [])
+    return row
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.add_directive("benchmark", Benchmark)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

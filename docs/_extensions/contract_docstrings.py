@@ -1,0 +1,81 @@
+"""Turn the sections of a docstring, `Args:` and the like, into what Sphinx renders.
+
+    Args:
+        target: class indices.        becomes    **Args**
+                                                 :target: class indices.
+
+A section without entries of this form keeps its text below its name. Single backquotes are code
+(`default_role`), mathematics is Sphinx's own.
+"""
+
+import re
+from itertools import takewhile
+from textwrap import dedent, indent
+from typing import Any
+
+from sphinx.application import Sphinx
+
+NAMES = (
+    "Args|Attributes|Default|Derivatives|Determinism|Dtypes|Limits|Memory|Precision|Raises|Returns|Shapes|"
+    "Source|Transforms|Unchanged|Warns|What counts|What does not count|Yields"
+)
+SECTION = re.compile(rf"^((?:{NAMES})\b[\w, ]*):( .*)?$")
+FIELDS = {"Args", "Attributes", "Raises", "Warns"}
+ENTRY = re.compile(r"^([A-Za-z_][\w, *]*): (.*)$")
+
+
+def sections(lines: list[str]) -> list[str]:
+    """Return the docstring's lines with its sections as titles and lists of fields."""
+    out: list[str] = []
+    place = 0
+    while place < len(lines):
+        line = lines[place]
+        place += 1
+        match = SECTION.match(line)
+        if match is None or line.endswith("::"):
+            out.append(line)
+            continue
+        name, rest = match[1], (match[2] or "").strip()
+        inner = [*takewhile(lambda each: not each or each.startswith("    "), lines[place:])]
+        if not rest and not inner:
+            out.append(line)
+            continue
+        place += len(inner)
+        body = dedent("\n".join(inner)).splitlines()
+        if rest:  # `Shapes: [B]; the result is 0-d` goes on at the margin
+            more = [*takewhile(lambda each: each and not SECTION.match(each), lines[place:])]
+            place += len(more)
+            body = [rest, *more, *body]
+        out += ["", f"**{name}**", ""]
+        out += _fields(body) if name in FIELDS else indent("\n".join(body), "    ").splitlines()
+        out.append("")
+    return out
+
+
+def _fields(body: list[str]) -> list[str]:
+    """Return entries `name: text` as a list of fields, and what is none as a paragraph."""
+    out: list[str] = []
+    within = listed = False
+    for line in body:
+        entry = ENTRY.match(line)
+        if entry:
+            out += ["", f":{entry[1]}: {entry[2]}"]
+            within, listed = True, False
+        elif line.startswith("    ") and within:
+            if line.startswith("    * ") and not listed:
+                out.append("")
+                listed = True
+            out.append(line)
+        else:
+            out += ["", line] if within else [line]
+            within = within and not line
+    return out
+
+
+def _process(_app: Sphinx, _kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    lines[:] = sections(lines)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("autodoc-process-docstring", _process)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

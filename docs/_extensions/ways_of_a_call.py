@@ -1,0 +1,146 @@
+"""Make the tables that say which way a call takes, by asking the functions that choose when it runs:
+
+    ```{ways-of-attention}
+    ```
+    ```{ways-of-the-loss}
+    ```
+
+A card that this machine lacks is asked for with tensors without data, and its capability is given.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.core.cpu_gemm import gemm
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.tools.doctor.attention import markdown as attention_table
+
+N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
+NO_UNITS = "this CPU has no units for bfloat16"
+# A machine: the device, whether its card has the tensor maps of a Hopper card, and what the CPU lacks.
+MACHINES = {
+    "Hopper card": ("cuda", True, NO_UNITS),
+    "other NVIDIA card": ("cuda", False, NO_UNITS),
+    "CPU with bfloat16 units": ("cpu", False, None),
+    "other CPU": ("cpu", False, NO_UNITS),
+}
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+CALLS: dict[str, dict[str, Any]] = {
+    "bfloat16, class indices": {},
+    "the same, with bias, class weights, z-loss or row weights": {"bias": True, "class_weights": True},
+    "label smoothing": {"label_smoothing": 0.1},
+    "a soft cap, or a learned logit scale": {"softcap": 30.0},
+    "label smoothing and a soft cap": {"label_smoothing": 0.1, "softcap": 30.0},
+    "`linear_log_probs`": {"log_probs": True},
+    "a LoRA of rank 16 on the head": {"second": 16},
+    "a LoRA of rank 128 on the head": {"second": 128},
+    "class probabilities in bfloat16": {"soft": BF16},
+    "the same, with a soft cap; or in float32": {"soft": BF16, "softcap": 30.0},
+    "features that are no multiple of 8": {"features": 4100},
+    "a weight [D, V] that is transposed": {"transposed": True},
+    "fewer than 2^20 weights": {"features": 64, "classes": 8192},
+    "float32 under autocast to bfloat16": {"dtype": FP32, "products": BF16},
+    "float16": {"dtype": FP16},
+    "float32": {"dtype": FP32},
+    "float64": {"dtype": FP64},
+}
+
+
+def engine_and_reasons(machine: str, **call: Any) -> tuple[str, dict[str, str]]:
+    """Return the engine of a call on a machine, and why none that is preferred to it runs the call."""
+    device, tensor_maps, against_cpu = MACHINES[machine]
+    with (
+        patch.object(requirements, "_has_tensor_maps", lambda device: tensor_maps),
+        patch.object(gemm, "against", lambda: against_cpu),
+        FakeTensorMode(),
+    ):
+        return requirements.choose_engine(_call(device, **call))
+
+
+def _call(
+    device: str,
+    *,
+    dtype: torch.dtype = BF16,
+    products: torch.dtype | None = None,
+    features: int = D,
+    classes: int = V,
+    second: int | None = None,
+    transposed: bool = False,
+    bias: bool = False,
+    class_weights: bool = False,
+    log_probs: bool = False,
+    soft: torch.dtype | None = None,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Call:
+    widths = [features] if second is None else [features, second]
+    inputs = tuple(torch.empty(N, width, dtype=dtype, device=device) for width in widths)
+    weights = tuple(torch.empty(classes, width, dtype=dtype, device=device) for width in widths)
+    if transposed:
+        weights = (torch.empty(features, classes, dtype=dtype, device=device).t(),)
+    bias_V = torch.empty(classes, dtype=dtype, device=device) if bias else None
+    options = Options(
+        compute_dtype=products or dtype, softcap=softcap, label_smoothing=label_smoothing
+    )
+    wanted = (True,) * len(widths)
+    call_kind = CallKind(NeedsGrad(wanted, wanted, bias, False), log_probs, soft, class_weights)
+    return Call(Head(inputs, weights, bias_V), options, call_kind)
+
+
+def loss_table() -> str:
+    """Return the engine of each call on each machine, as Markdown."""
+    lines = [f"| call | {' | '.join(MACHINES)} |", "|---" * (1 + len(MACHINES)) + "|"]
+    for name, call in CALLS.items():
+        engines = [engine_and_reasons(machine, **call)[0] for machine in MACHINES]
+        lines.append(f"| {name} | {' | '.join(f'`{engine}`' for engine in engines)} |")
+    return "\n".join(lines)
+
+
+def reasons_table() -> str:
+    """Return, for each engine, the reasons that `lowtide doctor` gives against it, as Markdown."""
+    found: dict[str, dict[str, None]] = {}
+    for machine in MACHINES:
+        for call in CALLS.values():
+            for engine, reason in engine_and_reasons(machine, **call)[1].items():
+                found.setdefault(engine, {})[reason] = None
+    lines = ["| not this engine | because |", "|---|---|"]
+    lines += [f"| `{engine}` | {reason} |" for engine, reasons in found.items() for reason in reasons]
+    return "\n".join(lines)
+
+
+class _Table(SphinxDirective):
+    def run(self) -> list[nodes.Node]:
+        return self.parse_text_to_nodes(self.markdown())
+
+    def markdown(self) -> str:
+        raise NotImplementedError
+
+
+class WaysOfAttention(_Table):
+    def markdown(self) -> str:
+        return attention_table()
+
+
+class WaysOfTheLoss(_Table):
+    def markdown(self) -> str:
+        return loss_table()
+
+
+class ReasonsOfTheLoss(_Table):
+    def markdown(self) -> str:
+        return reasons_table()
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_directive("ways-of-attention", WaysOfAttention)
+    app.add_directive("ways-of-the-loss", WaysOfTheLoss)
+    app.add_directive("reasons-of-the-loss", ReasonsOfTheLoss)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

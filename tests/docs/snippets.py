@@ -1,0 +1,39 @@
+"""Find and run the blocks of Python on a page."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# The records of decisions are kept as they were written.
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"decisions", "_build"} & {*page.parts})
+PROMISE = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
+
+
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def missing(block):
+    """What its first line, `# needs A and B`, asks for and this machine lacks; None if nothing."""
+    needs = re.match(r"# needs (.+)\n", block)
+    for need in needs[1].split(" and ") if needs else ():
+        there = torch.cuda.is_available() if need == "a CUDA device" else importlib.util.find_spec(need)
+        if not there:
+            return need
+    return None
+
+
+def run(block, names, title="block"):
+    """Run a block, and compare what it prints with what its comments promise."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, title, "exec"), names)
+    for promise in PROMISE.findall(block):
+        assert promise.strip(" .") in printed.getvalue(), f"{title}: {promise!r}, not {printed.getvalue()!r}"
+    return printed.getvalue()

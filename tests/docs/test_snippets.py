@@ -1,0 +1,73 @@
+"""Every block of Python on the site and in the README runs as it is pasted: those of a page one after the
+other, those of the README each by itself. What a block prints is what its comment says."""
+
+import ast
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, run
+
+# Pages whose imports, or whose compilation, take many seconds.
+SLOW = ("howto/compile", "howto/lightning", "howto/peft", "howto/transformers", "migrate/liger")
+NEEDS = {
+    "howto/lightning": ["lightning"],
+    "howto/peft": ["peft", "transformers"],
+    "howto/transformers": ["transformers", "accelerate"],
+    "migrate/liger": ["transformers"],
+}
+# Pages that tests of their own run, with what they leave behind.
+ELSEWHERE = {"howto/own_loss", "howto/rl_preference"}
+WITH_BLOCKS = {page.relative_to(DOCS).with_suffix("").as_posix(): page for page in PAGES if blocks_of(page)}
+
+
+@pytest.fixture(autouse=True)
+def _as_a_user(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended) if name in SLOW else name
+        for name in WITH_BLOCKS
+        if name not in ELSEWHERE
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:lightning.*", "ignore:.*num_workers.*")
+def test_page_blocks_run(name):
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package)
+    names = {}
+    for number, block in enumerate(blocks_of(WITH_BLOCKS[name]), 1):
+        ast.parse(block)  # also what is not run here
+        if missing(block) is None:
+            run(block, names, f"{name}, block {number}")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_readme_block_runs_alone(number):
+    block = blocks_of(ROOT / "README.md")[number]
+    run(block, {}, f"README, block {number + 1}")
+
+
+def test_readme_blocks_counted():
+    assert len(blocks_of(ROOT / "README.md")) == 5
+
+
+def test_promise_is_checked():
+    with pytest.raises(AssertionError, match="two"):
+        run("print('one')  # two\n", {})
+
+
+def test_block_for_another_machine_is_told():
+    assert missing("# needs no_such_package and a CUDA device\n") == "no_such_package"
+    assert missing("import torch\n") is None
