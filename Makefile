@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_FOR_DOCS := $(VENV)/.ready-for-docs
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
-.PHONY: demo test test-extended test-all test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
+.PHONY: demo docs test test-extended test-all test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
@@ -21,6 +22,9 @@ test-extended: $(READY)  ## what make test leaves out: the other combinations of
 	$(PYTEST) -m 'extended and not every_build'
 
 test-all: test test-extended
+
+docs: $(READY_FOR_DOCS)  ## this site into docs/_build/html, without network; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 test-builds: $(READY)  ## compiles every kernel ahead of time that the tests leave to the builds beside it
 	$(PYTEST) -m every_build tests/ops/*/test_kernels_compile.py
@@ -53,5 +57,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
+$(READY_FOR_DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(READY_FOR_DOCS)
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs docs/_build

@@ -53,7 +53,9 @@ html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "lowtide"},
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 9,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "navbar_end": ["theme-switcher"],
     "show_prev_next": True,
     "show_toc_level": 2,
@@ -63,6 +65,6 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
-html_sidebars = {"index": []}
+html_sidebars = {page: [] for page in ("index", "install", "examples/index")}
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True

@@ -49,7 +49,9 @@ COLUMNS = {
     "provider": Column("", lambda record: record["provider"]),
     "loss of": Column("loss", lambda record: record["loss"]),
     "case": Column("case", lambda record: record["case"]),
-    "shape": Column("N × D × V", lambda record: " × ".join(map(record.get, ("tokens", "features", "classes")))),
+    "shape": Column(
+        "N × D × V", lambda record: " × ".join(map(record.get, ("tokens", "features", "classes")))
+    ),
     "length": Column("tokens", _number("length", ",.0f")),
     "dtype": Column("dtype", lambda record: record["dtype"]),
     "engine": Column("kernel", lambda record: record["engine"]),

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli import make_app
 
-COLUMNS = "88"
+COLUMNS = "80"
 
 
 def commands() -> list[tuple[str, ...]]:

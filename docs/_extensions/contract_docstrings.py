@@ -1,6 +1,6 @@
 """Turn the sections of a docstring, `Args:` and the like, into what Sphinx renders.
 
-    Args:
+Args:
         target: class indices.        becomes    **Args**
                                                  :target: class indices.
 

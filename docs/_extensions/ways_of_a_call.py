@@ -37,13 +37,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "bfloat16, class indices": {},
     "the same, with bias, class weights, z-loss or row weights": {"bias": True, "class_weights": True},
     "label smoothing": {"label_smoothing": 0.1},
-    "a soft cap, or a learned logit scale": {"softcap": 30.0},
+    "a soft cap": {"softcap": 30.0},
+    "a learned logit scale": {"learned_scale": True},
     "label smoothing and a soft cap": {"label_smoothing": 0.1, "softcap": 30.0},
     "`linear_log_probs`": {"log_probs": True},
     "a LoRA of rank 16 on the head": {"second": 16},
     "a LoRA of rank 128 on the head": {"second": 128},
     "class probabilities in bfloat16": {"soft": BF16},
-    "the same, with a soft cap; or in float32": {"soft": BF16, "softcap": 30.0},
+    "the same, with a soft cap": {"soft": BF16, "softcap": 30.0},
+    "class probabilities in float32": {"soft": FP32},
     "features that are no multiple of 8": {"features": 4100},
     "a weight [D, V] that is transposed": {"transposed": True},
     "fewer than 2^20 weights": {"features": 64, "classes": 8192},
@@ -80,6 +82,7 @@ def _call(
     soft: torch.dtype | None = None,
     softcap: float = 0.0,
     label_smoothing: float = 0.0,
+    learned_scale: bool = False,
 ) -> Call:
     widths = [features] if second is None else [features, second]
     inputs = tuple(torch.empty(N, width, dtype=dtype, device=device) for width in widths)
@@ -87,11 +90,9 @@ def _call(
     if transposed:
         weights = (torch.empty(features, classes, dtype=dtype, device=device).t(),)
     bias_V = torch.empty(classes, dtype=dtype, device=device) if bias else None
-    options = Options(
-        compute_dtype=products or dtype, softcap=softcap, label_smoothing=label_smoothing
-    )
+    options = Options(compute_dtype=products or dtype, softcap=softcap, label_smoothing=label_smoothing)
     wanted = (True,) * len(widths)
-    call_kind = CallKind(NeedsGrad(wanted, wanted, bias, False), log_probs, soft, class_weights)
+    call_kind = CallKind(NeedsGrad(wanted, wanted, bias, learned_scale), log_probs, soft, class_weights)
     return Call(Head(inputs, weights, bias_V), options, call_kind)
 
 

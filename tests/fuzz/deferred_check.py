@@ -18,7 +18,7 @@ from tests.support.budgets import HALVES, norm
 # What torch says on a CPU of an index that is too large, or of any index where there is nothing.
 OUT_OF_BOUNDS = r"out of (\w+ )?(bounds|range)|indexing axis dim should be positive|from an empty tensor"
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
-# docs/explanation/deferred_logits.md, "Where it does not work, and says so": a line, and what the error speaks of.
+# "Where it does not work, and says so" of that page: a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
 
 

@@ -88,7 +88,7 @@ def memory_efficient_attention(
             fast and in O(M) memory; else "triton" (our kernels) on a CUDA device that they support;
             else "torch" (tiles of BLAS products). "reference" is the plain definition, which holds
             all scores. A backend that is named runs, or raises with the reason why it cannot.
-            docs/explanation/attention.md has the table.
+            docs/reference/ways.md has the table.
 
     Dtypes: float16, bfloat16, float32 or float64, the same for query, key and value (autocast's
     under autocast). The bias may have any of them. The result has query's dtype. Statistics and

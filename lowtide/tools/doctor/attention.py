@@ -120,7 +120,7 @@ class Call:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
 
-# The lines of the table in docs/explanation/attention.md, and how each differs from Call().
+# The lines of the table in docs/reference/ways.md, and how each differs from Call().
 _CAUSAL: dict[str, Any] = {"mask": Mask.CAUSAL}
 _PLAIN: tuple[dict[str, Any], ...] = ({}, _CAUSAL, {"K": 512}, {"K": 20}, {**_CAUSAL, "N": 8192})
 LINES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -169,6 +169,6 @@ def _names(cases: tuple[dict[str, Any], ...], device: str) -> str:
 
 
 def markdown() -> str:
-    """Return the table as docs/explanation/attention.md has it."""
+    """Return the table as docs/reference/ways.md has it."""
     rows = [f"| {call} | `{cpu}` | `{cuda}` |" for call, cpu, cuda in table()]
     return "\n".join(("| call | on the CPU | on CUDA |", "|---|---|---|", *rows))

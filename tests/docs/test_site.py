@@ -1,0 +1,208 @@
+"""The built site: no warning, no dead link, tables that say what the CSVs and the code say, and in a browser
+every page, a formula, and the search."""
+
+import csv
+import re
+import urllib.request
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from tests.docs import browser
+from tests.docs.snippets import DOCS, ROOT
+
+pytestmark = pytest.mark.extended  # building it takes seconds, in a process of its own
+VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "wbr"}
+
+
+class Tables(HTMLParser):
+    """The cells of each table of the class `benchmark`, as text and link; and the text of each id."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tables, self.texts, self._open, self._cell = [], {}, [], None
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        if tag == "table" and "benchmark" in (found.get("class") or ""):
+            self.tables.append([])
+        if tag == "tr" and self.tables:
+            self.tables[-1].append([])
+        if tag in ("td", "th") and self.tables:
+            self._cell = ["", None]
+            self.tables[-1][-1].append(self._cell)
+        if tag == "a" and self._cell:
+            self._cell[1] = found["href"]
+        if tag not in VOID:
+            self._open.append((tag, found.get("id")))
+            if found.get("id"):
+                self.texts[found["id"]] = ""
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop()[0] != tag:
+            pass
+        if tag in ("td", "th"):
+            self._cell = None
+
+    def handle_data(self, data):
+        if self._cell:
+            self._cell[0] += data.strip()
+        for _, name in self._open:
+            if name:
+                self.texts[name] += data
+
+
+def test_site_builds_without_warning(built):
+    _, log = built
+    assert log == "0\n"
+
+
+def test_benchmark_table_has_the_numbers_of_the_csv(site):
+    page = Tables(site / "performance" / "h200.html")
+    with (ROOT / "benchmarks/h200/linear_cross_entropy_step.csv").open() as lines:
+        rows = {(row["case"], row["provider"]): row for row in csv.DictReader(lines)}
+    compared = 0
+    for case, (heading, *body) in zip("ABCD", page.tables):
+        assert [text for text, _ in heading][:3] == ["", "ms", "ratio"]
+        for (provider, _), (ms, _), (ratio, _), (peak, _), *errors in body:
+            row = rows[case, provider]
+            assert float(ms) == pytest.approx(float(row["ms"]), abs=0.051)
+            assert float(ratio) == pytest.approx(float(row["ratio"]), abs=0.0051)
+            assert int(peak.replace(",", "")) == pytest.approx(int(row["peak_bytes"]) / 2**20, abs=0.51)
+            fields = ("loss_error", "grad_input_error", "grad_weight_error")
+            for (error, _), field in zip(errors, fields):
+                assert float(error) == pytest.approx(float(row[field]), rel=0.06)
+            compared += 1
+    assert compared == 44
+
+
+@pytest.mark.parametrize("name", ["h200", "options", "heads", "attention", "chunked_loss", "memory", "cpu"])
+def test_each_number_links_command_and_commit(site, name):
+    page = Tables(site / "performance" / f"{name}.html")
+    links = [link for table in page.tables for row in table[1:] for text, link in row if link]
+    assert len(links) > 5
+    for link in links:
+        text = page.texts[link.removeprefix("#")]
+        assert re.match(r"\s*lowtide (bench|estimate) .* · commit [0-9a-f]{7} · .*torch \d", text), text
+        assert (ROOT / re.search(r"benchmarks/\S+\.csv", text)[0]).exists()
+
+
+def test_ways_are_those_of_the_code(site):
+    """Of calls that are described anew here, on this machine."""
+    from lowtide.tools.doctor.attention import table
+    from lowtide.tools.doctor.linear_cross_entropy import Call
+
+    text = re.sub(r"<[^>]+>", " ", (site / "reference" / "ways.html").read_text())
+    text = " ".join(text.split()).replace("&amp;", "&")
+    for call, cpu, cuda in table():
+        assert f"{call} {cpu} {cuda}" in text
+    line = re.search(r" float32 (\w+) (\w+) (\w+) (\w+) float64 ", text)
+    assert line[4] == Call(8192, 4096, 128_256, dtype=torch.float32).plan().engine
+    line = re.search(r"class indices (\w+) (\w+) (\w+) (\w+) the same", text)
+    assert line.groups() == ("exponentials", "logits_triton", "cpu_exponentials", "logits_torch")
+
+
+def test_command_line_has_every_command(site):
+    text = (site / "reference" / "command_line.html").read_text()
+    for name in ("estimate", "profile", "train", "bench-attention", "doctor-linear-cross-entropy"):
+        assert f'id="lowtide-{name}"' in text
+    assert "--workspace" in text
+
+
+def test_contract_has_formulas_and_arguments(site):
+    text = (site / "reference" / "loss.html").read_text()
+    assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in text
+    assert "lowtide.linear_cross_entropy" in text
+    assert re.search(r"<dt[^>]*>row_weight", text), "an argument is an entry of a list"
+
+
+def test_formulas_need_no_network(site):
+    for page in site.rglob("*.html"):
+        fetched = re.findall(
+            r'<(?:script|img)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"', page.read_text()
+        )
+        assert not [each for pair in fetched for each in pair if each.startswith(("http:", "https:", "//"))]
+
+
+needs_browser = pytest.mark.skipif(browser.why_none() is not None, reason=str(browser.why_none()))
+
+
+@needs_browser
+def test_browser_follows_every_link(site):
+    """From the first page to every page, and to every place on one that a link names."""
+    with browser.served(site) as address, browser.started() as driver:
+        ahead, ids, linked, files = [f"{address}/index.html"], {}, set(), set()
+        while ahead:
+            page = ahead.pop()
+            if page in ids:
+                continue
+            driver.get(page)
+            assert "Error response" not in driver.title, page
+            ids[page] = set(
+                driver.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+            )
+            for link in driver.execute_script(
+                "return [...document.querySelectorAll('a[href]')].map(e => e.href)"
+            ):
+                target, _, place = link.partition("#")
+                if not target.startswith(address):
+                    continue
+                if target.endswith(".html"):
+                    ahead.append(target)
+                    linked.add((target, place))
+                elif not target.endswith("/"):
+                    files.add(target)
+        dead = [link for link in linked if link[1] and link[1] not in ids[link[0]]]
+        assert not dead
+        for file in files:
+            assert urllib.request.urlopen(file).status == 200
+    there = {page.relative_to(site).as_posix() for page in site.rglob("*.html")}
+    reached = {page.removeprefix(f"{address}/") for page in ids}
+    assert there - reached <= {"search.html", "genindex.html", "py-modindex.html"}
+    assert len(reached) > 100
+
+
+@needs_browser
+def test_browser_renders_a_formula(site):
+    """A numerator stands above its denominator."""
+    script = """
+        const fraction = document.querySelector('math mfrac');
+        return [...fraction.children].map(e => { const b = e.getBoundingClientRect();
+                                                 return [b.top, b.bottom, b.width]; });
+    """
+    with browser.served(site) as address, browser.started() as driver:
+        driver.get(f"{address}/explanation/attention.html")
+        (_, bottom, width), (top, _, other) = driver.execute_script(script)
+    assert min(width, other) > 3
+    assert bottom <= top + 1
+
+
+@needs_browser
+def test_browser_finds_workspace_by_search(site):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    with browser.served(site) as address, browser.started() as driver:
+        driver.get(f"{address}/search.html?q=workspace")
+        here = (By.CSS_SELECTOR, "#search-results li a[href*='howto/workspace.html']")
+        WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(*here))
+        driver.find_element(*here).click()
+        assert "Choosing a workspace" in driver.title
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_browser_pages_fit_their_width(site, width):
+    """Wide tables, formulas and code scroll by themselves."""
+    names = ["index", "install", "howto/workspace", "reference/loss", "reference/ways", "reference/models"]
+    names += ["explanation/attention", "performance/h200", "performance/attention", "examples/index"]
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    with browser.served(site) as address, browser.started() as driver:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for name in names:
+            assert (DOCS / f"{name}.md").exists()
+            driver.get(f"{address}/{name}.html")
+            beyond = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            assert driver.execute_script(beyond) <= 0, name
