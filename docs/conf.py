@@ -26,7 +26,7 @@ extensions = [
     "ways_of_a_call",
 ]
 exclude_patterns = ["_build", "_extensions"]
-nitpicky = False
+smartquotes = False  # [..., D] and "mean" stay as they are typed
 default_role = "code"
 pygments_style = "tango"
 

@@ -99,7 +99,7 @@ def records_of(file: str, where: str, rows: str = "") -> list[Record]:
 
 def describe(record: Record, command: str, file: str) -> str:
     """Say in one line what a record was measured with."""
-    commit = record["lowtide"][:7]
+    commit = record["lowtide"].rpartition("+g")[2][:7]
     triton = f", Triton {record['triton']}" if record["triton"] else ""
     place = f"{record['card']}, torch {record['torch']}{triton}"
     return f"{command} · commit {commit} · {place} · {record['date'][:10]} · benchmarks/{file}"

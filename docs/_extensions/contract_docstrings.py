@@ -2,7 +2,8 @@
 
 Args:
         target: class indices.        becomes    **Args**
-                                                 :target: class indices.
+                                                 ``target``
+                                                     class indices.
 
 A section without entries of this form keeps its text below its name. Single backquotes are code
 (`default_role`), mathematics is Sphinx's own.
@@ -53,13 +54,14 @@ def sections(lines: list[str]) -> list[str]:
 
 
 def _fields(body: list[str]) -> list[str]:
-    """Return entries `name: text` as a list of fields, and what is none as a paragraph."""
+    """Return entries `name: text` as a list of definitions, and what is none as a paragraph."""
     out: list[str] = []
     within = listed = False
     for line in body:
         entry = ENTRY.match(line)
         if entry:
-            out += ["", f":{entry[1]}: {entry[2]}"]
+            names = ", ".join(f"``{name}``" for name in entry[1].split(", "))
+            out += ["", names, f"    {entry[2]}"]
             within, listed = True, False
         elif line.startswith("    ") and within:
             if line.startswith("    * ") and not listed:

@@ -35,3 +35,6 @@ def test_example_prints_same_loss_less_memory(name, plain_environment):
     assert abs(own_first - first) <= 8 * torch.finfo(torch.float32).eps * first + printed
     assert max(last, own_last) < first / 2, "both learn"
     assert own_peak < 0.6 * peak
+    page = (ROOT / "docs" / "examples" / "index.md").read_text()
+    told = re.search(rf"\| `{name}\.py` \| ([\d.]+) MiB \| ([\d.]+) MiB \|", page)
+    assert [float(each) for each in told.groups()] == pytest.approx([peak, own_peak], rel=0.1)
