@@ -1,11 +1,7 @@
-"""Turn the sections of a docstring, `Args:` and the like, into what Sphinx renders.
+"""Turn the sections of a docstring into what Sphinx renders.
 
-Args:
-        target: class indices.        becomes    **Args**
-                                                 ``target``
-                                                     class indices.
-
-A section without entries of this form keeps its text below its name. Single backquotes are code
+A section is a name with a colon, `Shapes:` or `Memory:`, and the text behind or below it. Entries
+`name: text` of `Args:` and the like become a list of definitions. Single backquotes are code
 (`default_role`), mathematics is Sphinx's own.
 """
 

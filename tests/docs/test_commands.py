@@ -11,7 +11,7 @@ typer = pytest.importorskip("typer")
 
 from lowtide.cli import make_app  # noqa: E402
 
-COMMAND = re.compile(r"^(?:    |\$ )?(?:\.venv/bin/)?(lowtide [^\n|`]*?)(?:  +#.*)?$", re.MULTILINE)
+COMMAND = re.compile(r"^(?:    |\$ )?(?:OMP_NUM_THREADS=1 |\.venv/bin/)?(lowtide [^\n|`]*?)(?:  +#.*)?$", re.MULTILINE)
 
 
 def commands_of(page):
@@ -33,6 +33,14 @@ def test_commands_parse(page, monkeypatch):
         while words and words[0] in getattr(command, "commands", {}):
             command = command.commands[words.pop(0)]
         command.make_context(line, words)
+
+
+@pytest.mark.parametrize("page", FOUND)
+def test_commands_are_blocks(page):
+    """Not the beginning of a paragraph."""
+    prose = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    commands = r"^(?:lowtide (?:bench|doctor|estimate|profile|train) .*--.*|make [a-z-]+ *(?:#.*)?)$"
+    assert not re.findall(commands, prose, re.MULTILINE)
 
 
 def test_commands_are_found():

@@ -1,6 +1,9 @@
 """The gallery has every script, with the output of a run; its table has the numbers of these outputs."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -22,3 +25,21 @@ def test_gallery_entry(name):
 
 def test_gallery_has_no_other_output():
     assert {path.stem for path in (DOCS / "examples" / "output").iterdir()} == set(SCRIPTS)
+
+
+@pytest.mark.extended
+def test_chunked_loss_script_prints_its_output(plain_environment):
+    """Other tests run the others."""
+    done = subprocess.run(
+        [sys.executable, "examples/chunked_loss.py"],
+        cwd=ROOT,
+        env=plain_environment | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = (DOCS / "examples" / "output" / "chunked_loss.txt").read_text()
+    for pattern, tolerance in ((r"loss ([\d.]+)", 1e-4), (r"([\d.]+) MiB", 0.1)):
+        mine, theirs = ([float(each) for each in re.findall(pattern, text)] for text in (done.stdout, told))
+        assert mine == pytest.approx(theirs, rel=tolerance)
