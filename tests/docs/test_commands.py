@@ -11,7 +11,8 @@ typer = pytest.importorskip("typer")
 
 from lowtide.cli import make_app  # noqa: E402
 
-COMMAND = re.compile(r"^(?:    |\$ )?(?:OMP_NUM_THREADS=1 |\.venv/bin/)?(lowtide [^\n|`]*?)(?:  +#.*)?$", re.MULTILINE)
+BEFORE = r"(?:    |\$ )?(?:OMP_NUM_THREADS=1 |\.venv/bin/)?"
+COMMAND = re.compile(rf"^{BEFORE}(lowtide [^\n|`]*?)(?:  +#.*)?$", re.MULTILINE)
 
 
 def commands_of(page):
