@@ -99,6 +99,7 @@ def records_of(file: str, where: str, rows: str = "") -> list[Record]:
 
 def describe(record: Record, command: str, file: str) -> str:
     """Say in one line what a record was measured with."""
+    command = record.get("command") or command
     commit = record["lowtide"].rpartition("+g")[2][:7]
     triton = f", Triton {record['triton']}" if record["triton"] else ""
     place = f"{record['card']}, torch {record['torch']}{triton}"
@@ -190,8 +191,8 @@ class _Runs:
         items = nodes.bullet_list(classes=["runs"])
         for number, record in self.found.values():
             paragraph = nodes.paragraph()
-            paragraph += nodes.literal("", self.command)
-            paragraph += nodes.Text(describe(record, "", self.file))
+            command, _, rest = describe(record, self.command, self.file).partition(" · ")
+            paragraph += [nodes.literal("", command), nodes.Text(f" · {rest}")]
             items += nodes.list_item("", paragraph, ids=[self._id(number)])
         return items
 

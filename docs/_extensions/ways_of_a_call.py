@@ -22,6 +22,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.tools.doctor.attention import markdown as attention_table
+from lowtide.tools.doctor.linear_cross_entropy import Call as Described
 
 N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
 NO_UNITS = "this CPU has no units for bfloat16"
@@ -117,6 +118,21 @@ def reasons_table() -> str:
     return "\n".join(lines)
 
 
+def doctor_on_a_cpu() -> str:
+    """Return what `lowtide doctor` says of a call with a soft cap, on a CPU with bfloat16 units."""
+    with patch.object(gemm, "against", lambda: None):
+        found = Described(N, D, V, softcap=30.0).describe()
+    width = max(map(len, found))
+    return "\n".join(f"{name:{width}}   {value}" for name, value in found.items())
+
+
+class DoctorOnACpu(SphinxDirective):
+    """Show it as text."""
+
+    def run(self) -> list[nodes.Node]:
+        return [nodes.literal_block("", doctor_on_a_cpu(), language="text")]
+
+
 class _Table(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         return self.parse_text_to_nodes(self.markdown())
@@ -144,4 +160,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("ways-of-attention", WaysOfAttention)
     app.add_directive("ways-of-the-loss", WaysOfTheLoss)
     app.add_directive("reasons-of-the-loss", ReasonsOfTheLoss)
+    app.add_directive("doctor-on-a-cpu", DoctorOnACpu)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
