@@ -223,3 +223,7 @@ def test_browser_pages_fit_their_width(site, width):
             driver.get(f"{address}/{name}.html")
             beyond = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert driver.execute_script(beyond) <= 0, name
+            # A cell whose text is broken into letters is narrower than a word.
+            narrow = """return [...document.querySelectorAll('article td')].filter(
+                e => e.innerText.trim().length > 3 && e.getBoundingClientRect().width < 35).length"""
+            assert driver.execute_script(narrow) == 0, name
