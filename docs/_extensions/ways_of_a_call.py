@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.cpu_gemm import gemm
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.tools.doctor.attention import markdown as attention_table
@@ -65,7 +66,7 @@ def engine_and_reasons(machine: str, **call: Any) -> tuple[str, dict[str, str]]:
         patch.object(gemm, "against", lambda: against_cpu),
         FakeTensorMode(),
     ):
-        return requirements.choose_engine(_call(device, **call))
+        return choose_engine(_call(device, **call))
 
 
 def _call(
