@@ -1,5 +1,10 @@
-"""What a type checker knows of the public functions: precise results, and options by name."""
+"""What type checkers know of the public functions: precise results, and options by name.
 
+mypy reads a strict program of a user's; so does pyright, where it is installed.
+"""
+
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +28,7 @@ NN = """
 from typing import Any, Callable
 class Module:
     __call__: Callable[..., Any]
+    weight: Any
 class Linear(Module): ...
 """
 ACCEPTED = """
@@ -30,7 +36,9 @@ from typing import Any, Callable
 from typing_extensions import assert_type
 from torch import Tensor
 import lowtide
-from lowtide import distillation, losses
+from lowtide import attn_bias, distillation, losses
+from lowtide.deferred import Deferral
+from torch import nn
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.sum()
@@ -40,6 +48,8 @@ def results(x: Tensor, w: Tensor, t: Tensor, head: Callable[[Tensor], Tensor], f
     assert_type(lowtide.LinearCrossEntropyLoss(4, 5)(x, t), Tensor)
     assert_type(lowtide.linear_log_probs(x, w, t), lowtide.LogProbs)
     assert_type(lowtide.linear_log_probs(x, w, t).log_prob, Tensor)
+    log_prob, entropy, logsumexp, argmax = lowtide.linear_log_probs(x, w, t)
+    assert_type((log_prob, entropy, logsumexp, argmax), tuple[Tensor, Tensor, Tensor, Tensor])
     assert_type(lowtide.chunked_loss(loss_fn, head, x, t, chunk_size=4, mode="recompute"), Tensor)
     assert_type(lowtide.chunked_loss(loss_fn, head, x, t, has_aux=False), Tensor)
     assert_type(lowtide.chunked_loss(loss_fn, head, x, t, has_aux=True), tuple[Tensor, dict[str, Any]])
@@ -52,8 +62,25 @@ def results(x: Tensor, w: Tensor, t: Tensor, head: Callable[[Tensor], Tensor], f
     assert_type(lowtide.memory_efficient_attention_with_lse(x, x, x), tuple[Tensor, Tensor])
     assert_type(lowtide.scaled_dot_product_attention(x, x, x), Tensor)
     assert_type(distillation.forward_kl(x, w, x, w, reduction="sum"), Tensor)
+    assert_type(distillation.reverse_kl(x, w, x, w), Tensor)
+    assert_type(distillation.jensen_shannon(x, w, x, w), Tensor)
+    assert_type(losses.dpo(x, x, x, x, reduction="none"), Tensor)
+    assert_type(losses.grpo(x, None, x, x, loss_type="dapo"), Tensor)
+    assert_type(losses.sequence_log_probs(x, w, t, softcap=30.0), Tensor)
     assert_type(losses.info_nce(x, x, logit_scale=1.0, backend="triton"), Tensor)
     assert_type(losses.z_loss(x, w, t, backend="reference"), Tensor)
+    part = lowtide.memory_efficient_attention_with_lse(x, x, x, attn_bias.LowerTriangularMask())
+    assert_type(lowtide.merge_attentions([part, part]), tuple[Tensor, Tensor])
+    blocks = attn_bias.BlockDiagonalMask.from_seqlens([3, 4])
+    assert_type(blocks, attn_bias.BlockDiagonalMask)
+    assert_type(blocks.make_causal(), attn_bias.BlockDiagonalCausalMask)
+
+def contexts(model: nn.Module) -> None:
+    with lowtide.defer_logits(model) as deferral:
+        assert_type(deferral, Deferral)
+        assert_type(deferral.materialized, dict[str, int])
+    with lowtide.peak_memory("cpu") as peak:
+        assert_type(peak.bytes, int)
 
 @lowtide.chunked_loss(chunk_size=4)
 def decorated(logits: Tensor, labels: Tensor) -> Tensor:
@@ -75,41 +102,65 @@ REFUSED = {
     'lowtide.losses.z_loss(x, w, t, backend="cuda")': "backend",
     'lowtide.distillation.forward_kl(x, w, x, w, reduction="average")': "reduction",
     'lowtide.chunked_loss(print, print, x, mode="fast")': "No overload",
+    "lowtide.linear_log_probs(x, w, t).log_probs": "log_probs",
+    "lowtide.losses.sequence_log_probs(x, w, t, z_loss=1.0)": "z_loss",
 }
+START = """from torch import Tensor
+import lowtide, lowtide.losses, lowtide.distillation
+def calls(x: Tensor, w: Tensor, t: Tensor) -> None:
+"""
+CALLS = START + "".join(f"    {call}\n" for call in REFUSED)
 
 
 @pytest.fixture(scope="module")
-def check_types(tmp_path_factory):
-    pytest.importorskip("mypy")
+def folder(tmp_path_factory):
+    """A user's, with what mypy and pyright read of torch and lowtide."""
     folder = tmp_path_factory.mktemp("types")
+    package = Path(lowtide.__file__).parents[1]
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.pyi").write_text(TORCH)
     (folder / "torch" / "nn.pyi").write_text(NN)
     (folder / "mypy.ini").write_text(
-        f"[mypy]\npython_version = 3.10\nmypy_path = {folder}:{Path(lowtide.__file__).parents[1]}\n"
+        f"[mypy]\npython_version = 3.10\nstrict = True\nmypy_path = {folder}:{package}\n"
         "follow_imports = silent\nignore_missing_imports = true\n"
         "[mypy-torch.*,numpy.*,triton.*,transformers.*]\nfollow_imports = skip\n"
     )
-
-    def check(program):
-        (folder / "program.py").write_text(program)
-        mypy = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "program.py"]
-        return subprocess.run(mypy, cwd=folder, capture_output=True, text=True, check=False).stdout
-
-    return check
+    settings = {"include": ["program.py"], "extraPaths": [str(folder), str(package)]}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings | {"pythonVersion": "3.10"}))
+    return folder
 
 
-def test_results(check_types):
-    found = check_types(ACCEPTED)
-    assert "Success" in found, found
+def mypy(folder):
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "program.py"]
+    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
+    return [line.removeprefix("program.py:") for line in printed.splitlines() if ": error:" in line]
 
 
-def test_options(check_types):
-    lines = [f"    {call}" for call in REFUSED]
-    start = "from torch import Tensor\nimport lowtide, lowtide.losses, lowtide.distillation\n"
-    head = "def calls(x: Tensor, w: Tensor, t: Tensor) -> None:\n"
-    found = check_types(start + head + "\n".join(lines)).splitlines()
+def pyright(folder):
+    if shutil.which("pyright") is None:
+        pytest.skip("pyright is not installed")
+    command = ["pyright", "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return [
+        f"{found['range']['start']['line'] + 1}: {found['severity']}: {found['message']}"
+        for found in json.loads(done.stdout)["generalDiagnostics"]
+        if found["severity"] == "error"
+    ]
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_results(folder, checker):
+    (folder / "program.py").write_text(ACCEPTED)
+    assert checker(folder) == []
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_options(folder, checker):
+    (folder / "program.py").write_text(CALLS)
+    found = checker(folder)
     for line, (call, message) in enumerate(REFUSED.items(), start=4):
-        own = [each for each in found if each.startswith(f"program.py:{line}: error")]
-        assert len(own) == 1, (call, found)
-        assert message in own[0], own
+        own = [each for each in found if each.startswith(f"{line}:")]
+        assert own, (call, found)
+        assert checker is pyright or (len(own) == 1 and message in own[0]), own
+    assert {int(each.partition(":")[0]) for each in found} == {*range(4, 4 + len(REFUSED))}
