@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from lowtide.cli.errors import Commands
 from lowtide.cli.parameters import MOST_TOKENS, DeviceOption, output_file, output_picture, size_in_bytes
 from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.cli.timeline import memory_timeline
+from lowtide.tools.bench import compare as comparing
 from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from lowtide.tools.bench.attention.rows import attention_rows
@@ -281,6 +285,41 @@ def draw(
     """Draw throughput, memory and accuracy along each axis of a sweep, from its CSV alone."""
     draw_figure(rows, out)
     Console().print(f"figure: {out}", soft_wrap=True)
+
+
+@app.command("compare")
+def compare(
+    before: Annotated[Path, typer.Argument(help="A CSV of `lowtide bench`.")],
+    after: Annotated[Path, typer.Argument(help="Another of the same command.")],
+    percent: Annotated[float, typer.Option(min=0, help="The change that is allowed.")] = 2.0,
+) -> None:
+    """Compare times, ratios and memory of two CSVs, and exit with 1 if one has changed.
+
+    Rows are compared that agree in case, sizes, dtype, options and provider. A
+    row that only one file has, or that ran in one alone, is a change too.
+    Ratios are to a floor timed in the same run: they depend less on clocks
+    than times do.
+    """
+    found = comparing.compare(before, after)
+    changed = found.beyond(percent)
+    console = Console(highlight=False)
+    for line in found.surroundings:
+        console.print(Text(line), soft_wrap=True)
+    if changed:
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("row")
+        table.add_column("figure")
+        for heading in ("before", "after", "change"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for one in changed:
+            figures = (f"{one.before:,.6g}", f"{one.after:,.6g}", f"{one.percent:+.1f} %")
+            table.add_row(Text(one.row), one.figure, *figures)
+        console.print(table)
+    for line in found.unmatched:
+        console.print(Text(line), soft_wrap=True)
+    of = f"{len(changed)} of {len(found.changes)} figures changed by more than {percent:g} %"
+    console.print(of + f", {len(found.unmatched)} rows without a counterpart" * bool(found.unmatched))
+    raise typer.Exit(int(bool(changed or found.unmatched)))
 
 
 class _Table(NamedTuple):

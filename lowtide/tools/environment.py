@@ -1,7 +1,10 @@
 """Choose the device, and find versions, card and commit, which every table of figures states."""
 
 import platform
+import re
+import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
@@ -13,7 +16,7 @@ import torch
 import lowtide
 from lowtide.tools.errors import UserError
 
-ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide")
+ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide", "clocks", "command")
 
 
 class Device(str, Enum):
@@ -31,6 +34,8 @@ class Environment:
     torch: str
     triton: str
     lowtide: str
+    clocks: str
+    command: str
 
     @classmethod
     def of(cls, device: str) -> "Environment":
@@ -40,6 +45,8 @@ class Environment:
             torch=torch.__version__,
             triton=version("triton"),
             lowtide=commit() or lowtide.__version__,
+            clocks=clocks(device),
+            command=shlex.join(["lowtide", *sys.argv[1:]]),
         )
 
 
@@ -93,3 +100,25 @@ def card(device: str) -> str:
         return torch.cuda.get_device_name()
     capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     return f"{platform.machine()} {capability}, {threads} thread{'s' * (threads > 1)}"
+
+
+def clocks(device: str) -> str:
+    """Return the clocks that bound the figures, or "" where the machine does not tell them.
+
+    Of a card, the highest clock of its multiprocessors, the clock of its memory and the limit of
+    its power; of a CPU, what its first core runs at.
+    """
+    if device == "cuda":
+        names = "clocks.max.sm,clocks.mem,power.limit"
+        chosen = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"
+        command = ["nvidia-smi", chosen, f"--query-gpu={names}", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # A card of another maker, or a container.
+            return ""
+        return "SM {}, memory {}, {}".format(*done.stdout.strip().split(", "))
+    try:
+        found = re.search(r"^cpu MHz\s*: (\d+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:  # There is none but on Linux.
+        return ""
+    return f"{found[1]} MHz" if found else ""

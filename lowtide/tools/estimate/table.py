@@ -33,6 +33,7 @@ def _row(result: Result) -> dict[str, object]:
     named = {"dtype": how.dtype.value, "optimizer": how.optimizer.value, "loss": one.loss.value}
     return {
         "card": one.device,
+        "clocks": "",  # Memory does not depend on them.
         **asdict(how),
         **named,
         **{column: one.held[category] for category, column in HELD.items()},
@@ -45,7 +46,7 @@ def _row(result: Result) -> dict[str, object]:
 
 
 def read(path: Path) -> list[Result]:
-    rows = files.read_table(path, COLUMNS, "lowtide estimate --csv")
+    rows = files.read_table(path, ("card", *SETTING, *OWN), "lowtide estimate --csv")
     try:
         return [_result(row) for row in rows]
     except ValueError as problem:

@@ -27,7 +27,8 @@ from lowtide.tools.profile.timeline import Timeline, plot, timeline
 
 STEPS = 3
 OUT_OF_MEMORY = "out of memory"
-COLUMNS = (*ENVIRONMENT, "batch", "length", "features", "classes", "dtype")
+SETTING = ("batch", "length", "features", "classes", "dtype")
+COLUMNS = (*ENVIRONMENT, *SETTING)
 OWN = ("provider", "end", "ms", "bytes")
 
 
@@ -113,7 +114,7 @@ def read(path: Path) -> list[Line]:
     """Return the lines of such a CSV; raise a UserError if it is not one."""
     lines: dict[tuple[Shape, str], Line] = {}
     try:
-        for row in files.read_table(path, (*COLUMNS, *OWN), "lowtide bench memory-timeline"):
+        for row in files.read_table(path, (*SETTING, *OWN), "lowtide bench memory-timeline"):
             shape = Shape(*(int(row[name]) for name in ("batch", "length", "features", "classes")))
             fresh = Line(shape, row["provider"], row["end"], Timeline([], []))
             line = lines.setdefault((shape, row["provider"]), fresh)

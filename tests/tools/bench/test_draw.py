@@ -16,7 +16,7 @@ from lowtide.tools.errors import UserError
 from tests.support.commands import invoke
 
 CENTER = next(case for case in CASES if case.name == "A")
-HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab")
+HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab", "", "lowtide bench")
 NAMES = ("lowtide", "lowtide-256MiB", "eager", "quack", "liger")
 
 
