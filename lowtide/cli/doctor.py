@@ -1,5 +1,6 @@
 """Implement `lowtide doctor`: report what this machine has, and how it computes a call."""
 
+import time
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any
@@ -16,10 +17,11 @@ from lowtide.cli.parameters import DeviceOption, refuse_given
 from lowtide.cli.parameters import workspace as workspace_option
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
+from lowtide.tools.doctor import selftest as selftest_of_calls
 from lowtide.tools.doctor.attention import Layout, Mask
 from lowtide.tools.doctor.cpu import cpu
 from lowtide.tools.doctor.environment import environment
-from lowtide.tools.environment import Device, choose_device
+from lowtide.tools.environment import Device, choose_device, dtype_name
 
 
 class DType(str, Enum):
@@ -44,7 +46,15 @@ app = typer.Typer(cls=Commands, invoke_without_command=True)
 
 
 @app.callback()
-def doctor(context: typer.Context) -> None:
+def doctor(
+    context: typer.Context,
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Run fifty calls, and compare them with torch in float64.")
+    ] = False,
+    device: Annotated[
+        Device, typer.Option(help="Of --selftest. Auto: the GPU if there is one.")
+    ] = Device.auto,
+) -> None:
     """Say what this machine has, and which way a call takes on it.
 
     Alone it prints which engine takes the loss here, what the CPU has for
@@ -52,7 +62,16 @@ def doctor(context: typer.Context) -> None:
     attention takes which calls. The commands below describe one call, and are answered by the
     functions that choose when it runs; nothing is computed, but a CPU's
     bfloat16 products are compiled where that is still to be done.
+
+    With --selftest it runs calls instead, in less than a minute, and prints a
+    report to paste into an issue: exit status 1 says that a result was wrong.
     """
+    if not selftest:
+        refuse_given(context, ["device"], "goes together with --selftest; commands have their own")
+    elif context.invoked_subcommand is not None:
+        raise typer.BadParameter("runs by itself, without a command", param_hint="--selftest")
+    else:
+        raise typer.Exit(_selftest(choose_device(device)))
     if context.invoked_subcommand is None:
         console = _console()
         N, D, V = of_loss.USUAL
@@ -193,6 +212,22 @@ def linear_cross_entropy(
     found = call.describe()
     title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"
     _print(_console(), title, found)
+
+
+def _selftest(device: str) -> int:
+    """Print machine, cases and the sum of them as plain text; return the exit status."""
+    started, wrong = time.monotonic(), 0
+    for name, value in environment().items():
+        print(f"{name}: {value}")
+    print(f"\n{'':5}{'call on ' + device:34}{'dtype':10}{'error':>9}{'allowed':>9}{'ms':>7}")
+    for one in selftest_of_calls.run(device):
+        wrong += not one.passed
+        figures = one.reason or f"{one.error:9.1e}{one.allowed:9.1e}{1000 * one.seconds:7.0f}"
+        verdict = "ok" if one.passed else "FAIL"
+        print(f"{verdict:5}{one.case.name:34}{dtype_name(one.case.dtype):10}{figures}", flush=True)
+    total = len(selftest_of_calls.CASES)
+    print(f"\n{total - wrong} of {total} calls are right, in {time.monotonic() - started:.0f} s")
+    return int(wrong > 0)
 
 
 def _print(console: Console, title: str, found: Mapping[str, str]) -> None:
