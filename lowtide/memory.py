@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import RecordScope, _EventType
 from torch.autograd.profiler import profile
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
@@ -117,14 +115,22 @@ class Allocation:
     operators: tuple[str, ...]  # It happened in these, the outermost first.
 
 
-# Scopes that are recorded besides allocations. Operators are several times as many as allocations.
-OPERATORS: set[Any] = set()  # An empty set records all.
-NOTHING = {RecordScope.STATIC_RUNTIME_MODEL}  # No operator has this scope.
-
-
 @contextlib.contextmanager
-def cpu_allocations(scopes: set[Any] = OPERATORS) -> Iterator[list[Allocation]]:
-    """List all allocations and releases of the block on the CPU; the list is filled at its end."""
+def cpu_allocations(operators: bool = True) -> Iterator[list[Allocation]]:
+    """List all allocations and releases of the block on the CPU; the list is filled at its end.
+
+    With `operators` each says the operators that it happened in, which are several times as many.
+    """
+    try:
+        from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+        from torch._C._profiler import RecordScope, _EventType
+    except ImportError as absent:
+        raise RuntimeError(
+            f"lowtide cannot see the CPU's allocations in torch {torch.__version__}: {absent}; upgrade "
+            "lowtide, or use a release of torch that it is tested with"
+        ) from absent
+    # An empty set records all scopes; no operator has the other.
+    scopes: set[Any] = set() if operators else {RecordScope.STATIC_RUNTIME_MODEL}
     profiler = profile(use_kineto=True, profile_memory=True)
     config, activities = profiler.config(), profiler.kineto_activities
     found: list[Allocation] = []
@@ -140,13 +146,13 @@ def cpu_allocations(scopes: set[Any] = OPERATORS) -> Iterator[list[Allocation]]:
             (event, ()) for event in reversed(results.experimental_event_tree())
         ]
         while waiting:
-            event, operators = waiting.pop()
+            event, around = waiting.pop()
             if event.tag == _EventType.Allocation:
                 fields = event.extra_fields
                 if fields.device.type == "cpu":
-                    found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, operators))
+                    found.append(Allocation(event.start_time_ns, fields.ptr, fields.alloc_size, around))
             else:
-                within = (*operators, event.name)
+                within = (*around, event.name)
                 waiting += [(child, within) for child in reversed(event.children)]
         found.sort(key=lambda each: each.time_ns)
 
@@ -155,7 +161,7 @@ def cpu_allocations(scopes: set[Any] = OPERATORS) -> Iterator[list[Allocation]]:
 def _cpu(peak: Peak) -> Iterator[None]:
     allocations: list[Allocation] = []
     try:
-        with cpu_allocations(NOTHING) as allocations:
+        with cpu_allocations(operators=False) as allocations:
             yield
     finally:
         held = 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.memory import NOTHING, OPERATORS, cpu_allocations, peak_memory
+from lowtide.memory import cpu_allocations, peak_memory
 
 MIB = 2**20
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -88,11 +88,11 @@ def test_allocations_without_operators():
 
     step()
     found = []
-    for scopes in (OPERATORS, NOTHING):
-        with cpu_allocations(scopes) as allocations:
+    for operators in (True, False):
+        with cpu_allocations(operators) as allocations:
             step()
         found.append([each.bytes for each in allocations])
-        assert any(each.operators for each in allocations) == (scopes is OPERATORS)
+        assert any(each.operators for each in allocations) == operators
     assert found[0] == found[1]
     assert len(found[0]) > 20
 

@@ -2,6 +2,7 @@
 
 Modules, in import order (a module imports only from those above it):
 
+torch_private     torch's private functions, and what is done without each
 errors            the two classes of errors for arguments
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowtide.core import torch_private
+
 
 def in_transform(*tensors: Tensor | None) -> bool:
     """Return True inside a torch.func transform, forward mode or a batched gradient."""
-    functorch = torch._C._functorch
-    if functorch.maybe_current_level() is not None:  # torch.compile refuses to trace this call
+    if torch_private.current_level() is not None:  # torch.compile refuses to trace this call
         return True
     if torch.compiler.is_compiling():
         if forward_ad._current_level >= 0:
             raise NotImplementedError("forward mode inside torch.compile: compile what is outside of it")
         return False
     return any(
-        functorch.is_legacy_batchedtensor(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
+        torch_private.is_legacy_batched(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
         if tensor is not None
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,12 +40,11 @@ def check_dense(name: str, tensor: Tensor) -> None:
 
 
 def _is_nested(tensor: Tensor) -> bool:
-    functorch = torch._C._functorch
     # A batched tensor of vmap does not tell whether it wraps a nested one, so unwrap it.
     # torch.compile traces none of this.
-    if not torch.compiler.is_compiling() and functorch.maybe_current_level() is not None:
-        while functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = functorch.get_unwrapped(tensor)
+    if not torch.compiler.is_compiling() and torch_private.current_level() is not None:
+        while torch_private.is_wrapped(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.is_nested
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.library import Library, define, impl
 
+from lowtide.core import torch_private
+
 # Its registrations end with its life.
 LIBRARY = Library("lowtide", "FRAGMENT")
 
@@ -49,6 +51,9 @@ def derivative(
     for a list. register_autograd takes 0.2 ms more of host time per step, most of it in pytrees.
     """
 
+    if torch_private.below_autograd is None or torch_private.after_autograd_keyset is None:
+        torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=LIBRARY)
+        return
     lists = [str(argument.type) == "List[Tensor]" for argument in operator._schema.arguments]
 
     class Derivative(torch.autograd.Function):
@@ -56,8 +61,8 @@ def derivative(
         @staticmethod
         def forward(ctx: Any, keys: Any, lengths: Sequence[int | None], *items: Any) -> tuple[Tensor, ...]:
             arguments = _in_lists(items, lengths)
-            with torch._C._AutoDispatchBelowAutograd():
-                output = operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+            with torch_private.below_autograd():
+                output = operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
             ctx.lengths = lengths
             setup_context(ctx=ctx, inputs=arguments, output=output)
             return tuple(output)
@@ -78,8 +83,8 @@ def derivative(
 
     def run(keys: Any, *arguments: Any) -> Any:
         if not (torch.is_grad_enabled() and any(_need_gradients(arguments))):
-            with torch._C._AutoDispatchBelowAutograd():
-                return operator.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+            with torch_private.below_autograd():
+                return operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
         # The dispatcher leaves out arguments that have their default.
         arguments += tuple(each.default_value for each in operator._schema.arguments[len(arguments) :])
         lengths = [len(each) if is_list else None for each, is_list in zip(arguments, lists)]

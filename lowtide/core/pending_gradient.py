@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 
 # A float16 gradient is formed with its largest row near 2^14, and kept with it near 1.
@@ -55,7 +56,7 @@ def finish_gradient(tensor: Tensor, factor: Tensor, like: Tensor, backend: str) 
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
         return (tensor.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
     # A freed graph's tensors may be overwritten; a retained one's will be read again.
-    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    in_place = not torch_private.keeps_graph()
     return scaled(tensor, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)
 
 

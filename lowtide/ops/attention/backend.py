@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
 from lowtide.core.backend import marked_constant, reason_against_triton
 from lowtide.core.checks import HALVES
@@ -84,6 +85,8 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     The checks that take the host longest come last.
     """
     operands, mask, window, options, with_logsumexp, *_ = call
+    if torch_private.fused_sdp_choice is None:
+        return "this release of torch does not say which of its kernels it would take"
     if with_logsumexp:
         return "it gives no logsumexp"
     if options.softcap:

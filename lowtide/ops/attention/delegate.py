@@ -22,6 +22,7 @@ from torch.nn.attention import sdpa_kernel
 # Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+from lowtide.core import torch_private
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.ops.attention.definition.masks import Band, intervals
 from lowtide.ops.attention.definition.operands import Operands, Options
@@ -64,7 +65,7 @@ def _is_fused_already(operands: Operands, given: dict[str, Any]) -> bool:
         return False
     if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != operands.query.dtype:
         return False  # autocast is to be off for float64, which it would cast
-    return torch._fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
+    return torch_private.fused_sdp_choice(*tensors, **given) in FUSED_NUMBERS
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ class _Delegated(torch.autograd.Function):
         ctx.needs_grad = tuple(tensor.requires_grad for tensor in tensors)
         # Under the caller's hooks a saved tensor could come back with other strides or at another
         # address.
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        hooked = torch_private.top_saved_tensors_hooks(False) is not None
         hooks = saved_tensors_hooks(_unchanged, _unchanged) if hooked else nullcontext()
         with torch.enable_grad(), hooks:
             ctx.own = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -103,7 +104,7 @@ class _Delegated(torch.autograd.Function):
         else:
             inputs = [own for own in ctx.own if own.requires_grad]
             grad_output = alignment.readable_like(grad_output, ctx.out)
-            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            keep = torch_private.keeps_graph()
             found = torch.autograd.grad(ctx.out, inputs, grad_output, retain_graph=keep)
             gradients = scatter_gradients(found, ctx.needs_grad)
         return (None, None, *gradients)

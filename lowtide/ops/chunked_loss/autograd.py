@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import scaled
@@ -89,7 +90,7 @@ class Recompute(torch.autograd.Function):
 
 def is_batched(tensor: Tensor) -> bool:
     """Return True for a tensor that vmap, or autograd under is_grads_batched, has batched."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
+    return torch_private.is_legacy_batched(tensor) or torch_private.is_batched(tensor)
 
 
 def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
         return (gradient * (grad_output if factor is None else grad_output * factor)).to(gradient.dtype)
     # Tensors of a freed graph may be changed; those of a retained one will be read again.
-    in_place = not torch._C._autograd._get_current_graph_task_keep_graph()
+    in_place = not torch_private.keeps_graph()
     factor = grad_output if factor is None else grad_output * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowtide.core import torch_private
 from lowtide.core.row_function import Derivative, RowFunction, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures
@@ -52,7 +53,7 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
             rows = sample.piece(still[: job.cut], chunk)
             run = functools.partial(sample.loss_again, place, rows, whole)
             value = job.functional.substituted(whole, run)
-            batched = any(torch._C._functorch.is_batchedtensor(each) for each in _layers(value))
+            batched = any(torch_private.is_batched(each) for each in _layers(value))
             if batched and sample.replay.drew():
                 raise RuntimeError(
                     "vmap: head or loss_fn draws random numbers, which chunked_loss draws once for all "
@@ -74,7 +75,7 @@ def _varies(tensor: Tensor) -> bool:
     """Return True if a tensor has a gradient, a batch or a tangent in any transform."""
     return any(
         layer.requires_grad
-        or torch._C._functorch.is_batchedtensor(layer)
+        or torch_private.is_batched(layer)
         or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(layer).tangent is not None)
         for layer in _layers(tensor)
     )
@@ -85,11 +86,10 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
 
     A batch is represented by its first element.
     """
-    functorch = torch._C._functorch
     yield tensor
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        place = functorch.maybe_get_bdim(tensor) if functorch.is_batchedtensor(tensor) else -1
-        tensor = functorch.get_unwrapped(tensor)
+    while torch_private.is_wrapped(tensor):
+        place = torch._C._functorch.maybe_get_bdim(tensor) if torch_private.is_batched(tensor) else -1
+        tensor = torch._C._functorch.get_unwrapped(tensor)
         tensor = tensor if place < 0 else tensor.select(place, 0)
         yield tensor
 

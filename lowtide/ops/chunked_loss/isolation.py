@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lowtide.core import torch_private
+
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
@@ -33,11 +35,11 @@ def is_isolated() -> bool:
 
 def any_transform() -> bool:
     """Return True if a transform of torch.func or forward mode is at work."""
-    return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return torch_private.current_level() is not None or forward_ad._current_level >= 0
 
 
 def _top_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch_private.top_saved_tensors_hooks(True)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
@@ -56,7 +57,7 @@ class Operators(TorchFunctionMode):
 
         def enter(_: Any) -> None:
             if self.task is None:
-                self.task = torch._C._current_graph_task_id()
+                self.task = torch_private.backward_id()
 
         handle = None if value.grad_fn is None else value.grad_fn.register_prehook(enter)
         try:
@@ -133,7 +134,7 @@ class SummingLinear(torch.autograd.Function):
         input, cast_VD, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         g_CV, x_CD = upstream.reshape(-1, upstream.shape[-1]), input.reshape(-1, input.shape[-1])
-        if ctx.operators.task != torch._C._current_graph_task_id():
+        if ctx.operators.task != torch_private.backward_id():
             grad_input = upstream @ weight.to(upstream.dtype) if for_input else None
             grad_weight = g_CV.t() @ x_CD if for_weight else None
             return grad_input, grad_weight, g_CV.sum(0) if for_bias else None, *(None,) * 4

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lowtide.core import torch_private
 from lowtide.core.checks import check_choice, check_dense
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
@@ -190,11 +191,7 @@ def _is_fraction(kind: str, other: Any) -> bool:
     Any other number may be a count of rows.
     """
     if isinstance(other, Tensor):
-        if (
-            other.dim()
-            or other.device.type != "cpu"
-            or torch._C._functorch.is_functorch_wrapped_tensor(other)
-        ):
+        if other.dim() or other.device.type != "cpu" or torch_private.is_wrapped(other):
             return False
         one = torch.ones((), dtype=torch.float32)
         if other.is_floating_point() and (

@@ -49,7 +49,7 @@ def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
     # Either torch's own for subclasses, which computes as with a plain tensor; or none, as for fake
     # tensors.
     same = getattr(function, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-    if not same and function is not torch._C._disabled_torch_function_impl:
+    if not same and function is not getattr(torch._C, "_disabled_torch_function_impl", None):
         raise ArgumentTypeError(
             f"{name} must be a plain tensor, got {kind.__name__}, which has a meaning of its own to torch's "
             f"functions (__torch_function__); for its numbers pass {name}.as_subclass(torch.Tensor)"

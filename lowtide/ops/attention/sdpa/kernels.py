@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_like
@@ -101,10 +102,10 @@ def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBa
     """Return the kernel that torch takes for such tensors, whatever its settings are."""
     query, key, value = (each.detach().requires_grad_(tracked) for each in tensors)
     given = {"is_causal": options.causal, "enable_gqa": query.shape[1] != key.shape[1]}
-    found = torch._fused_sdp_choice(query, key, value, scale=options.scale, **given)
+    found = torch_private.fused_sdp_choice(query, key, value, scale=options.scale, **given)
     if found not in FUSED_NUMBERS:
         with sdpa_kernel(FUSED):
-            found = torch._fused_sdp_choice(query, key, value, scale=options.scale, **given)
+            found = torch_private.fused_sdp_choice(query, key, value, scale=options.scale, **given)
     if found not in FUSED_NUMBERS:
         raise ArgumentError("torch has no kernel of its own for this call here; use backend='torch'")
     return SDPBackend(found)

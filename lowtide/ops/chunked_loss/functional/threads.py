@@ -5,9 +5,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
+from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.tensors import find_owned
 
@@ -27,7 +27,7 @@ def alone(functions: Iterable[Any]) -> Iterator[None]:
     own = threading.get_ident()
     with _lock:
         others = {thread for module in modules for thread in _threads.get(module, ())} - {own}
-        if others and torch._C._current_graph_task_id() == -1:
+        if others and torch_private.outside_backward():
             raise ArgumentError(
                 "another thread is running chunked_loss with the same module, whose parameters are replaced "
                 "meanwhile: one at a time (a lock), or a module for each thread (copy.deepcopy)"

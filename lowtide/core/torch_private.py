@@ -1,0 +1,65 @@
+"""Bind the private functions of torch that operators use, and say what is done without each.
+
+A release of torch may rename them. Each is looked up once, at import, and has a substitute that
+gives the answer for which the caller takes its slower way: more memory, more host time, or the
+definition in chunks, with the same results. Deferred logits and lowtide's tools use others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _find(path: str) -> Any:
+    """Return an attribute of torch, or None where this release has none of that name."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _keep_always() -> bool:
+    """Count every graph as retained: gradients are scaled into new memory."""
+    return True
+
+
+def _hooks_unknown(_: bool = True) -> tuple[None, None]:
+    """Count on hooks of saved tensors, whose owner is not known."""
+    return None, None
+
+
+def _level_unknown() -> int | None:
+    """Count on a transform, but not in a graph, where torch.compile finds those at work."""
+    return None if torch.compiler.is_compiling() else 0
+
+
+def _in_no_transform(_: Tensor) -> bool:
+    """Return False; raise in a transform, whose tensors cannot be told from others."""
+    if current_level is not _level_unknown and current_level() is not None:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not say which tensors a transform of torch.func wraps, and "
+            "lowtide needs to know: upgrade lowtide, or use a release of torch that it is tested with"
+        )
+    return False
+
+
+# The public equivalents (torch.library.register_autograd, a probe with every setting) cost time.
+below_autograd = _find("_C._AutoDispatchBelowAutograd")
+after_autograd_keyset = _find("_C._after_autograd_keyset")
+fused_sdp_choice = _find("_fused_sdp_choice")
+
+keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph") or _keep_always
+top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks") or _hooks_unknown
+backward_id: Any = _find("_C._current_graph_task_id") or object
+"""Without it each answer is another one: no pass of backward is known to be the one that began."""
+
+current_level = _find("_C._functorch.maybe_current_level") or _level_unknown
+is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transform
+is_batched = _find("_C._functorch.is_batchedtensor") or _in_no_transform
+is_legacy_batched = _find("_C._functorch.is_legacy_batchedtensor") or _in_no_transform
+
+
+def outside_backward() -> bool:
+    """Return True where no pass of backward runs, or where torch does not tell."""
+    return backward_id is object or backward_id() == -1
