@@ -2,9 +2,10 @@
 
 import dataclasses
 import fnmatch
+import inspect
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers.configuration_utils import PretrainedConfig
 
 V = 99  # vocabulary
 IMAGE = 2  # a token that no text has
@@ -128,9 +129,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def small(config: PreTrainedConfig, **options: Any) -> PreTrainedConfig:
+def small(config: PretrainedConfig, **options: Any) -> PretrainedConfig:
     """One of the same class, from its constructor, as what is computed from sizes is computed there."""
-    fields = [each.name for each in dataclasses.fields(config)]
+    if dataclasses.is_dataclass(config):
+        fields = [each.name for each in dataclasses.fields(config)]
+    else:  # Transformers 4.
+        fields = [*inspect.signature(type(config).__init__).parameters]
     options = OPTIONS.get(type(config).__name__, {}) | options
     sizes: dict[str, Any] = {
         "decoder_start_token_id": 0,
@@ -140,7 +144,7 @@ def small(config: PreTrainedConfig, **options: Any) -> PreTrainedConfig:
     }
     for field in fields:
         value, size = vars(config).get(field), size_of(field)
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             spec = type(config).sub_configs_defaults.get(field)
             given = spec.init_kwargs if spec else {}
             kept = {name: each for name, each in given.items() if size_of(name) is None}

@@ -24,7 +24,7 @@ MAPPINGS = (
     modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {}),  # Not in Transformers 4.
 )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers import masking_utils
+from transformers.masking_utils import sdpa_mask
 
 from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.bands import Shown, band
@@ -25,6 +26,12 @@ from lowtide.ops.attention.definition.masks import (
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22
 """The most elements of a mask that are examined at a time."""
+# Transformers 4 lacks the second. `register_attention` refuses it, and the callback has no masks.
+PLAIN = tuple(
+    getattr(masking_utils, f"{name}_mask_function")
+    for name in ("causal", "bidirectional")
+    if hasattr(masking_utils, f"{name}_mask_function")
+)
 
 
 class DenseMaskWarning(UserWarning):
@@ -126,7 +133,7 @@ def mask(
     """
     if isinstance(attention_mask, ModelsMask | PackedMask):
         return attention_mask
-    plain = mask_function in (causal_mask_function, bidirectional_mask_function)
+    plain = mask_function in PLAIN
     if torch.compiler.is_compiling() and attention_mask is None and not plain:
         return _uncompiled(mask_function, attention_mask, **sizes)
     return _mask(mask_function, attention_mask, **sizes)
