@@ -81,10 +81,11 @@ def print_all(builds: dict[str, Any], resources: Callable[[str, Any, int], dict[
 
 
 def compiled(
-    kernel: Any, arguments: dict[str, Any], capability: int, options: dict[str, int]
+    kernel: Any, arguments: dict[str, Any], capability: int | str, options: dict[str, int]
 ) -> tuple[dict[str, int], str]:
-    """What Triton and ptxas say of a kernel, and its TTGIR. arguments: by name, a Triton type, the value of a
-    constexpr (None: a pointer that is not there), or a tuple of those."""
+    """What Triton and the assembler say of a kernel, and its TTGIR. capability: that of an NVIDIA card, or
+    the name of AMD's architecture. arguments: by name, a Triton type, the value of a constexpr (None: a
+    pointer that is not there), or a tuple of those."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,9 +110,23 @@ def compiled(
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    triton.knobs.runtime.add_stages_inspection_hook = _assemble_ourselves
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": built.metadata.shared, **built.metadata.assembled}, built.asm["ttgir"]
+    if isinstance(capability, str):
+        built = triton.compile(source, target=GPUTarget("hip", capability, 64), options=options)
+        assembly = built.asm["amdgcn"]  # Bytes, where it was read from Triton's cache.
+        numbers = _numbers_of_amd(assembly.decode() if isinstance(assembly, bytes) else assembly)
+    else:
+        triton.knobs.runtime.add_stages_inspection_hook = _assemble_ourselves
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        numbers = built.metadata.assembled
+    return {"shared": built.metadata.shared, **numbers}, built.asm["ttgir"]
+
+
+def _numbers_of_amd(assembly: str) -> dict[str, int]:
+    """Registers are a lane's, of vectors; one that is spilt is stored and loaded, 4 bytes each."""
+    registers, spilt = (
+        int(re.search(rf"\.{name}:\s+(\d+)", assembly)[1]) for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    return {"registers": registers, "spill_stores": 4 * spilt, "spill_loads": 4 * spilt}
 
 
 def _with_layout(tile: str) -> str:
