@@ -10,7 +10,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
-.PHONY: demo docs test test-extended test-all test-builds test-gpu fuzz fuzz-gpu lint bench bench-trained clean
+.PHONY: demo docs test test-extended test-all test-builds test-gpu test-package test-versions fuzz fuzz-gpu lint bench \
+	bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
 	$(BIN)/lowtide train --loss both
@@ -31,6 +32,12 @@ test-builds: $(READY)  ## compiles every kernel ahead of time that the tests lea
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu
+
+test-package: $(READY)  ## sdist and wheel, and the contract on the installed wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/environments.py package
+
+test-versions: $(READY)  ## the contract on each torch with each Python; ONLY=3.10:2.9 runs one of them
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/environments.py versions $(if $(ONLY),--only $(ONLY))
 
 fuzz: $(READY)  ## random calls of everything against float64, for SECONDS; SEED and SUBJECT choose which
 	$(BIN)/python $(FUZZ)

@@ -35,4 +35,4 @@ __all__ = [
     "scaled_dot_product_attention",
     "warmup",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

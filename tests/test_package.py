@@ -1,0 +1,163 @@
+"""What lies around the package: metadata, workflows, and the tables of versions and platforms."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from tests import platforms
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "docs" / "_data"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))  # None in an sdist.
+NEEDS_CHECKOUT = pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+
+
+def read(name):
+    with (DATA / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def environments():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import environments
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    return environments
+
+
+def test_one_version_everywhere():
+    version = re.escape(lowtide.__version__)
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert first[1] == lowtide.__version__
+
+
+def test_pythons_and_torches_are_those_declared():
+    script, settings = environments(), (ROOT / "pyproject.toml").read_text()
+    assert tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', settings)) == script.PYTHONS
+    assert f'requires-python = ">={script.PYTHONS[0]}"' in settings
+    assert f'dependencies = ["torch>={script.TORCHES[0]}"]' in settings
+    pairs = {(each.python, each.torch) for each in script.ENVIRONMENTS}
+    assert pairs == {(python, torch) for python in script.PYTHONS for torch in script.TORCHES}
+    first = script.ENVIRONMENTS[: len(script.PYTHONS)]
+    assert {each.python for each in first} == {*script.PYTHONS}
+    assert {each.torch for each in first} == {*script.TORCHES}
+
+
+def test_files_of_the_contract_exist():
+    for line in (ROOT / "tests" / "contract.txt").read_text().splitlines():
+        assert (ROOT / line).exists(), line
+
+
+def test_table_of_versions():
+    script = environments()
+    rows = read("versions.csv")
+    assert tuple(rows[0]) == script.COLUMNS
+    known = {(each.python, each.torch, each.suite) for each in script.ENVIRONMENTS}
+    ran = [(row["python"], row["torch"], row["suite"]) for row in rows]
+    assert set(ran) <= known
+    assert len(set(ran)) == len(ran)
+    for row in rows:
+        assert int(row["passed"]) >= 50
+        assert row["versions"].startswith(f"Python {row['python']}.")
+        assert f"torch {row['torch']}." in row["versions"]
+        assert bool(row["first_failure"]) == (int(row["failed"]) > 0)
+
+
+def test_row_replaces_that_of_its_environment(tmp_path, monkeypatch):
+    script = environments()
+    monkeypatch.setattr(script, "TABLE", tmp_path / "versions.csv")
+    row = dict.fromkeys(script.COLUMNS, "") | {"python": "3.10", "torch": "2.11", "suite": "contract"}
+    for change in ({"passed": 1}, {"torch": "2.9"}, {"python": "3.9"}, {"passed": 2}, {"suite": "selftest"}):
+        script.write(row | change)
+    with script.TABLE.open(newline="") as file:
+        written = [
+            (each["suite"], each["torch"], each["python"], each["passed"]) for each in csv.DictReader(file)
+        ]
+    assert written == [
+        ("contract", "2.9", "3.10", ""),
+        ("contract", "2.11", "3.9", ""),
+        ("contract", "2.11", "3.10", "2"),
+        ("selftest", "2.11", "3.10", ""),
+    ]
+
+
+def test_table_of_builds():
+    """A way on an architecture has been compiled with all of its builds, and fits."""
+    rows = read("builds.csv")
+    assert tuple(rows[0]) == platforms.BUILDS
+    found = {(row["architecture"], row["way"]): row for row in rows}
+    expected = {
+        (architecture.name, way.name): len(platforms.builds_of(way, architecture))
+        for architecture in platforms.ARCHITECTURES
+        for way in platforms.WAYS
+        if platforms.builds_of(way, architecture)
+    }
+    assert len(found) == len(rows)
+    assert {key: int(row["builds"]) for key, row in found.items()}.items() <= expected.items()
+    for row in rows:
+        assert not row["failed"]
+        assert 0 < int(row["registers"]) <= 512
+        assert int(row["shared_bytes"]) <= int(row["shared_limit"])
+
+
+def test_table_of_platforms():
+    assert read("platforms.csv") == list(platforms.platforms(read("builds.csv")))
+    assert {row["status"] for row in read("platforms.csv")} <= {
+        *("measured", "measured on an H200", "compiled ahead of time", "interpreted", "tested"),
+        *("untested", "refused"),
+    }
+
+
+@NEEDS_CHECKOUT
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow(path):
+    """Actions are pinned by hash with their version beside it; targets exist; nothing writes by default."""
+    text = path.read_text()
+    for action in re.findall(r"uses: (.*)", text):
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"run: make ([a-z-]+)$", text, flags=re.MULTILINE):
+        if target == "docs" and not (ROOT / "docs" / "conf.py").exists():
+            continue  # There is no site to build yet.
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+    assert "\npermissions:\n  contents: read\n" in text
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load(text)["jobs"]
+    assert all(job["steps"] for job in jobs.values())
+
+
+@NEEDS_CHECKOUT
+def test_citation_is_valid():
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version"} <= set(found)
+
+
+@pytest.mark.extended
+def test_newest_architectures_compile(plain_environment):
+    """One kernel of each way, for the card with the least shared memory and for AMD."""
+    pytest.importorskip("triton")
+    program = """
+import json
+from tests import platforms
+for target in (120, "gfx942"):
+    architecture = next(each for each in platforms.ARCHITECTURES if each.target == target)
+    for way in platforms.WAYS:
+        for name in platforms.builds_of(way, architecture)[:1]:
+            result = way.module.resources(name, way.module.BUILDS[name], target)
+            assert 0 < result["registers"] <= 512, result
+            assert result["shared"] <= architecture.shared, result
+            print(architecture.name, way.name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=plain_environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 5
