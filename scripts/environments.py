@@ -141,7 +141,7 @@ def choose(only: Sequence[str] | None, suite: str | None) -> list[Environment]:
 
 
 def check_versions(built: Built, folder: Path, processes: str, chosen: Sequence[Environment]) -> list[str]:
-    failed = []
+    failed, built_from = [], commit()
     for environment in chosen:
         place = folder / environment.name.replace(":", "-")
         started = time.monotonic()
@@ -153,7 +153,7 @@ def check_versions(built: Built, folder: Path, processes: str, chosen: Sequence[
             found = pytest(python, SUITES[environment.suite], tests, processes)
         row = {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
+            "commit": built_from,
             "python": environment.python,
             "torch": environment.torch,
             "suite": environment.suite,

@@ -89,20 +89,21 @@ def test_row_replaces_that_of_its_environment(tmp_path, monkeypatch):
 
 
 def test_table_of_builds():
-    """A way on an architecture has been compiled with all of its builds, and fits."""
+    """What has been compiled of a way on an architecture is whole, and fits."""
     rows = read("builds.csv")
     assert tuple(rows[0]) == platforms.BUILDS
     found = {(row["architecture"], row["way"]): row for row in rows}
     expected = {
-        (architecture.name, way.name): len(platforms.builds_of(way, architecture))
+        (architecture.name, way.name)
         for architecture in platforms.ARCHITECTURES
         for way in platforms.WAYS
         if platforms.builds_of(way, architecture)
     }
     assert len(found) == len(rows)
-    assert {key: int(row["builds"]) for key, row in found.items()}.items() <= expected.items()
+    assert found.keys() <= expected
     for row in rows:
         assert not row["failed"]
+        assert int(row["builds"]) > 0
         assert 0 < int(row["registers"]) <= 512
         assert int(row["shared_bytes"]) <= int(row["shared_limit"])
 
