@@ -193,6 +193,7 @@ def pytest(python: Path, tests: Sequence[str], root: Path, processes: str) -> di
     """Run tests in the folder, and return how many passed, failed and were skipped."""
     report = root / "report.xml"
     options = ["-n", processes, "-q", "-p", "no:cacheprovider", "-m", MARKS, f"--junitxml={report}"]
+    options += ["-W", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning"]  # torch 2.15's own
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     where = subprocess.run(
         [str(python), "-c", "import lowtide; print(lowtide.__file__)"],
