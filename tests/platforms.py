@@ -58,6 +58,7 @@ ARCHITECTURES = (
     Architecture("gfx942", "MI300X, MI325X", 64 * KIB),
     Architecture("gfx950", "MI350X, MI355X", 160 * KIB),
 )
+UNTRIED = "nobody has run it: lowtide doctor --selftest tells"
 # Kernels of the loss that any card runs; the others are those of the engines for Hopper.
 ANY_CARD = ("engines.logits", "core.triton_helpers", "row_kernels")
 
@@ -144,10 +145,10 @@ def platforms(rows: list[dict[str, object]]) -> Iterator[dict[str, str]]:
             if builds_of(ways[way], each):
                 compiled = {True: "compiled ahead of time", False: "does not compile", None: "untested"}
                 status = "measured on an H200" if hopper else compiled[built.get((each.name, way))]
-                expected = "fast" if hopper else "right; speed unknown"
+                expected = "fast" if hopper else UNTRIED
             elif fallback:
                 way, status = fallback, "untested"
-                expected = "right, slow: tiles of torch's products"
+                expected = f"slow, tiles of torch's products; {UNTRIED}"
             else:
                 continue
             yield dict(zip(PLATFORMS, (each.cards, each.name, call, way, status, expected)))
@@ -158,7 +159,7 @@ def platforms(rows: list[dict[str, object]]) -> Iterator[dict[str, str]]:
         ("any CPU", "distillation", "torch", "tested", "products of torch's BLAS"),
         ("any CPU", "attention", "attention: sdpa or torch", "measured", "fast in float32"),
         ("any CPU, TRITON_INTERPRET=1", "every kernel", "backend='triton'", "interpreted", "for tests alone"),
-        ("NVIDIA before sm_80", "attention", "attention: torch", "untested", "right, slow"),
+        ("NVIDIA before sm_80", "attention", "attention: torch", "untested", f"slow; {UNTRIED}"),
         ("Apple (mps), Intel (xpu)", "chunked loss", "torch", "untested", "no kernels of lowtide's own"),
         ("Apple (mps), Intel (xpu)", "every other call", "none", "refused", "an error that names the device"),
     ):
