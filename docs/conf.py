@@ -68,3 +68,14 @@ html_theme_options = {
 html_sidebars = {page: [] for page in ("index", "install", "examples/index")}
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
+
+
+def _links_from_the_root(_app, _path, _parent, content):
+    """Let the links of CHANGELOG.md and CONTRIBUTING.md, which docs/project includes, lead there too."""
+    content[0] = re.sub(r"\]\((?!https?://|#)([^)]+)\)", r"](../../\1)", content[0]).replace(
+        "(../../docs/", "(../"
+    )
+
+
+def setup(app):
+    app.connect("include-read", _links_from_the_root)
