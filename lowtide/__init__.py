@@ -2,6 +2,7 @@
 
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
+from lowtide.distributed import tokens_per_rank
 from lowtide.first_call import warmup
 from lowtide.memory import peak_memory
 from lowtide.ops.attention import (
@@ -33,6 +34,7 @@ __all__ = [
     "merge_attentions",
     "peak_memory",
     "scaled_dot_product_attention",
+    "tokens_per_rank",
     "warmup",
 ]
 __version__ = "0.2.0"

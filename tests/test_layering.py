@@ -15,7 +15,7 @@ ROOT = Path(lowtide.__file__).parent
 LAYERS = (
     {"core"},
     {"ops"},
-    {"losses", "deferred"},
+    {"losses", "deferred", "distributed"},
     {"integrations"},
     {"tools"},
     {"cli"},

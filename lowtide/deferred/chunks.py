@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.deferred import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.definition.head import Labels, Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
 from lowtide.ops.linear_cross_entropy.planning.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, ROOM
@@ -96,7 +96,6 @@ def cross_entropy(
     (loss,) = by_rows(node, shape, 1, losses, target, others=others, workspace=workspace)
     return reference.reduce(
         loss.flatten(),
-        reference.flat_target(target),
-        weight,
+        Labels(reference.flat_target(target), weight),
         Options(reduction=reduction, ignore_index=ignore_index),
     )

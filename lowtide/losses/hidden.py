@@ -7,7 +7,8 @@ from torch import Tensor
 from lowtide.core.checks import check_choice, check_tensors
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import linear_log_probs
-from lowtide.ops.linear_cross_entropy.definition.head import Backend
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, normalizer_of
+from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,6 +30,7 @@ def z_loss(
     target: Tensor,
     *,
     ignore_index: int | None = -100,
+    normalizer: float | Tensor | None = None,
     **options: "Unpack[HeadOptions]",
 ) -> Tensor:
     r"""Compute the mean of the logits' squared logsumexp, a penalty that stops logits drifting.
@@ -37,7 +39,8 @@ def z_loss(
 
         loss = policy_loss + 1e-4 * z_loss(hidden, model.lm_head.weight, tokens)
 
-    With z_i the logits of row i and n the number of rows whose target is not `ignore_index`,
+    With z_i the logits of row i and n the number of rows whose target is not `ignore_index`, or
+    `normalizer`,
 
     .. math:: L = \frac{1}{n} \sum_i \mathrm{lse}(z_i)^2.
 
@@ -49,6 +52,7 @@ def z_loss(
     Args:
         target: only which rows have `ignore_index` matters. The result is 0 if all have it.
         ignore_index: rows with this target do not count; None means -100.
+        normalizer: n, as in :func:`lowtide.linear_cross_entropy`.
         options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes.
 
     Precision: the loss is float32, or float64 for float64.
@@ -59,8 +63,13 @@ def z_loss(
 
     Source: arxiv.org/abs/2204.02311
     """
+    check_tensors({"input": input})
+    check_normalizer(normalizer, "mean", input)
     found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
-    return found.logsumexp.square().sum() / _counted(target, ignore_index).sum().clamp(min=1)
+    total = found.logsumexp.square().sum()
+    if normalizer is None:
+        return total / _counted(target, ignore_index).sum().clamp(min=1)
+    return total / normalizer_of(normalizer, total)  # type: ignore[operator]
 
 
 def sequence_log_probs(

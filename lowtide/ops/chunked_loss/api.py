@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.functional.fsdp import gathered
+from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
 
 Mode = Literal["gradient_in_forward", "recompute"]
 
@@ -26,6 +27,7 @@ def chunked_loss(
     *token_tensors: Any,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: Literal[False] = False,
     mode: Mode = "gradient_in_forward",
 ) -> Tensor: ...
@@ -37,6 +39,7 @@ def chunked_loss(
     *token_tensors: Any,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: Literal[True],
     mode: Mode = "gradient_in_forward",
 ) -> Aux: ...
@@ -48,6 +51,7 @@ def chunked_loss(
     *token_tensors: Any,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: bool,
     mode: Mode = "gradient_in_forward",
 ) -> Tensor | Aux: ...
@@ -57,6 +61,7 @@ def chunked_loss(
     *,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: Literal[False] = False,
     mode: Mode = "gradient_in_forward",
 ) -> Callable[..., Tensor]: ...
@@ -66,6 +71,7 @@ def chunked_loss(
     *,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: Literal[True],
     mode: Mode = "gradient_in_forward",
 ) -> Callable[..., Aux]: ...
@@ -74,12 +80,18 @@ def chunked_loss(
     *,
     chunk_size: int | None = ...,
     workspace: int | None = ...,
+    normalizer: float | Tensor | None = ...,
     has_aux: Literal[False] = ...,
     mode: Mode = ...,
 ) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]: ...
 @overload
 def chunked_loss(
-    *, chunk_size: int | None = ..., workspace: int | None = ..., has_aux: Literal[True], mode: Mode = ...
+    *,
+    chunk_size: int | None = ...,
+    workspace: int | None = ...,
+    normalizer: float | Tensor | None = ...,
+    has_aux: Literal[True],
+    mode: Mode = ...,
 ) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,
@@ -88,6 +100,7 @@ def chunked_loss(
     *token_tensors: Any,
     chunk_size: int | None = None,
     workspace: int | None = None,
+    normalizer: float | Tensor | None = None,
     has_aux: bool = False,
     mode: Mode = "gradient_in_forward",
 ) -> Any:
@@ -98,8 +111,9 @@ def chunked_loss(
         def loss_fn(logits, labels):
             return F.cross_entropy(logits.float(), labels, reduction="sum")
 
-        loss = chunked_loss(loss_fn, model.lm_head, hidden[:, :-1], tokens[:, 1:], chunk_size=1024)
-        loss = loss / (tokens[:, 1:] != -100).sum()
+        labels = tokens[:, 1:]
+        count = (labels != -100).sum()
+        loss = chunked_loss(loss_fn, model.lm_head, hidden[:, :-1], labels, normalizer=count)
         loss.backward()
 
     With the rows :math:`h_i` of `hidden` and :math:`t_i` of the token tensors, cut into chunks
@@ -143,6 +157,9 @@ def chunked_loss(
             `loss_fn` live. Measuring calls `loss_fn`, and restores the generators' states. The
             result depends on shapes alone. Memory that an operator allocates for itself while it
             runs is not seen.
+        normalizer: what the sum is divided by, as that of :func:`lowtide.linear_cross_entropy`: a
+            number above 0 or a 0-d tensor, which takes no gradient. It does not change aux. An
+            error where `loss_fn` returns a value for each row.
         has_aux: `loss_fn` returns (sum, dict of tensors or numbers). The dict's values are added up
             over chunks, detached; the result is (loss, dict).
         mode: ``"gradient_in_forward"`` forms the gradients while a chunk is in memory. Nothing is
@@ -200,6 +217,7 @@ def chunked_loss(
     options: dict[str, Any] = {
         "chunk_size": chunk_size,
         "workspace": workspace,
+        "normalizer": normalizer,
         "has_aux": has_aux,
         "mode": mode,
     }
@@ -215,5 +233,6 @@ def chunked_loss(
     validation.check_options(loss_fn, head, chunk_size, workspace, mode)
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = validation.check_rows(parts, token_tensors)
+    check_normalizer(normalizer, "mean", parts[0])
 
     return gathered(head, parts, lambda parts: run(loss_fn, head, parts, token_tensors, leading, options))

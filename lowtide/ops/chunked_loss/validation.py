@@ -129,6 +129,15 @@ def check_result(value: Any, rows: int, per_row: bool) -> None:
         )
 
 
+def check_sum(loss: Tensor) -> None:
+    """Raise for a value of each row, which a normaliser is not for."""
+    if loss.dim():
+        raise ArgumentError(
+            "normalizer is what a sum over rows is divided by, but loss_fn returned a value for each row, "
+            f"{list(loss.shape)}; leave normalizer out and divide the result"
+        )
+
+
 def check_aux(result: Any) -> None:
     """Raise unless loss_fn returned a sum and a dictionary of tensors and numbers."""
     expected = "with has_aux, loss_fn must return (sum, dict), got"

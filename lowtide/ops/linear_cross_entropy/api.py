@@ -29,6 +29,7 @@ def linear_cross_entropy(
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     row_weight: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
     workspace: int | None = None,
     backend: Backend = "auto",
     group: ProcessGroup | None = None,
@@ -58,7 +59,8 @@ def linear_cross_entropy(
     :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up.
     `"mean"` divides the sum by the total :math:`w_{t_i}` of the rows that count (for probabilities:
     by the number of rows), as :func:`torch.nn.functional.cross_entropy` does. If all rows are
-    ignored, the mean is NaN and its gradients are zero, as in torch. Arguments that torch's own
+    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer` "mean" is the
+    sum divided by that number. Arguments that torch's own
     ``linear_cross_entropy`` (2.13, without `options`) accepts give the same result here, also
     without rows, features, classes or positions.
 
@@ -92,8 +94,14 @@ def linear_cross_entropy(
             tokens or of samples, of any floating-point dtype and sign, used in the dtype of the
             sums. 0 takes a row out of the sum. The weight of an ignored row is not used, even if it
             is NaN. They take no gradient. They do not change what `"mean"` divides by; for a
-            weighted mean, pass ``reduction="sum"`` and divide by the sum of the weights that count.
-            (torch has no such option.)
+            weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
+            such option.)
+        normalizer: what `"mean"` divides the sum by in place of its own count: a number above 0, or
+            a 0-d tensor on the input's device or the CPU, which nothing waits for. The tokens of an
+            accumulated batch (Trainer's `num_items_in_batch`), or, where gradients are averaged
+            over ranks, :func:`lowtide.tokens_per_rank`. It takes no gradient. Of a rank whose rows
+            are all ignored the loss is 0 then. With "sum" and "none" it is an error. (torch has no
+            such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             64 MiB on the CPU. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
@@ -212,6 +220,7 @@ def linear_cross_entropy(
         "label_smoothing": label_smoothing,
         "softcap": softcap,
         "z_loss": z_loss,
+        "normalizer": normalizer,
         "workspace": workspace,
         "backend": backend,
     }
@@ -361,8 +370,8 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: class weights [V], kept as a buffer.
         logit_scale: a float. A learned one is refused: keep it in your own module and call the
             function.
-        The others are those of :func:`linear_cross_entropy`. Row weights go to the call:
-        ``criterion(hidden, target, row_weight=...)``.
+        The others are those of :func:`linear_cross_entropy`. Row weights and the normaliser go to
+        the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
 
     `parallelize_module` with ``{"linear": ColwiseParallel()}`` divides the classes over ranks.
     """
@@ -420,9 +429,23 @@ class LinearCrossEntropyLoss(nn.Module):
 
     if TYPE_CHECKING:  # nn.Module's returns Any
 
-        def __call__(self, input: Tensor, target: Tensor, *, row_weight: Tensor | None = None) -> Tensor: ...
+        def __call__(
+            self,
+            input: Tensor,
+            target: Tensor,
+            *,
+            row_weight: Tensor | None = None,
+            normalizer: float | Tensor | None = None,
+        ) -> Tensor: ...
 
-    def forward(self, input: Tensor, target: Tensor, *, row_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        row_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Tensor:
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
         check_tensors({"input": input})
         if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
@@ -440,6 +463,7 @@ class LinearCrossEntropyLoss(nn.Module):
             linear_bias=linear_bias,
             weight=self.weight,
             row_weight=row_weight,
+            normalizer=normalizer,
             **self.options,
         )
 

@@ -20,6 +20,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     Reduction,
+    normalizer_of,
     scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
@@ -28,6 +29,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_head,
     check_ignore_index,
     check_loss_options,
+    check_normalizer,
     check_row_weight,
 )
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
@@ -65,6 +67,7 @@ def cross_entropy(
     logit_scale: float | Tensor | None = None,
     z_loss: float = 0.0,
     row_weight: Tensor | None = None,  # [...]
+    normalizer: float | Tensor | None = None,
     workspace: int | None = None,
     backend: Backend = "auto",
     shard: VocabShard | None = None,
@@ -73,6 +76,7 @@ def cross_entropy(
         inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
     )
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    check_normalizer(normalizer, reduction, inputs[0])
     check_row_weight(row_weight, inputs[0], inputs[0].shape[:-1])
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
     options = Options.of(
@@ -86,7 +90,8 @@ def cross_entropy(
         backend=backend,
         shard=shard,
     )
-    return run(head, Labels(target, weight, row_weight), options)
+    normalizer = normalizer_of(normalizer, inputs[0])
+    return run(head, Labels(target, weight, row_weight, normalizer), options)
 
 
 def run(head: Head, labels: Labels, options: Options) -> Tensor:

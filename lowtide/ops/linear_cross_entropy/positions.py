@@ -20,11 +20,13 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     Reduction,
+    normalizer_of,
     scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
     check_loss_options,
+    check_normalizer,
     check_row_weight,
     check_target_dtype,
 )
@@ -45,6 +47,7 @@ def call_of(
     logit_scale: float | Tensor | None,
     z_loss: float,
     row_weight: Tensor | None,  # [N, d1, ..., dK]
+    normalizer: float | Tensor | None,
     workspace: int | None,
     backend: Backend,
     shard: VocabShard | None = None,
@@ -66,6 +69,7 @@ def call_of(
         None if linear_bias is None else _like(linear_bias, V),
         *(weight, logit_scale, softcap, workspace, backend),
     )
+    check_normalizer(normalizer, reduction, input)
     check_row_weight(row_weight, input, (N, *dims))
     options = Options.of(
         input,
@@ -87,7 +91,7 @@ def call_of(
     )
     row_weight = None if row_weight is None else row_weight.flatten(first)
     target = target.flatten(first + 1 if probabilities else first)
-    return head, Labels(target, weight, row_weight), options
+    return head, Labels(target, weight, row_weight, normalizer_of(normalizer, input)), options
 
 
 def _check_shapes(

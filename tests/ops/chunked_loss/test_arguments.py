@@ -229,3 +229,33 @@ def test_workspace_value_per_row(device):
         for each in (losses, expected)
     ]
     close(*results)
+
+
+@pytest.mark.parametrize("mode", ["gradient_in_forward", "recompute"])
+def test_normalizer_divides_the_sum(mode):
+    head, hidden, labels = make(dtype=torch.float64)
+    leaves = (hidden, *head.parameters())
+    whole = chunked_loss(cross_entropy, head, hidden, labels, chunk_size=4, mode=mode) / 7
+    expected = torch.autograd.grad(whole, leaves)
+    for count in (7, 7.0, torch.tensor(7)):
+        loss = chunked_loss(
+            cross_entropy, head, hidden, labels, chunk_size=4, mode=mode, normalizer=count, has_aux=False
+        )
+        assert torch.equal(loss, whole)
+        for one, other in zip(torch.autograd.grad(loss, leaves), expected):
+            assert torch.equal(one, other)
+
+
+def test_normalizer_leaves_aux_and_refuses_rows():
+    head, hidden, labels = make(dtype=torch.float64)
+
+    def with_aux(logits, labels):
+        return cross_entropy(logits, labels), {"rows": len(labels)}
+
+    _, aux = chunked_loss(with_aux, head, hidden, labels, has_aux=True, normalizer=3)
+    assert aux["rows"] == labels.numel()
+    for wrong, message in ((0, "above 0"), (torch.ones(2), "0-d tensor"), ("3", "must be a float")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            chunked_loss(cross_entropy, head, hidden, labels, normalizer=wrong)
+    with pytest.raises(ValueError, match="loss_fn returned a value for each row"):
+        chunked_loss(per_row, head, hidden, labels, mode="recompute", normalizer=3)

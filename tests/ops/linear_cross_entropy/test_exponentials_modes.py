@@ -140,7 +140,9 @@ def test_opcheck(reduction):
         inputs.logit_scale.detach(), inputs.target,
     ]  # fmt: skip
     options = Options(reduction=reduction, **OPTIONS)
-    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
+    call = with_new_graph_facts(
+        "lowtide::linear_cross_entropy", (*head, None, None, None, (True,) * 4, *options)
+    )
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
 
 

@@ -25,7 +25,7 @@ def operands(device, **made):
 def test_opcheck_loss(device, reduction, probabilities, wanted):
     head = operands(device, probabilities=probabilities)
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1)
-    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, None, wanted, *options))
     torch.library.opcheck(OPS.linear_cross_entropy.default, call)
     if reduction == "none":
         loss_N, *statistics = OPS.linear_cross_entropy(*call)
@@ -57,7 +57,9 @@ def test_opcheck_log_probs(device, wanted):
 def test_foreign_graph_engine_unsupported(engine, reason):
     """Neither forward nor backward takes another: their statistics would mean something else."""
     head, options = operands("cpu"), Options(reduction="none", backend="torch")
-    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, (True,) * 4, *options))
+    call = with_new_graph_facts(
+        "lowtide::linear_cross_entropy", (*head, None, None, None, (True,) * 4, *options)
+    )
     _, *statistics = OPS.linear_cross_entropy(*call)
     wrong = list(call)
     wrong[-len(options) + Options._fields.index("engine")] = engine

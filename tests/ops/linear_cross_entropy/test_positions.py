@@ -40,7 +40,7 @@ def operands(device, *, probabilities=False, dtype=torch.float32):
 def test_opcheck(device, dtype, reduction, probabilities, wanted):
     options = Options(reduction=reduction, softcap=3.0, z_loss=0.1, compute_dtype=dtype)
     head = operands(device, probabilities=probabilities, dtype=dtype)
-    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, wanted, *options))
+    call = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, None, None, None, wanted, *options))
     torch.library.opcheck(LOSS, call)
 
 
@@ -238,7 +238,18 @@ def held(dtype, workspace, wanted, *, rows, classes, positions, reduction="mean"
     w_VPD = torch.randn(classes, positions, features, dtype=dtype)
     b_VP, target_NP = torch.randn(classes, positions, dtype=dtype), torch.randint(classes, (rows, positions))
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
-    call = ([x_ND], [w_VPD], b_VP, None, target_NP, None, None, (wanted, wanted, False, False), *options)
+    call = (
+        [x_ND],
+        [w_VPD],
+        b_VP,
+        None,
+        target_NP,
+        None,
+        None,
+        None,
+        (wanted, wanted, False, False),
+        *options,
+    )
     call = with_new_graph_facts("lowtide::linear_cross_entropy", call)
     LOSS(*call)
     with peak_memory("cpu") as peak:

@@ -378,7 +378,7 @@ def test_memory_matches_plan(device):
         workspace_of(
             "lowtide::linear_cross_entropy",
             with_new_graph_facts(
-                "lowtide::linear_cross_entropy", (*head, each, (True, True, False, False), *options)
+                "lowtide::linear_cross_entropy", (*head, each, None, (True, True, False, False), *options)
             ),
         )
         for each in (None, inputs.row_weight)
@@ -489,7 +489,7 @@ def test_opcheck(device, reduction, probabilities, positions):
     call = make_call((3,) if positions else (), device=device, probabilities=probabilities)
     target = call["target"]
     row_weight = torch.randn(6, *(3,) * positions, dtype=torch.float64, device=device)
-    head = [[call["input"]], [call["linear_weight"]], None, None, target, None, row_weight]
+    head = [[call["input"]], [call["linear_weight"]], None, None, target, None, row_weight, None]
     options = Options(reduction=reduction, z_loss=0.1, compute_dtype=torch.float64)
     wanted = (True, True, False, False)
     arguments = with_new_graph_facts("lowtide::linear_cross_entropy", (*head, wanted, *options))

@@ -81,6 +81,7 @@ class Labels(NamedTuple):
     target: Tensor  # [...] or probabilities [..., V]; K-dimensional [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
     row_weight: Tensor | None = None  # [...]; of a K-dimensional loss [N, P]
+    normalizer: Tensor | None = None  # 0-d
 
     @property
     def by_row(self) -> dict[str, Tensor]:
@@ -190,6 +191,17 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
     dtype = torch.promote_types(input.dtype, torch.float32)
     # Not torch.full: torch.compile would make a graph of its own for every value.
     return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
+
+
+def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
+    """Return the normaliser as a tensor on the input's device, in the dtype of the sums."""
+    if normalizer is None:
+        return None
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    if isinstance(normalizer, Tensor) and normalizer.device == input.device:
+        return normalizer.to(dtype)
+    # A product takes a number, or one in the CPU's memory, along without waiting for the device.
+    return torch.ones((), dtype=dtype, device=input.device) * normalizer
 
 
 def capped(workspace: int | None) -> int | None:

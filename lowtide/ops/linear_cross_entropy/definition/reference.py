@@ -23,7 +23,7 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
     if head.classes == 0:
         return without_logits(logits_NV, labels, options)
     loss_N = losses(logits_NV, labels, options)
-    return reduce(loss_N, labels.target, labels.class_weight, options)
+    return reduce(loss_N, labels, options)
 
 
 def without_classes_or_positions(head: Head, labels: Labels, options: Options) -> Tensor:
@@ -42,7 +42,7 @@ def without_logits(
     options: Options,
 ) -> Tensor:
     """Return torch's loss of no logits: rows of 0, and NaN for a division by nothing."""
-    target, class_weight_V, _ = labels
+    target, class_weight_V = labels.target, labels.class_weight
     V, probabilities = logits.shape[1], target.is_floating_point()
     if V == 0 and options.z_loss:
         raise ArgumentError("linear_weight must have at least one class where z_loss is not 0, got none")
@@ -54,8 +54,11 @@ def without_logits(
     if not probabilities:
         loss = loss.masked_fill(target != options.ignore_index, torch.nan)
     loss = _weighted(loss, labels, options)
-    nothing = options.reduction == "mean" or (V == 0 and not probabilities and options.label_smoothing > 0)
+    nothing = (options.reduction == "mean" and labels.normalizer is None) or (
+        V == 0 and not probabilities and options.label_smoothing > 0
+    )
     loss = loss if options.reduction == "none" else loss.sum()
+    loss = loss if labels.normalizer is None else loss / labels.normalizer
     return loss + torch.nan if nothing else loss
 
 
@@ -109,7 +112,7 @@ def logits(head: Head, options: Options) -> Tensor:  # [N, V]
 
 def losses(logits_NV: Tensor, labels: Labels, options: Options) -> Tensor:
     """Return the loss of each row [N]: 0 for ignored rows, NaN for a target that is no class."""
-    target, class_weight_V, _ = labels
+    target, class_weight_V = labels.target, labels.class_weight
     V, smoothing = logits_NV.shape[1], options.label_smoothing
     weight_V = logits_NV.new_ones(V) if class_weight_V is None else class_weight_V.to(logits_NV.dtype)
     logsumexp_N = logits_NV.logsumexp(1)
@@ -149,12 +152,15 @@ def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Te
     return (*values, logits_NV.detach().argmax(1).masked_fill(ignored_N, -1))
 
 
-def reduce(loss_N: Tensor, target: Tensor, class_weight_V: Tensor | None, options: Options) -> Tensor:
+def reduce(loss_N: Tensor, labels: Labels, options: Options) -> Tensor:
+    target, class_weight_V = labels.target, labels.class_weight
     if options.reduction == "none":
         return loss_N
     if options.reduction == "sum":
         return loss_N.sum()
     total_1 = loss_N.sum(0, keepdim=True)  # vmap over an empty batch cannot divide 0-d
+    if labels.normalizer is not None:
+        return (total_1 / labels.normalizer.to(loss_N.dtype)).squeeze(0)
     if target.is_floating_point():
         return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
     if class_weight_V is None:

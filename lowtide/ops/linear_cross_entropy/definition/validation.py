@@ -109,6 +109,34 @@ def check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[in
         )
 
 
+def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
+    if normalizer is None:
+        return
+    if reduction != "mean":
+        raise ArgumentError(
+            "normalizer is what reduction='mean' divides the sum by in place of its own count, got it with "
+            f"reduction={reduction!r}; leave reduction out, or leave normalizer out and divide the result"
+        )
+    if not isinstance(normalizer, Tensor):
+        if not torch.compiler.is_compiling():  # its look at an integer's bits would compile each anew
+            check_number("normalizer", normalizer)
+        if not 0 < normalizer < math.inf:  # type: ignore[operator]
+            raise ArgumentError(f"normalizer must be a finite number above 0, got {normalizer}")
+        return
+    check_tensors({"normalizer": normalizer})
+    if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
+        raise ArgumentError(
+            "normalizer must be a number or a 0-d tensor of one, "
+            f"got {normalizer.dtype} of shape {list(normalizer.shape)}; pass its .sum()"
+        )
+    if normalizer.device.type != "cpu":  # one in the CPU's memory goes to any device without waiting
+        check_devices({"input": input, "normalizer": normalizer}, meta=True)
+    if normalizer.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "normalizer takes no gradient, got a tensor that requires one; pass normalizer.detach()"
+        )
+
+
 def check_ignore_index(ignore_index: object) -> None:
     if ignore_index is None:
         return

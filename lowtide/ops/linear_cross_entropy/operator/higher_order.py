@@ -42,7 +42,7 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
         return (reference.losses(reference.logits(head, options), labels, options),)
 
     (loss_N,) = _by_rows(losses, 1, head, labels, options)
-    return reference.reduce(loss_N, labels.target, labels.class_weight, options)
+    return reference.reduce(loss_N, labels, options)
 
 
 def by_position(
@@ -67,7 +67,7 @@ def by_position(
         return loss_NP
     target = labels.target
     rows = target.movedim(1, -1) if target.is_floating_point() else target
-    return reference.reduce(loss_NP.flatten(), reference.flat_target(rows), labels.class_weight, options)
+    return reference.reduce(loss_NP.flatten(), labels._replace(target=reference.flat_target(rows)), options)
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:

@@ -67,7 +67,7 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         if engine.plan.options.reduction == "none":
             stats, rows = engine.row_statistics(), engine.rows
             return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
-        denominator, factor = _denominator([engine.rows])
+        denominator, factor = _denominator([engine.rows], call[2])
         loss, gradients = _sum(engine, factor)
         return [
             loss if denominator is None else loss / denominator,
@@ -142,7 +142,7 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         calls.append(_planned(part, part_labels, needs_grad, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
-        denominator, factor = _denominator(RowLoss(*call) for call in calls)
+        denominator, factor = _denominator((RowLoss(*call) for call in calls), labels)
         gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
@@ -154,15 +154,18 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         return [loss if denominator is None else loss / denominator, *gradients.gradients.outputs]
 
 
-def _denominator(calls: Iterable[RowLoss]) -> tuple[Tensor | None, Tensor]:
-    """Return the mean's divisor over all positions (None for a sum) and the gradients' factor."""
+def _denominator(calls: Iterable[RowLoss], labels: Labels) -> tuple[Tensor | None, Tensor]:
+    """Return the mean's divisor over all positions (None for a sum) and the gradients' factor.
+
+    The divisor is the normaliser if there is one.
+    """
     weights, ignored = [], []
     for rows in calls:  # one position's vectors at a time
         if rows.plan.options.reduction == "sum":
             return None, torch.ones((), dtype=rows.plan.sum_dtype, device=rows.device)
         weights.append(rows.denominator())
         ignored.append(rows.ignored_N.all())
-    denominator = torch.stack(weights).sum()
+    denominator = torch.stack(weights).sum() if labels.normalizer is None else labels.normalizer
     # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
     return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
 
