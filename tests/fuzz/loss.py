@@ -30,6 +30,8 @@ def draw_options(draw: Draw, inputs: Inputs, ignore_index: int | None) -> dict[s
         options["logit_scale"] = draw.choice((None, None, 0.3, -2.0, 0.0))
     if not inputs.probabilities:
         options["ignore_index"] = ignore_index
+    if options["reduction"] == "mean" and draw.chance(0.2):
+        options["normalizer"] = draw.choice((1, 0.5, 3.7, 1000))
     draw.note(**options)
     return options
 

@@ -98,6 +98,17 @@ def test_run(name, tmp_path):
         within_eager(ours, theirs, want.double(), dtype, size=8 * norm(want))
 
 
+def test_run_accumulated(tmp_path):
+    """The loss and the steps of one large batch, to rounding: micro-batches have unequal counts."""
+    large, _ = trained(tmp_path, True, dtype=torch.float64, per_device_train_batch_size=8, max_steps=2)
+    parts, callback = trained(tmp_path, True, dtype=torch.float64, gradient_accumulation_steps=4, max_steps=2)
+    assert callback.fused == 8
+    for ours, want in zip(parts, large, strict=True):
+        torch.testing.assert_close(
+            ours, want, rtol=1e-6 if want.dtype == torch.float32 else 1e-12, atol=1e-12
+        )
+
+
 def test_run_resumed(tmp_path):
     """From a checkpoint of a deferred run, to the bit."""
     whole, _ = trained(tmp_path, True, save_strategy="steps", save_steps=2, optim="adamw_torch")

@@ -72,6 +72,7 @@ def dense(
     inputs: Inputs,
     *,
     reduction: str = "mean",
+    normalizer: float | None = None,
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -80,6 +81,7 @@ def dense(
     workspace: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
+    reduction = reduction if normalizer is None else "sum"
     logits_NV = dense_logits(inputs, softcap=softcap, logit_scale=logit_scale)
     N, V = logits_NV.shape
     target = inputs.target
@@ -104,6 +106,7 @@ def dense(
             loss = loss.sum() / row_weights(inputs, ignore_index).to(loss.dtype).sum()
         elif reduction == "sum":
             loss = loss.sum()
+    loss = loss if normalizer is None else loss / normalizer
     return loss.view(inputs.leading) if reduction == "none" else loss
 
 
@@ -223,10 +226,17 @@ def row_weights(inputs: Inputs, ignore_index: int | None) -> Tensor:
 
 
 def row_shares(
-    inputs: Inputs, *, reduction: str = "mean", ignore_index: int | None = None, **_: Any
+    inputs: Inputs,
+    *,
+    reduction: str = "mean",
+    normalizer: float | None = None,
+    ignore_index: int | None = None,
+    **_: Any,
 ) -> Tensor:
     """[N]: what a row's own loss is multiplied by in the result; 0 where it is ignored."""
     share_N = (~inputs.ignored_N(ignore_index)).to(inputs.sum_dtype)
+    if normalizer is not None:
+        return share_N / normalizer
     return share_N / row_weights(inputs, ignore_index).sum() if reduction == "mean" else share_N
 
 
@@ -236,6 +246,7 @@ def magnitudes(
     upstream: Tensor | float = 1.0,
     *,
     reduction: str = "mean",
+    normalizer: float | None = None,
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -247,7 +258,7 @@ def magnitudes(
     y_NV = (1 - label_smoothing) * _target_NV(inputs, ignore_index, V) + label_smoothing / V
     class_weight_V = z_NV.new_ones(V) if inputs.weight is None else inputs.weight
     pull_NV = y_NV * class_weight_V
-    share_N = row_shares(inputs, reduction=reduction, ignore_index=ignore_index)
+    share_N = row_shares(inputs, reduction=reduction, normalizer=normalizer, ignore_index=ignore_index)
     share_N = share_N * inputs.row_weight_N(ignore_index).to(share_N.dtype).abs()
     upstream_N = torch.as_tensor(upstream, dtype=z_NV.dtype, device=z_NV.device).abs()
     factor_N1 = (share_N * upstream_N.expand(inputs.leading).reshape(-1))[:, None]

@@ -51,12 +51,9 @@ def made_of(*sizes, kind="plain", **changes):
     return make_inputs(*sizes, **made | changes), options
 
 
-def check_normalized(inputs, upstream=-0.7, loss_of=fused, **options):
-    """The truth is a sum whose upstream gradient is divided by the normaliser."""
-    found = differentiate(loss_of, inputs, upstream, normalizer=COUNT, **options)
-    found["loss"] = (found["loss"].double() * COUNT).to(found["loss"].dtype)
-    options = {name: value for name, value in options.items() if name not in ("workspace", "backend")}
-    check(found, inputs, upstream=upstream / COUNT, reduction="sum", **options)
+def check_normalized(inputs, loss_of=fused, **options):
+    options = options | {"normalizer": COUNT}
+    check(differentiate(loss_of, inputs, -0.7, **options), inputs, upstream=-0.7, **options)
 
 
 # Each engine.
@@ -245,11 +242,6 @@ def test_z_loss_of_losses(device):
 # Derivatives and transforms.
 
 
-def normalized(loss_of):
-    """The truth: a sum, divided."""
-    return lambda *leaves: loss_of(*leaves) / COUNT
-
-
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_derivatives_first_and_second_order(device, kind):
     inputs, options = kinds.small(device, kind)
@@ -277,8 +269,8 @@ def test_transforms(device, transform, kind):
         return [block for row in torch.func.hessian(loss, (0, 1))(*values) for block in row]
 
     ours, values = kinds.loss_of_leaves(inputs, normalizer=COUNT, **options)
-    truth, _ = kinds.loss_of_leaves(inputs, dense, reduction="sum", **options)
-    kinds.assert_close(transformed(ours, values), transformed(normalized(truth), values))
+    truth, _ = kinds.loss_of_leaves(inputs, dense, normalizer=COUNT, **options)
+    kinds.assert_close(transformed(ours, values), transformed(truth, values))
 
 
 @pytest.mark.parametrize("positions", [(), (2,)])

@@ -1,0 +1,79 @@
+"""The mean over all ranks' tokens: what one process computes that has all of the data."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lowtide
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+PATTERNS = ("equal", "unequal", "one rank ignored", "one micro-batch ignored", "one rank only", "nothing")
+LOSSES = ("loss", "weighted", "chunked", "log-probs")
+WRAPPERS = ("ddp", "fsdp")
+DATA_RANKS = {2: (1, 2), 4: (1, 2, 4)}  # by the number of ranks; the rest is sequence parallel
+
+
+def scenarios(ranks, losses=LOSSES):
+    combined = product(WRAPPERS, DATA_RANKS[ranks], PATTERNS, (1, 3), losses)
+    return [", ".join(map(str, each)) for each in combined]
+
+
+def test_two_hundred_and_more():
+    """Data x sequence parallel, counts, accumulation and losses."""
+    assert len(scenarios(2)) + len(scenarios(4)) == 480
+
+
+@pytest.mark.parametrize(
+    ("ranks", "losses"),
+    [
+        (2, LOSSES[:1]),
+        pytest.param(2, LOSSES[1:], marks=pytest.mark.extended),
+        pytest.param(4, LOSSES, marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_same_as_one_process(tmp_path, ranks, losses):
+    kinds = scenarios(ranks, losses)
+    for rank in run_ranks("tests.distributed.mean_ranks", tmp_path / "store", kinds, ranks=ranks):
+        for kind, found in rank.items():
+            assert "raised" not in found, (kind, found)
+            assert found["gradient"] <= 1e-14, (kind, found)
+            assert found["loss"] <= 1e-14, (kind, found)
+
+
+def test_without_a_group():
+    """One rank; a sum of class weights has no weight of an ignored target."""
+    target, weight = torch.tensor([3, -100, 1, 0]), torch.tensor([1.0, 2.0, 3.0, torch.nan])
+    assert lowtide.tokens_per_rank(target).item() == 3
+    assert lowtide.tokens_per_rank([target, target[:2]]).item() == 4
+    assert lowtide.tokens_per_rank(target, ignore_index=3).item() == 3
+    assert lowtide.tokens_per_rank(target.to(torch.uint8), ignore_index=156).item() == 3
+    assert lowtide.tokens_per_rank(target[1:3], weight=weight).item() == 2
+    half = lowtide.tokens_per_rank(target[1:3], weight=weight.half())
+    assert half.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"target": []}, ValueError, "target must hold one tensor at least"),
+        ({"target": [1, 2]}, TypeError, r"target\[0\] must be a torch.Tensor, got int"),
+        ({"target": torch.rand(3)}, TypeError, r"pass torch.zeros\(rows, dtype=torch.long\)"),
+        ({"target": torch.zeros(3, dtype=torch.long), "ignore_index": 0.5}, TypeError, "must be an int"),
+        (
+            {"target": torch.zeros(3, dtype=torch.long), "weight": 3},
+            TypeError,
+            "weight must be a torch.Tensor",
+        ),
+    ],
+    ids=str,
+)
+def test_errors(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        lowtide.tokens_per_rank(**arguments)
