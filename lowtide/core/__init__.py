@@ -14,6 +14,7 @@ row_function      a function of rows, computed chunk by chunk, with derivatives 
 matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators
 pending_gradient  the factor that all rows share: how much of it is applied, and when
 collectives       gathers and sums over the ranks of a process group, by its name
+fsdp              parameters that FSDP2 shards: gathered once, gradients reduced
 operator          registration of operators with torch.library
 flop_formula      FLOPs of an operator for FlopCounterMode, whose module loads Triton
 cpu_gemm/         bfloat16 GEMMs with float32 accumulators on a CPU

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lowtide.core import torch_private
 from lowtide.core.checks import check_choice, check_dense
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.fsdp import check_gathered
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
@@ -76,6 +77,7 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
     """Raise unless the parameters are dense, real and on hidden's device."""
     for name, tensor in zip(names, learned):
         check_dense(name, tensor)
+        check_gathered(name, tensor)
         if tensor.is_complex():
             raise ArgumentTypeError(
                 f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "

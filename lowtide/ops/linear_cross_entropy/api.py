@@ -9,12 +9,14 @@ from torch.distributed import ProcessGroup
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 
 
+@gathers_head
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -196,9 +198,13 @@ def linear_cross_entropy(
     infinite; in torch it is NaN. The mean over one ignored row without a batch is NaN here; in
     torch it is 0 on CUDA and NaN everywhere else.
 
+    FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once behind
+    backward, whichever unit the head belongs to (docs/distributed.md).
+
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,
-            nested, mkldnn and quantized tensors, or for a workspace below one row and the vectors
+            nested, mkldnn and quantized tensors, for ``full_tensor()`` of a parameter that FSDP2
+            shards, or for a workspace below one row and the vectors
             of N and V numbers that go with it. Each is also a RuntimeError, which is what torch
             raises.
         IndexError: see `target`. (Under vmap such a target makes NaN.)
@@ -256,6 +262,7 @@ def _loss(
     )
 
 
+@gathers_head
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,

@@ -1,11 +1,9 @@
 """Gather the parameters of an FSDP2 unit once around all chunks.
 
-FSDP2 gathers the parameters of a unit (a module after fully_shard) in hooks around its forward.
-Here the loop over the chunks runs as one forward method of the unit. Inside, the loop calls the
-unit's plain `forward`, which has no hooks around it.
+The loop over the chunks runs as one forward method of the unit (core/fsdp.py). Inside, the loop
+calls the unit's plain `forward`, which has no hooks around it.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,36 +11,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.core.errors import ArgumentError
-
-METHOD = "_lowtide_chunks"
+from lowtide.core.fsdp import is_unit, run_in_unit
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
     """Return run(hidden), with head's parameters gathered around it if they are sharded."""
     unit = getattr(head, "__self__", head)
     _check_head(head)
-    if not _is_unit(unit):
+    if not is_unit(unit):
         return run(hidden)
-    from torch.distributed.fsdp import register_fsdp_forward_method
-
-    # torch frees a unit's parameters after forward. It makes an exception for the root unit, whose
-    # parameters backward needs at once. So does the head's backward; without the exception they
-    # would be gathered twice (decision 0011).
-    if unit._get_fsdp_state()._auto_reshard_after_forward:
-        unit.set_reshard_after_forward(False, recurse=False)
-    # The hooks cast the tensors among the method's arguments, and look at them and at its result.
-    setattr(unit, METHOD, lambda *hidden: run(hidden))
-    try:
-        register_fsdp_forward_method(unit, METHOD)
-        return getattr(unit, METHOD)(*hidden)
-    finally:
-        delattr(unit, METHOD)
+    return run_in_unit(unit, hidden, lambda *hidden: run(hidden))
 
 
 def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
     """Raise for units that `gathered` does not know: each chunk would gather and reduce them."""
     for name, module in modules.items():
-        if _is_unit(module) and module is not getattr(head, "__self__", head):
+        if is_unit(module) and module is not getattr(head, "__self__", head):
             raise ArgumentError(
                 f"{name} is an FSDP unit, which only head may be, itself or by a bound method; make it part "
                 "of head, or make one unit of the module whose forward calls chunked_loss"
@@ -51,7 +35,7 @@ def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
 
 def forward_of(head: Any) -> Any:
     """Return `head` as it is called for each chunk."""
-    if not _is_unit(head):
+    if not is_unit(head):
         return head
     if len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
         raise ArgumentError(
@@ -70,7 +54,7 @@ def _check_head(head: Any) -> None:
         )
     if not isinstance(head, nn.Module):
         return
-    inner = [name for name, module in head.named_modules() if module is not head and _is_unit(module)]
+    inner = [name for name, module in head.named_modules() if module is not head and is_unit(module)]
     if inner:
         raise ArgumentError(
             f"head must be one FSDP unit, but has others inside: {', '.join(inner)}. They would be "

@@ -1,0 +1,219 @@
+"""What test_fsdp.py runs as two processes: two steps' gradients of a model under FSDP2, beside those of one
+process that has all of the data. The result: the largest error of a gradient over the largest gradient, and
+the collectives of the head in the second step.
+
+A scenario is (loss, arrangement, options): the loss is computed by a function given the head's parameter, by
+chunked_loss given the head, or by the model's own code with deferred logits.
+
+Shapes: B sequences, T tokens, D features, V classes, R rank of an adapter.
+"""
+
+import contextlib
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from tests.support.ranks import RANKS, as_rank
+
+B, T, D, V, R = 2, 5, 8, 37, 3
+
+
+class Adapted(nn.Module):
+    """A frozen head and a trained adapter, as PEFT has them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(D, R, bias=False), nn.Linear(R, V, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, hidden):
+        return self.base(hidden) + 2 * self.up(self.down(hidden))
+
+
+def summed(logits, targets):
+    return F.cross_entropy(
+        logits.float() if logits.dtype == torch.bfloat16 else logits, targets, reduction="sum"
+    )
+
+
+def by_parameter(model, hidden, targets, normalizer):
+    return lowtide.linear_cross_entropy(
+        hidden, model.head.weight, targets, linear_bias=model.head.bias, normalizer=normalizer
+    )
+
+
+def by_log_probs(model, hidden, targets, normalizer):
+    out = lowtide.linear_log_probs(hidden, model.head.weight, targets, linear_bias=model.head.bias)
+    return -out.log_prob.sum() / normalizer
+
+
+def by_chunks(model, hidden, targets, normalizer):
+    return lowtide.chunked_loss(summed, model.head, hidden, targets, chunk_size=4, normalizer=normalizer)
+
+
+def by_logits(model, hidden, targets, normalizer):
+    return summed(model.head(hidden).flatten(0, 1), targets.flatten()) / normalizer
+
+
+def by_module(model, hidden, targets, normalizer):
+    return model.criterion(hidden, targets, normalizer=normalizer)
+
+
+def by_full_tensor(model, hidden, targets, normalizer, **placed):
+    """What must not be done: TRL's pattern, whose gradient nobody reduces."""
+    weight = model.head.weight
+    weight = weight.full_tensor(**placed) if isinstance(weight, DTensor) else weight
+    return summed((hidden @ weight.T).flatten(0, 1), targets.flatten()) / normalizer
+
+
+def by_fused_full_tensor(model, hidden, targets, normalizer):
+    return lowtide.linear_cross_entropy(
+        hidden, model.head.weight.full_tensor(), targets, normalizer=normalizer
+    )
+
+
+LOSSES = {
+    "parameter": by_parameter,
+    "log-probs": by_log_probs,
+    "chunked": by_chunks,
+    "deferred": by_logits,
+    "eager": by_logits,
+    "module": by_module,
+    "full_tensor": by_full_tensor,
+    "partial full_tensor": partial(by_full_tensor, grad_placements=(Partial(),)),
+    "fused full_tensor": by_fused_full_tensor,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, loss_of, *, tied, adapted, outside, bias):
+        super().__init__()
+        width = D if tied else 2  # so that collectives as large as the head's are the head's
+        self.embed, self.body, self.norm = nn.Embedding(V, width), nn.Linear(width, D), nn.LayerNorm(D)
+        self.head = nn.Linear(D, V, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+        if adapted:
+            self.head = Adapted(self.head)
+        if loss_of is by_module:
+            self.criterion = lowtide.LinearCrossEntropyLoss(D, V, bias=bias)
+            self.criterion.linear = self.head
+        self.loss_of, self.outside = loss_of, outside
+
+    def forward(self, tokens, targets, normalizer):
+        hidden = self.norm(self.body(self.embed(tokens)).tanh())
+        return hidden if self.outside else self.loss_of(self, hidden, targets, normalizer)
+
+
+class Collectives(TorchDispatchMode):
+    """Those that carry as much as the head's weight has."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {"gathers": 0, "reductions": 0, "all": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if function.namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            self.counts["all"] += 1
+        if "allgather" in name.replace("_into_tensor", "") or "all_gather" in name:
+            self.counts["gathers"] += _numel(args[0]) >= V * D
+        if "reduce_scatter" in name:
+            self.counts["reductions"] += _numel(args[function.namespace == "c10d"]) >= V * D
+        return function(*args, **(kwargs or {}))
+
+
+def _numel(tensors):
+    while isinstance(tensors, (list, tuple)):
+        tensors = tensors[0]
+    return tensors.numel()
+
+
+def build(kind, options):
+    torch.manual_seed(0)
+    return Model(
+        LOSSES[kind],
+        tied="tied" in options,
+        adapted="adapted" in options,
+        outside="outside" in options,
+        bias="bias" in options,
+    )
+
+
+def sharded(model, options):
+    given = {"mesh": init_device_mesh("cpu", (RANKS,))}
+    if "mixed" in options:
+        given["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if "reshard" in options or "kept" in options:
+        given["reshard_after_forward"] = "reshard" in options
+    fully_shard(model.body, **given)
+    if "tied" in options:
+        if "root" not in options:
+            fully_shard([model.embed, model.norm, model.head], **given)
+    elif "with norm" in options:
+        fully_shard([model.norm, model.head], **given)
+    elif "own" in options:
+        fully_shard(model.head, **given)
+    return fully_shard(model, **given)
+
+
+def step(model, tokens, targets, normalizer):
+    result = model(tokens, targets, normalizer)
+    loss = model.loss_of(model, result, targets, normalizer) if model.outside else result
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model):
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+
+
+def run(kind, rank):
+    loss_kind, *options = kind.split(", ")
+    generator = torch.Generator().manual_seed(1)
+    steps = 3 if "accumulated" in options else 1
+    tokens, targets = torch.randint(V, (2, 2, steps, RANKS, B, T), generator=generator)
+    targets[:, :, 0, 0] = -100  # ranks count differently
+    if "mixed" in options:
+        targets[:, :, 0, :, 1:] = -100
+    inner, whole = build(loss_kind, options), build("module" if loss_kind == "module" else "eager", options)
+    model = sharded(inner, options)
+    deferral = lowtide.defer_logits(model, head=inner.head) if loss_kind == "deferred" else None
+    collectives = Collectives()
+    for turn in range(2):  # gradients accumulate over both, collectives are those of the second
+        collectives.counts = dict.fromkeys(collectives.counts, 0)
+        normalizer = lowtide.tokens_per_rank(list(targets[turn, :, rank]))
+        with collectives if turn else contextlib.nullcontext():
+            for k in range(steps):
+                if steps > 1:
+                    model.set_requires_gradient_sync(k == steps - 1)
+                    if "no reshard" in options:
+                        model.set_reshard_after_backward(k == steps - 1)
+                step(model, tokens[turn, k, rank], targets[turn, k, rank], normalizer)
+        count = (targets[turn] != -100).sum()
+        step(whole, *(each[turn].flatten(0, -2) for each in (tokens, targets)), count)
+    expected, found = gradients(whole), gradients(model)
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    errors = {
+        name: ((found[name] - each).abs().max() / each.abs().max()).item() for name, each in expected.items()
+    }
+    fused = {} if deferral is None else {"fused": deferral.fused, "materialized": deferral.materialized}
+    return {"errors": errors, **collectives.counts, **fused}
+
+
+if __name__ == "__main__":
+    assert dist.is_gloo_available()
+    as_rank(run)

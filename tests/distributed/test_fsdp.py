@@ -1,0 +1,124 @@
+"""The head under FSDP2 as people arrange it: one process's gradients, and how often the head is gathered.
+
+tests/ops/chunked_loss/test_distributed.py and tests/deferred/test_distributed.py have more of these two.
+"""
+
+from itertools import product
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+# A head that is freed after its forward is gathered again for its backward, as torch does it. Between
+# micro-batches it is not freed.
+ONCE = [
+    *("parameter, own, kept", "parameter, own, default", "parameter, root, default, bias"),
+    *("parameter, with norm, kept", "parameter, tied, kept", "parameter, tied, root, default"),
+    *("parameter, own, default, outside", "parameter, root, default, outside"),
+    *("parameter, own, kept, accumulated, no reshard", "parameter, own, default, accumulated, no reshard"),
+    *("log-probs, own, default", "log-probs, own, default, bias", "module, own, default, bias"),
+    *("chunked, own, default", "chunked, root, default", "chunked, tied, root, default"),
+    *("chunked, own, default, accumulated, no reshard", "chunked, own, default, outside"),
+    *("deferred, own, kept", "deferred, root, default", "deferred, with norm, kept", "deferred, tied, kept"),
+    *("deferred, root, default, bias", "deferred, root, default, accumulated, no reshard"),
+    *("chunked, own, default, adapted", "deferred, own, kept, adapted", "deferred, root, default, adapted"),
+]
+TWICE = [
+    *("parameter, own, reshard", "parameter, root, reshard", "parameter, with norm, default"),
+    *("parameter, own, reshard, accumulated, no reshard", "parameter, tied, reshard"),
+    *("chunked, own, reshard", "chunked, with norm, kept", "deferred, root, reshard"),
+]
+MIXED = ["parameter, own, default, mixed", "chunked, own, default, mixed", "deferred, own, kept, mixed"]
+RAISING = {  # by what they say
+    "fused full_tensor, own, kept": r"its gradient would be that of this rank's tokens alone",
+    "chunked, root, reshard, outside": r"head.weight is sharded by FSDP2 here, outside of the forward",
+}
+FORBIDDEN = ["full_tensor, own, reshard", "full_tensor, root, default", "partial full_tensor, own, reshard"]
+
+
+def largest(found):
+    return max(found["errors"].values())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of all scenarios, by rank. Those that raise come last, as they leave FSDP's hooks halfway."""
+    eager = ["eager, own, kept, mixed", *FORBIDDEN]
+    kinds = [*ONCE, *TWICE, *MIXED, *eager, *RAISING]
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run_ranks("tests.distributed.fsdp_ranks", store, kinds)
+
+
+@pytest.mark.parametrize("kind", [*ONCE, *TWICE])
+def test_exact(results, kind):
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]
+        assert largest(rank[kind]) <= 1e-6, rank[kind]["errors"]
+
+
+@pytest.mark.parametrize("kind", [*ONCE, *TWICE])
+def test_head_collectives_per_step(results, kind):
+    """One gather, or two where it is freed after forward; one reduction, or none of a frozen head."""
+    for rank in results:
+        times = 2 if kind in TWICE else 1
+        assert rank[kind]["gathers"] == times, rank[kind]
+        assert rank[kind]["reductions"] == ("adapted" not in kind), rank[kind]
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_precision(results, kind):
+    """bfloat16 parameters, gradients reduced in float32: as near as eager torch's."""
+    for rank in results:
+        assert largest(rank[kind]) <= 2 * largest(rank["eager, own, kept, mixed"])
+
+
+@pytest.mark.parametrize("kind", RAISING)
+def test_raises(results, kind):
+    for rank in results:
+        assert RAISING[kind] in rank[kind]["raised"]
+
+
+def test_full_tensor_is_wrong(results):
+    """What must not happen: the head's gradient is not reduced, silently. In the root unit it is plain."""
+    for rank in results:
+        wrong, plain, twice = (rank[kind]["errors"] for kind in FORBIDDEN)
+        assert wrong["head.weight"] > 0.3
+        assert max(each for name, each in wrong.items() if name != "head.weight") <= 1e-6
+        assert max(plain.values()) <= 1e-6
+        assert abs(twice["head.weight"] - 1) <= 1e-6  # the sum over two ranks in place of their mean
+
+
+ARRANGEMENTS = ("own", "root", "with norm", "tied", "tied, root", "own, bias", "root, bias")
+RESHARD = ("reshard", "kept", "default")
+STEPS = ("once", "accumulated", "accumulated, no reshard", "outside")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("loss", ["parameter", "log-probs", "chunked", "deferred"])
+def test_every_arrangement(tmp_path, loss):
+    """Right, or refused with a sentence."""
+    kinds = [f"{loss}, {', '.join(each)}" for each in product(ARRANGEMENTS, RESHARD, STEPS)]
+    kinds.sort(key=_raises)
+    for rank in run_ranks("tests.distributed.fsdp_ranks", tmp_path / "store", kinds):
+        for kind, found in rank.items():
+            if _raises(kind):
+                assert "fully_shard" in found["raised"] or "convert all torch.Tensor" in found["raised"], kind
+            else:
+                assert "raised" not in found, (kind, found)
+                assert largest(found) <= 1e-6, (kind, found)
+
+
+def _raises(kind):
+    """The head is freed before the loss needs it, or not gathered at all. A unit of several modules whose
+    head is called outside is still gathered."""
+    loss, *given = kind.split(", ")
+    freed, outside = "kept" not in given, "outside" in given
+    if "root" in given:
+        return loss in ("chunked", "deferred") and outside and "reshard" in given
+    several = "with norm" in given or "tied" in given
+    return loss == "deferred" and freed and not (several and outside)
