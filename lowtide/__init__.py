@@ -2,6 +2,7 @@
 
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
+from lowtide.distributed import shard_head, tokens_per_rank
 from lowtide.distributed import tokens_per_rank
 from lowtide.first_call import warmup
 from lowtide.memory import peak_memory
@@ -34,6 +35,7 @@ __all__ = [
     "merge_attentions",
     "peak_memory",
     "scaled_dot_product_attention",
+    "shard_head",
     "tokens_per_rank",
     "warmup",
 ]

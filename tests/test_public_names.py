@@ -21,6 +21,7 @@ def test_names():
         "merge_attentions",
         "peak_memory",
         "scaled_dot_product_attention",
+        "shard_head",
         "tokens_per_rank",
         "warmup",
     }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 
 METHOD = "_lowtide_method"
@@ -61,7 +62,7 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
 
 def find_sharded(parameter: Any) -> Sharded | None:
     """Return the place of a parameter that a unit has sharded and not gathered, or None."""
-    if torch.compiler.is_compiling() or not _is_dtensor(parameter):
+    if torch.compiler.is_compiling() or not is_dtensor(parameter):
         return None
     for unit, each in _parameters():
         if each.sharded_param is parameter:
@@ -127,11 +128,6 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
             "full_tensor() of a parameter that FSDP2 shards: its gradient would be that of this rank's "
             "tokens alone, without an error; leave out .full_tensor()"
         )
-
-
-def _is_dtensor(tensor: Any) -> bool:
-    dtensor = sys.modules.get("torch.distributed.tensor")
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
 
 
 def _parameters() -> Iterator[tuple[Any, Any]]:

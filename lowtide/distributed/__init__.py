@@ -2,9 +2,13 @@
 
 Modules:
 
-* mean_over_ranks: `tokens_per_rank`, the normaliser of a mean over all ranks' tokens.
+* sharded_head: `shard_head`, a head whose classes stay divided over the data-parallel ranks.
+
+`tokens_per_rank`, the normaliser of a mean over all ranks' tokens, is that of
+ops/linear_cross_entropy/token_count.py.
 """
 
-from lowtide.distributed.mean_over_ranks import tokens_per_rank
+from lowtide.distributed.sharded_head import shard_head
+from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 
-__all__ = ["tokens_per_rank"]
+__all__ = ["shard_head", "tokens_per_rank"]

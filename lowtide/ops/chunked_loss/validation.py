@@ -16,6 +16,7 @@ from lowtide.core import torch_private
 from lowtide.core.checks import check_choice, check_dense
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import check_gathered
+from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
@@ -78,6 +79,7 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
     for name, tensor in zip(names, learned):
         check_dense(name, tensor)
         check_gathered(name, tensor)
+        check_whole(name, tensor)
         if tensor.is_complex():
             raise ArgumentTypeError(
                 f"{name} must not be complex, got {tensor.dtype}: keep torch.view_as_real of it, and use "

@@ -11,6 +11,8 @@ operator/    the operators of torch.ops.lowtide, and their derivatives
 dispatch     run a checked call as an operator, as a row function or densely
 positions    a K-dimensional loss, which has one head per position
 sharding     a head whose classes are divided over ranks: its DTensors or group, and its results
+token_count  the tokens that count on all ranks: what a mean over them divides by
+data_sharded a head whose classes are divided over ranks that have tokens of their own
 api          the public functions and LinearCrossEntropyLoss
 """
 

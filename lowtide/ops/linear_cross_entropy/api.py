@@ -11,12 +11,14 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
+from lowtide.ops.linear_cross_entropy.data_sharded import takes_data_sharded_head
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 
 
 @gathers_head
+@takes_data_sharded_head
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -263,6 +265,7 @@ def _loss(
 
 
 @gathers_head
+@takes_data_sharded_head
 def linear_log_probs(
     input: Tensor,
     linear_weight: Tensor,

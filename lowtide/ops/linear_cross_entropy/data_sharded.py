@@ -1,0 +1,155 @@
+"""Let the public functions take a head whose classes are divided over the data-parallel ranks.
+
+`lowtide.shard_head` makes such a head: a DTensor with placement Shard(0), as FSDP2 has it, that is
+never gathered. The call becomes one of the vocab-parallel operator whose tokens are sharded, too:
+they are gathered chunk by chunk, and their gradients reduce-scattered.
+
+Gradients are averaged as FSDP2 averages them. A parameter's is that of the mean of the ranks'
+losses; hidden states have that of their own rank's loss, and what is behind them is averaged later.
+
+Shapes: V classes, of which V_r are this rank's; N tokens of this rank; P ranks.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowtide.core.checks import check_tensors
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
+
+MARK = "_lowtide_tokens_differ"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def mark(parameter: Tensor) -> None:
+    """Say that the ranks of a sharded parameter's mesh have tokens of their own."""
+    setattr(parameter, MARK, True)
+
+
+def is_data_sharded(tensor: Any) -> bool:
+    return getattr(tensor, MARK, False) is True
+
+
+def check_whole(name: str, tensor: Tensor) -> None:
+    """Raise for a parameter of a data-sharded head."""
+    if is_data_sharded(tensor):
+        raise ArgumentError(
+            f"{name} belongs to a head of lowtide.shard_head, which each chunk would gather; call "
+            "lowtide.linear_cross_entropy or lowtide.linear_log_probs, or leave the head to FSDP2"
+        )
+
+
+def gathered(tensor: Any) -> Tensor:
+    """Return the whole of a data-sharded tensor; its gradient is averaged over the ranks.
+
+    All ranks of the mesh have to call it.
+    """
+    from torch.distributed.tensor import Partial
+
+    whole: Tensor = tensor.full_tensor(grad_placements=[Partial()])
+    return _scale_gradient(whole, tensor.device_mesh.size())
+
+
+def takes_data_sharded_head(function: Function) -> Function:
+    """Let a function of (input, linear_weight, target, **options) take a data-sharded head."""
+
+    @functools.wraps(function)
+    def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
+        if not is_data_sharded(linear_weight):
+            return function(input, linear_weight, target, **options)
+        return _averaged(function, input, linear_weight, target, options)
+
+    return run  # type: ignore[return-value]
+
+
+def _averaged(
+    function: Callable[..., Any], input: Tensor, linear_weight: Any, target: Tensor, options: dict[str, Any]
+) -> Any:
+    """Return the mean of the ranks' losses; or each row's results, which are this rank's own."""
+    check_tensors({"input": input, "target": target})
+    mesh, V = linear_weight.device_mesh, linear_weight.shape[0]
+    group, ranks = mesh.get_group(), mesh.size()
+    own_weight = linear_weight.to_local().to(input.dtype)  # FSDP2's policy casts what it gathers
+    first_class = min(mesh.get_local_rank() * -(-V // ranks), V)  # the rule of torch.chunk
+    options = options | {
+        "group": group, "first_class": first_class, "num_classes": V, "tokens_sharded": True,
+    }  # fmt: skip
+    bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
+    if isinstance(bias, Tensor):
+        if not is_data_sharded(bias):
+            raise ArgumentError(
+                "linear_bias must be that of the same head of lowtide.shard_head as linear_weight, got "
+                f"another {type(bias).__name__}; pass the head's own"
+            )
+        options["linear_bias"] = _scale_gradient(bias.to_local().to(input.dtype), ranks)  # type: ignore[attr-defined]
+    if isinstance(weight, Tensor) and weight.shape == (V,):
+        options["weight"] = weight[first_class : first_class + own_weight.shape[0]]
+    if isinstance(scale, Tensor):
+        options["logit_scale"] = _scale_gradient(scale, ranks)
+    reduction = options.get("reduction", "mean") if "reduction" in _keywords(function) else "none"
+    if reduction == "mean" and options.get("normalizer") is None:
+        ignore_index = options.get("ignore_index")
+        options["normalizer"] = tokens_per_rank(
+            target, group=group, ignore_index=ignore_index, weight=weight
+        ).to(torch.promote_types(input.dtype, torch.float32))
+    result = function(input, _scale_gradient(own_weight, ranks), target, **options)
+    return result if reduction == "none" else _MeanOfLosses.apply(result, group)
+
+
+@functools.cache
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    import inspect
+
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _scale_gradient(tensor: Tensor, ranks: int) -> Tensor:
+    scaled: Tensor = _AveragedGradient.apply(tensor, ranks)
+    return scaled
+
+
+class _AveragedGradient(torch.autograd.Function):
+    """Divide a gradient that is summed over the ranks by their number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.ranks, None
+
+
+class _MeanOfLosses(torch.autograd.Function):
+    """Divide the sum of the ranks' losses by their number; backward gives the sum its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return total / group.size()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Check that the ranks scale their losses alike: they share the head's gradient."""
+        others = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
+        dist.all_gather(others, gradient.contiguous(), group=ctx.group)
+        gradients_P = torch.stack(others)
+        differ = ~((gradients_P == gradient) | (gradients_P.isnan() & gradient.isnan())).all()
+        if gradient.is_cuda:  # to look would be to wait
+            return gradient.masked_fill(differ, torch.nan), None
+        if differ:
+            raise RuntimeError(
+                "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
+                f"which share the head's gradient, got upstream gradients {gradients_P.tolist()}; pass "
+                "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
+            )
+        return gradient, None

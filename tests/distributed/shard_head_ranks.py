@@ -1,0 +1,244 @@
+"""What test_shard_head.py runs as two processes: models whose head lowtide.shard_head has divided, beside one
+process that has all of the data, and beside FSDP2 alone.
+
+Shapes: N tokens of a rank, D features, V classes.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import lowtide
+from tests.distributed.fsdp_ranks import Collectives
+from tests.support.ranks import RANKS, as_rank
+
+D, V, ROWS = 8, 37, (11, 4)  # rows of each rank
+CLASS_WEIGHT = torch.linspace(0.5, 2, V)
+
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body = nn.Linear(4, D)
+        self.criterion = lowtide.LinearCrossEntropyLoss(D, V, bias="bias" in kind)
+        self.scale = nn.Parameter(torch.tensor([1.3])) if "scale" in kind else None
+
+    @property
+    def head(self):
+        return self.criterion.linear
+
+    def forward(self, x):
+        return self.body(x).tanh()
+
+
+def loss_of(kind, model, x, y, normalizer, weights):
+    """The loss of some rows by lowtide, over a normaliser or the mean's own."""
+    hidden, head = model(x), model.head
+    options = {"linear_bias": head.bias}
+    if model.scale is not None:
+        options["logit_scale"] = model.scale.reshape(())
+    if "log-probs" in kind:
+        out = lowtide.linear_log_probs(hidden, head.weight, y, **options)
+        return -(out.log_prob * weights + 0.1 * out.entropy).sum() / normalizer
+    if "module" in kind:
+        return model.criterion(hidden, y, normalizer=normalizer)
+    if "deferred" in kind:
+        logits = head(hidden)
+        total = F.cross_entropy(logits, y, reduction="sum") / normalizer
+        return total + 0.1 * logits.logsumexp(-1).mean() if "chunks" in kind else total
+    if "options" in kind:
+        options |= {
+            "weight": CLASS_WEIGHT.to(x.dtype),
+            "label_smoothing": 0.1,
+            "z_loss": 0.01,
+            "softcap": 5.0,
+        }
+        options["row_weight"] = weights
+    if "none" in kind:
+        loss = lowtide.linear_cross_entropy(hidden, head.weight, y, reduction="none", **options)
+        return (loss * weights).sum() / normalizer
+    if "sum" in kind:
+        return lowtide.linear_cross_entropy(hidden, head.weight, y, reduction="sum", **options) / normalizer
+    options["normalizer"] = None if "mean" in kind else normalizer
+    return lowtide.linear_cross_entropy(hidden, head.weight, y, **options)
+
+
+def data(kind, dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(ROWS), 4, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(V, (sum(ROWS),), generator=generator)
+    weights = torch.rand(sum(ROWS), generator=generator, dtype=torch.float64).to(dtype)
+    y[2] = -100
+    if "ignored" in kind:
+        y[ROWS[0] :] = -100
+    return x, y, weights
+
+
+def build(kind, dtype):
+    torch.manual_seed(0)
+    model = Model(kind).to(dtype)
+    if "frozen" in kind:
+        model.head.requires_grad_(False)
+    return model
+
+
+def sharded(kind, model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=None)
+    given = {"mesh": mesh} | ({"mp_policy": policy} if "mixed" in kind else {})
+    own = set() if "fsdp" in kind else lowtide.shard_head(model, mesh, head=model.head)
+    if "fsdp" in kind:
+        fully_shard(model.head, **given)
+    return fully_shard(model, ignored_params=own, **given)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+
+
+def one_step(kind, rank, mesh):
+    dtype = torch.float32 if "mixed" in kind else torch.float64
+    x, y, weights = data(kind, dtype)
+    inner, alone = build(kind, dtype), build(kind, dtype)
+    model = sharded(kind, inner, mesh)
+    deferral = lowtide.defer_logits(model, head=inner.head) if "deferred" in kind else None
+    xs, ys, ws = (each.split(ROWS)[rank] for each in (x, y, weights))
+    class_weight = CLASS_WEIGHT.to(dtype) if "options" in kind else None
+    normalizer = lowtide.tokens_per_rank(ys, weight=class_weight).to(dtype)
+    collectives, steps = Collectives(), 3 if "accumulated" in kind else 1
+    with collectives:
+        for step in range(steps):
+            model.set_requires_gradient_sync(step == steps - 1)
+            loss = loss_of(kind, inner if "fsdp" not in kind else model, xs, ys, normalizer, ws)
+            loss.backward()
+    count = normalizer * RANKS
+    for _ in range(steps):
+        truth = loss_of(kind.replace("deferred", "eager, deferred"), alone, x, y, count, weights)
+        truth.backward()
+    expected, found = gradients(alone), gradients(model)
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    errors = {
+        name: ((found[name] - each).abs().max() / each.abs().max()).item() for name, each in expected.items()
+    }
+    value = loss.detach().clone()
+    dist.all_reduce(value)
+    fused = {} if deferral is None else {"fused": deferral.fused, "materialized": deferral.materialized}
+    error = abs((value / RANKS - truth.detach()).item())
+    return {"errors": errors, "loss": error, **collectives.counts, **fused}
+
+
+def trained(kind, rank, mesh, steps=3, start=None):
+    """(model, optimizer) after steps with clipped gradients."""
+    inner = build(kind, torch.float64)
+    model = sharded(kind, inner, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=True)
+    norms = []
+    if start is not None:
+        state, of_optimizer = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=start)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(RANKS, 6, 4, generator=generator, dtype=torch.float64)[rank]
+        y = torch.randint(V, (RANKS, 6), generator=generator)[rank]
+        hidden = model(x)
+        loss = lowtide.linear_cross_entropy(hidden, inner.head.weight, y, linear_bias=inner.head.bias)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)).item())
+        optimizer.step()
+    return model, optimizer, norms
+
+
+def same(one, other):
+    assert one.keys() == other.keys(), (sorted(one), sorted(other))
+    for name, each in one.items():
+        assert type(each) is type(other[name]), name
+        if isinstance(each, DTensor):
+            assert each.placements == other[name].placements == (Shard(0),)
+            assert each.to_local().shape == other[name].to_local().shape, name
+        torch.testing.assert_close(whole(each), whole(other[name]), rtol=1e-10, atol=1e-12, msg=name)
+
+
+def as_fsdp(kind, rank, mesh):
+    """Training, clipping, optimizer state and state dicts are those of FSDP2 alone."""
+    model, optimizer, norms = trained("bias", rank, mesh)
+    theirs, their_optimizer, their_norms = trained("fsdp, bias", rank, mesh)
+    same(model.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(norms, their_norms)
+    for one, other in zip(optimizer.state.values(), their_optimizer.state.values(), strict=True):
+        same(one, other)
+    return {}
+
+
+def checkpointed(kind, rank, mesh):
+    """Saved by one, loaded by the other, either way round, and trained on: the same run."""
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    straight, _, _ = trained("bias", rank, mesh, steps=3)
+    for saver, loader in (("bias", "fsdp, bias"), ("fsdp, bias", "bias"), ("bias", "bias")):
+        model, optimizer, _ = trained(saver, rank, mesh)
+        path = Path(box[0]) / f"{saver} to {loader}"
+        state, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=path)
+        loaded, _, _ = trained(loader, rank, mesh, steps=0, start=path)
+        same(loaded.state_dict(), straight.state_dict())
+        after, _, _ = trained(loader, rank, mesh, steps=2, start=path)
+        expected, _, _ = trained(saver, rank, mesh, steps=2, start=path)
+        same(after.state_dict(), expected.state_dict())
+    return {}
+
+
+def assigned(kind, rank, mesh):
+    """A state dict loaded by assignment brings other parameters, which are still known."""
+    model, _, _ = trained("bias", rank, mesh, steps=1)
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    other = build("bias", torch.float64)
+    own = lowtide.shard_head(other, mesh, head=other.head)
+    assert own == set(other.head.parameters())
+    other.load_state_dict(state, assign=True)
+    x = torch.randn(3, D, dtype=torch.float64)
+    y = torch.tensor([3, 5, 7])[: 2 + rank]
+    loss = lowtide.linear_cross_entropy(x[: 2 + rank], other.head.weight, y, linear_bias=other.head.bias)
+    assert loss.isfinite()
+    with torch.no_grad():
+        logits = other.eval().head(x)
+    torch.testing.assert_close(logits, F.linear(x, *(whole(each) for each in other.head.parameters())))
+    return {}
+
+
+def scaled_apart(kind, rank, mesh):
+    model = build(kind, torch.float64)
+    lowtide.shard_head(model, mesh, head=model.head)
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    loss = lowtide.linear_cross_entropy(x, model.head.weight, torch.tensor([3, 5, 7]))
+    (loss * (rank + 1)).backward()
+
+
+OTHERS = {
+    "as fsdp": as_fsdp,
+    "checkpointed": checkpointed,
+    "assigned": assigned,
+    "scaled apart": scaled_apart,
+}
+
+
+def run(kind, rank):
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return OTHERS.get(kind, one_step)(kind, rank, mesh)
+
+
+if __name__ == "__main__":
+    as_rank(run)

@@ -1,0 +1,118 @@
+"""A head whose classes stay divided over data-parallel ranks: one process's gradients, FSDP2's parameters."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lowtide
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+EXACT = [
+    *("normalizer", "mean", "sum", "none", "log-probs", "module", "options", "options, none", "scale"),
+    *("bias, options, scale", "ignored", "mean, ignored", "accumulated", "frozen"),
+]
+MIXED = ["mixed", "none, mixed"]
+SAME = ["as fsdp", "checkpointed", "assigned"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of all scenarios, by rank."""
+    kinds = [*EXACT, *MIXED, "fsdp, mixed", *SAME, "scaled apart"]
+    return run_ranks("tests.distributed.shard_head_ranks", tmp_path_factory.mktemp("ranks") / "store", kinds)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_exact(results, kind):
+    """Averaged as by FSDP2, for ranks of 11 and 4 tokens and shards of 19 and 18 classes; in float64."""
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]
+        assert max(rank[kind]["errors"].values()) <= 1e-14
+        assert rank[kind]["loss"] <= 1e-14
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_head_never_gathered(results, kind):
+    for rank in results:
+        assert rank[kind]["gathers"] == rank[kind]["reductions"] == 0
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_precision(results, kind):
+    """A float32 head beside bfloat16 hidden states: as near as FSDP2's own policy."""
+    for rank in results:
+        allowed = max(rank["fsdp, mixed"]["errors"].values())
+        assert max(rank[kind]["errors"].values()) <= 2 * allowed
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_parameters_are_those_of_fsdp(results, kind):
+    """Optimizer, clipping, state dicts, checkpoints: shard_head_ranks.py says how."""
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+
+
+def test_losses_scaled_apart(results):
+    for rank in results:
+        assert "must be scaled by the same factor on all ranks" in rank["scaled apart"]["raised"]
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_found_and_kept(mesh):
+    """The head is found; it is a linear layer still, and so is a copy, which is divided as well."""
+    model = Model()
+    before = model.head.weight.detach().clone()
+    assert lowtide.shard_head(model, mesh) == {model.head.weight}
+    assert isinstance(model.head, nn.Linear)
+    assert torch.equal(model.head.weight.full_tensor(), before)
+    hidden, target = torch.randn(3, 4), torch.arange(3)
+    loss = lowtide.linear_cross_entropy(hidden, copy.deepcopy(model).head.weight, target)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(hidden @ before.T, target))
+    torch.testing.assert_close(model.head(hidden), hidden @ before.T)
+
+
+def test_refused(mesh):
+    with pytest.raises(ValueError, match=r"also that of embed \(Embedding\).*untie the two"):
+        lowtide.shard_head(Model(tied=True), mesh)
+    model = Model()
+    with pytest.raises(TypeError, match=re.escape("model must be a torch.nn.Module")):
+        lowtide.shard_head(model.head.weight, mesh)
+    with pytest.raises(
+        TypeError, match=re.escape("mesh must be a torch.distributed.device_mesh.DeviceMesh, got int")
+    ):
+        lowtide.shard_head(model, 2)
+    with pytest.raises(ValueError, match="mesh must have one dimension"):
+        lowtide.shard_head(model, init_device_mesh("cpu", (1, 1)))
+    with pytest.raises(TypeError, match=re.escape("head must be a torch.nn.Linear, got Embedding")):
+        lowtide.shard_head(model, mesh, head=model.embed)
+    lowtide.shard_head(model, mesh)
+    with pytest.raises(TypeError, match=re.escape("head must be a torch.nn.Linear, got ShardedLinear")):
+        lowtide.shard_head(model, mesh)
+    hidden = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="linear_bias must be that of the same head"):
+        lowtide.linear_cross_entropy(hidden, model.head.weight, torch.arange(3), linear_bias=torch.ones(7))
+    with pytest.raises(ValueError, match="shard_head"):
+        lowtide.chunked_loss(nn.CrossEntropyLoss(reduction="sum"), model.head, hidden, torch.arange(3))
