@@ -115,8 +115,10 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
 
     Its gradient would be this rank's alone: torch assumes that each rank has the same.
     """
+    if torch.compiler.is_compiling():
+        return
     node = getattr(tensor, "grad_fn", None)
-    if torch.compiler.is_compiling() or type(node).__name__ != "_ToTorchTensorBackward":
+    if type(node).__name__ != "_ToTorchTensorBackward":
         return
     if getattr(node, "grad_placements", None) is not None:
         return  # the caller says how gradients are placed

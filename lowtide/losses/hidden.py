@@ -7,7 +7,7 @@ from torch import Tensor
 from lowtide.core.checks import check_choice, check_tensors
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import linear_log_probs
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, normalizer_of
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, normalized
 from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def z_loss(
     total = found.logsumexp.square().sum()
     if normalizer is None:
         return total / _counted(target, ignore_index).sum().clamp(min=1)
-    return total / normalizer_of(normalizer, total)  # type: ignore[operator]
+    return normalized(total, normalizer)
 
 
 def sequence_log_probs(

@@ -64,7 +64,7 @@ def test_without_a_group():
     [
         ({"target": []}, ValueError, "target must hold one tensor at least"),
         ({"target": [1, 2]}, TypeError, r"target\[0\] must be a torch.Tensor, got int"),
-        ({"target": torch.rand(3)}, TypeError, r"pass torch.zeros\(rows, dtype=torch.long\)"),
+        ({"target": torch.ones(3)}, TypeError, r"pass torch.zeros\(rows, dtype=torch.long\)"),
         ({"target": torch.zeros(3, dtype=torch.long), "ignore_index": 0.5}, TypeError, "must be an int"),
         (
             {"target": torch.zeros(3, dtype=torch.long), "weight": 3},

@@ -19,7 +19,7 @@ from lowtide.ops.chunked_loss.isolation import any_transform
 from lowtide.ops.chunked_loss.job import Job, Tensors, spans
 from lowtide.ops.chunked_loss.loop import loss_alone
 from lowtide.ops.chunked_loss.replay import Replay
-from lowtide.ops.linear_cross_entropy.definition.head import normalizer_of
+from lowtide.ops.linear_cross_entropy.definition.head import normalized
 
 CHUNK_SIZE = 1024
 
@@ -57,10 +57,9 @@ def run(
             replay=Replay(tensors),
         )
         loss = _loss(job, tensors, options["workspace"], (head, loss_fn))
-    normalizer = normalizer_of(options["normalizer"], hidden[0])
-    if normalizer is not None:
+    if options["normalizer"] is not None:
         validation.check_sum(loss)
-        loss = loss / normalizer.to(loss.dtype)
+        loss = normalized(loss, options["normalizer"])
     if not job.has_aux:
         return loss
     return loss, {name: total.total for name, total in job.aux.items()}

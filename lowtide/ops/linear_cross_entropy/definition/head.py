@@ -204,6 +204,15 @@ def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | 
     return torch.ones((), dtype=dtype, device=input.device) * normalizer
 
 
+def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
+    """Return the total over the normaliser; where that is 0, NaN without a gradient, as a mean has."""
+    count = normalizer_of(normalizer, total)
+    assert count is not None
+    nothing = count == 0
+    mean = total / count.to(total.dtype).masked_fill(nothing, 1)
+    return mean + torch.where(nothing, torch.nan, 0.0).to(total.dtype)
+
+
 def capped(workspace: int | None) -> int | None:
     """Limit the bytes to the 64 bits of the operators' schema."""
     return None if workspace is None else min(operator.index(workspace), 1 << 60)
