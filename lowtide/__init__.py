@@ -3,7 +3,6 @@
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits
 from lowtide.distributed import shard_head, tokens_per_rank
-from lowtide.distributed import tokens_per_rank
 from lowtide.first_call import warmup
 from lowtide.memory import peak_memory
 from lowtide.ops.attention import (

@@ -15,6 +15,7 @@ from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
 from lowtide.deferred.logits import HeadCall
 from lowtide.deferred.reporting import Counts, Watch
+from lowtide.deferred.sharded import transformers_forward
 
 __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
 
@@ -36,9 +37,10 @@ class Deferral:
         self._counts = Counts()
         self._watch = Watch(model, head)
         self._plain = type(head)
+        self._parallel = transformers_forward(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
-        vars(head).pop("forward", None)  # The plain class's own; check_head refuses any other.
+        vars(head).pop("forward", None)  # The plain class's own, or known; check_head refuses others.
 
     @property
     def fused(self) -> int:
@@ -65,6 +67,8 @@ class Deferral:
             for name in ("forward", "__reduce_ex__", "lowtide_deferral"):
                 delattr(self._class, name)
         self._class = None
+        if self._parallel is not None:
+            self.head.forward = self._parallel
 
     def __enter__(self) -> "Deferral":
         return self
@@ -74,13 +78,18 @@ class Deferral:
 
 
 def _deferring(plain: type, deferral: Deferral) -> type:
+    def eager(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if deferral._parallel is not None:
+            return deferral._parallel(*args, **kwargs)
+        return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         # A hook may still call this after undo().
         floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if deferral._class is None or not self.training or not floating:
-            return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return eager(self, *args, **kwargs)
         if torch.is_grad_enabled():
             deferral._watch.called = True
         counts, reason = deferral._counts, _reason_against(self)
@@ -92,7 +101,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
                 return logits.tensor if isinstance(logits, DeferredHidden) else logits
             except NotDeferred as refused:
                 reason = str(refused)
-        return plain.forward(self, counts.on(args[0], reason), *args[1:], **kwargs)  # type: ignore[attr-defined]
+        return eager(self, counts.on(args[0], reason), *args[1:], **kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Reduce to the plain class: a copy is not deferred, a pickle loads without lowtide."""

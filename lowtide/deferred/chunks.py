@@ -42,6 +42,7 @@ def by_rows(
 
     A chunk has as many rows as `workspace` holds, in bytes; None takes the default.
     """
+    node = expression.gathered(node)
     inputs: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []

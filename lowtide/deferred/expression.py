@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
+from lowtide.core.collectives import is_dtensor
+from lowtide.deferred.sharded import whole
 
 Node = Union["Linear", "Apply"]
 Change = Callable[[Tensor], Tensor]
@@ -99,7 +101,8 @@ def evaluate(node: Node) -> Tensor:
     """Return the logits of the tree's rows and classes."""
     with autocast(hidden(node).device, node.autocast):
         if isinstance(node, Linear):
-            return F.linear(node.input.value(), node.weight.value(), node.bias)
+            input = node.input.value()
+            return F.linear(input, *(whole(each, input) for each in (node.weight.value(), node.bias)))
 
         def value(operand: object) -> object:
             if isinstance(operand, (Linear, Apply)):
@@ -174,8 +177,8 @@ def with_tensors(
         input, weight = node.input.value(), node.weight.value()
         return node._replace(
             input=node.input if rows is None else record(rows(input)),
-            weight=node.weight if classes is None else record(classes(weight)),
-            bias=node.bias if classes is None or node.bias is None else classes(node.bias),
+            weight=node.weight if classes is None else record(classes(whole(weight, input))),
+            bias=node.bias if classes is None or node.bias is None else classes(whole(node.bias, input)),
         )
 
     def changed(operand: object) -> object:
@@ -186,6 +189,16 @@ def with_tensors(
         return scalars(operand) if isinstance(operand, Tensor) and scalars is not None else operand
 
     return node._replace(operands=tuple(changed(each) for each in node.operands))
+
+
+def is_sharded(node: Node) -> bool:
+    """Return whether the classes of a product are divided over ranks."""
+    return any(is_dtensor(each.weight.tensor) for each in linears(node))
+
+
+def gathered(node: Node) -> Node:
+    """Return the same tree with weights of all classes; all ranks have to call it."""
+    return with_tensors(node, classes=lambda tensor: tensor) if is_sharded(node) else node
 
 
 def with_first_input(node: Node, change: Change) -> Node:
@@ -202,7 +215,7 @@ def record(tensor: Tensor) -> Recorded:
 def record_shared(tensor: Tensor) -> Recorded:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
     # An alias would lose the tangent of forward mode, and the level of a transform.
-    if torch.compiler.is_compiling() or in_transform(tensor):
+    if torch.compiler.is_compiling() or in_transform(tensor) or is_dtensor(tensor):
         return record(tensor)
     if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())
@@ -217,7 +230,8 @@ def _version(tensor: Tensor) -> int | None:
 def _is_freed(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return own.numel() > 0 and own.untyped_storage().size() == 0
 
 
 class _Alias(torch.autograd.Function):

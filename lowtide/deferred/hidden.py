@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide.deferred import expression
+from lowtide.core.collectives import is_dtensor
+from lowtide.deferred import expression, sharded
 from lowtide.deferred.expression import record_shared
 from lowtide.deferred.logits import DeferredLogits, HeadCall
 from lowtide.deferred.proxy import Proxy, flat, replaced, spelled
+from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
@@ -81,7 +83,10 @@ def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> 
         and x.device.type in ("cpu", "cuda")
         and weight.device == x.device
         and (bias is None or (bias.shape == (hidden.classes,) and bias.device == x.device))
-        and all(autocast or each is None or each.dtype == x.dtype for each in (weight, bias))
+        and all(
+            autocast or each is None or each.dtype == x.dtype or is_data_sharded(each)
+            for each in (weight, bias)
+        )
     )
     if not fits:
         return False
@@ -90,6 +95,10 @@ def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> 
         raise NotDeferred("a weight made in inference mode")
     if hasattr(weight, "ds_id"):  # It is gathered only while the head's forward runs.
         raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
+    if is_dtensor(weight) and sharded.takes(weight):
+        if sharded.local_input(x, weight) is None:
+            raise NotDeferred(f"hidden states of placements {x.placements}")  # type: ignore[attr-defined]
+        return True
     for name, each in (("a weight", weight), ("hidden states", x), ("a bias", bias)):
         if each is not None and is_traceable_wrapper_subclass(each):
             raise NotDeferred(f"{name} that is a {type(each).__name__}")
@@ -102,6 +111,9 @@ def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> Defe
     x, autocast = hidden.tensor, expression.autocast_dtype(hidden.tensor.device)
     dtype = x.dtype if autocast is None or x.dtype == torch.float64 else autocast
     meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
-    own_bias = None if bias is None else bias.clone()
-    node = expression.Linear(record_shared(x), record_shared(weight), own_bias, autocast, dtype)
+    x = sharded.local_input(x, weight)
+    if is_dtensor(weight) and not is_data_sharded(weight):
+        hidden.head_call.mesh = weight.device_mesh  # type: ignore[attr-defined]
+        hidden.head_call.placements = sharded.by_classes(meta.dim())
+    node = expression.Linear(record_shared(x), record_shared(weight), sharded.copied(bias), autocast, dtype)
     return DeferredLogits(node, meta, hidden.head_call, meta.dim() - 1)

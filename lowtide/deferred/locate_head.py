@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.deferred.sharded import transformers_forward
 
 
 def locate_head(model: nn.Module) -> nn.Module:
@@ -76,7 +77,8 @@ def check_head(head: Any) -> None:
             )
     own = vars(head).get("forward")
     # Removed hooks leave such a forward behind.
-    if own is not None and own != MethodType(type(head).forward, head):
+    known = transformers_forward(head) is not None or own == MethodType(type(head).forward, head)
+    if own is not None and not known:
         raise ArgumentError(
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
             "so), past which a deferral would not be called; remove it, or call defer_logits first"

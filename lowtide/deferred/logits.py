@@ -83,6 +83,10 @@ class HeadCall:
         self.counts = counts
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
+        self.mesh: Any = None
+        """The mesh over which tensor parallelism divides the classes; None without."""
+        self.placements: tuple[Any, ...] = ()
+        """The placements that a DTensor of these logits would have."""
         self.made = 0
         """How many of them are real."""
         self.changed: str | None = None
@@ -157,6 +161,38 @@ class DeferredLogits(Proxy):
     @property
     def grad(self) -> Any:
         raise RuntimeError(f"grad: {NO_GRADIENT}")
+
+    # What the hooks of tensor parallelism ask of a DTensor: the deferred logits are those of all ranks.
+
+    @property
+    def device_mesh(self) -> Any:
+        return self._of_dtensor("device_mesh", self.head_call.mesh)
+
+    @property
+    def placements(self) -> Any:
+        return self._of_dtensor("placements", self.head_call.placements)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> "DeferredLogits":
+        self._of_dtensor("redistribute", None)
+        self.head_call.placements = tuple(placements)
+        return self
+
+    def full_tensor(self, **_: Any) -> "DeferredLogits":
+        return self._of_dtensor("full_tensor", self)  # type: ignore[no-any-return]
+
+    def to_local(self, **_: Any) -> "DeferredLogits":
+        if not all(each.is_replicate() for each in self.placements):
+            raise RuntimeError(
+                "to_local() of deferred logits whose classes are divided over ranks: a loss of one rank's "
+                "classes is not computed without them. Give the head the output layout Replicate(), or keep "
+                "its DTensor (use_local_output=False); else undo() the deferral"
+            )
+        return self
+
+    def _of_dtensor(self, name: str, value: Any) -> Any:
+        if self.head_call.mesh is None:
+            raise AttributeError(f"{name!r}: not an attribute of a tensor")
+        return value
 
     @property
     def classes(self) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.collectives import is_dtensor
 from lowtide.deferred import chunks, expression
 from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import LinearHead, match_head
 from lowtide.deferred.reporting import FUSED_LOSS
-from lowtide.ops.linear_cross_entropy import dispatch
+from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 
 NO_CLASS = -(1 << 63)  # No class has this index.
 
@@ -85,18 +86,34 @@ def _loss(
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     else:
         target = target.reshape(rows)
-    head, options = match_head(node), options | {"workspace": input.head_call.workspace}
+    node, head = _matched(node)
+    options = options | {"workspace": input.head_call.workspace}
     differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if head is not None:
         options |= head.options | {"ignore_index": None if probabilities else ignore_index}
         with expression.autocast(target.device, head.autocast):
-            loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
+            if is_dtensor(head.weights[0]):
+                loss = linear_cross_entropy(head.inputs[0], head.weights[0], target, weight=weight, **options)
+            else:
+                loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
     elif differentiates_weight or torch.compiler.is_compiling():  # Chunks can do neither.
         return NotImplemented
     else:
         loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
     loss = input.head_call.counts.on(loss, FUSED_LOSS)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+def _matched(node: Node) -> tuple[Node, LinearHead | None]:
+    """Return the head that the operators take; one divided over ranks must be a single product.
+
+    Else the weights are gathered first.
+    """
+    head = match_head(node)
+    if expression.is_sharded(node) and (head is None or len(head.weights) > 1):
+        node = expression.gathered(node)
+        head = match_head(node)
+    return node, head
 
 
 def _below_log_softmax(node: Node) -> Node | None:
@@ -122,7 +139,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    head = match_head(input.checked())
+    _, head = _matched(input.checked())
     if head is None:
         return _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1))
     target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
@@ -151,7 +168,7 @@ def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
         return None
     below, *rest = node.operands
     if node.name == "log_softmax":
-        head = match_head(below)  # type: ignore[arg-type]
+        _, head = _matched(below)  # type: ignore[arg-type]
         return None if head is None else _log_probs(head, index, workspace).log_prob
     if node.name == "softmax" or any(isinstance(each, (Linear, Apply)) for each in rest):
         return None
@@ -166,7 +183,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     that counts as a fused loss.
     """
     deferred = isinstance(input, DeferredLogits) and input.classes_last
-    head = match_head(input.checked()) if deferred else None
+    head = _matched(input.checked())[1] if deferred else None
     if head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])
         results = _log_probs(head, flat, input.head_call.workspace)
@@ -184,6 +201,8 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
     options = head.options | {"ignore_index": NO_CLASS, "workspace": workspace}
     with expression.autocast(target.device, head.autocast):
+        if is_dtensor(head.weights[0]):
+            return linear_log_probs(head.inputs[0], head.weights[0], target, **options)
         return dispatch.log_probs(head.inputs, head.weights, target, **options)
 
 

@@ -54,7 +54,7 @@ def loss_of(kind, model, x, y, normalizer, weights):
     if "deferred" in kind:
         logits = head(hidden)
         total = F.cross_entropy(logits, y, reduction="sum") / normalizer
-        return total + 0.1 * logits.logsumexp(-1).mean() if "chunks" in kind else total
+        return total + 0.1 * logits.logsumexp(-1).sum() / normalizer if "chunks" in kind else total
     if "options" in kind:
         options |= {
             "weight": CLASS_WEIGHT.to(x.dtype),

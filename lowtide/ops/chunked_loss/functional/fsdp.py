@@ -60,8 +60,3 @@ def _check_head(head: Any) -> None:
             f"head must be one FSDP unit, but has others inside: {', '.join(inner)}. They would be "
             "gathered for each chunk; fully_shard head as a whole"
         )
-
-
-def _is_unit(module: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a unit exists only if this is imported
-    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))

@@ -1,0 +1,75 @@
+"""Say which heads, divided by classes over ranks, the fused operators take, and gather them for others.
+
+Under tensor parallelism every rank has the same hidden states; under `lowtide.shard_head` each has
+its own.
+
+Shapes: [...] are the rows, D features, V classes.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.core.collectives import is_dtensor
+from lowtide.ops.linear_cross_entropy.data_sharded import gathered, is_data_sharded, mark
+
+
+def takes(weight: Any) -> bool:
+    """Return True for a DTensor [V, D] that is divided by classes over a mesh of one dimension."""
+    return bool(weight.device_mesh.ndim == 1 and weight.placements[0].is_shard(0))
+
+
+def local_input(input: Any, weight: Any) -> Tensor | None:
+    """Return hidden states as every rank has them, from a DTensor too; None if ranks have parts."""
+    if not is_dtensor(input):
+        return input  # type: ignore[no-any-return]
+    replicated = all(each.is_replicate() for each in input.placements)
+    if is_data_sharded(weight) or input.device_mesh != weight.device_mesh or not replicated:
+        return None
+    own: Tensor = input.to_local(grad_placements=input.placements)
+    return own
+
+
+def by_classes(dims: int) -> tuple[Any, ...]:
+    """Return the placements of logits of which each rank has its classes."""
+    from torch.distributed.tensor import Shard
+
+    return (Shard(dims - 1),)
+
+
+def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that Transformers' tensor parallelism has put on a head, if it is one.
+
+    That forward gathers the logits of all ranks, which deferred logits stand for as they are.
+    """
+    own = vars(head).get("forward")
+    style = getattr(own, "__closure__", None) and inspect.getclosurevars(own).nonlocals.get("self")
+    if getattr(own, "__name__", "") != "tp_forward" or not is_dtensor(getattr(head, "weight", None)):
+        return None
+    layout = getattr(style, "output_layouts", None)
+    gathers = layout is not None and layout.is_replicate() and getattr(style, "use_local_output", False)
+    return own if gathers else None
+
+
+def copied(bias: Tensor | None) -> Tensor | None:
+    """Return a copy of a bias that is divided as the bias is."""
+    if bias is None:
+        return None
+    own = bias.clone()
+    if is_data_sharded(bias):
+        mark(own)
+    return own
+
+
+def whole(tensor: Any, input: Tensor) -> Any:
+    """Return all classes of a weight or bias, if there is one; all ranks have to call it.
+
+    A head of `lowtide.shard_head` is cast to the dtype of hidden states, as FSDP2's policy does.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    if is_data_sharded(tensor):
+        return gathered(tensor).to(input.dtype)
+    return tensor.full_tensor()  # every rank has the same hidden states, and so the same gradient

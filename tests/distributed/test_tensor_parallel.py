@@ -1,0 +1,40 @@
+"""Tensor parallel heads of models with deferred logits: fused, and one process's gradients."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+FUSED = [
+    *("gathered", "gathered, bias", "gathered, logsumexp", "loss parallel", "loss parallel, bias"),
+    "transformers",
+]
+REAL = ["gathered, real"]
+LOCAL = "local"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    pytest.importorskip("transformers")
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run_ranks("tests.distributed.tensor_parallel_ranks", store, [*FUSED, *REAL, LOCAL])
+
+
+@pytest.mark.parametrize("kind", [*FUSED, *REAL])
+def test_exact(results, kind):
+    """Of a head that gathers its logits, of torchtitan's, which does not, and of tp_plan="auto"."""
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+        assert all(each <= 1e-6 for each in rank[kind]["errors"].values())
+        assert rank[kind]["fused"] == 1
+        assert rank[kind]["materialized"] == ({"torch.sin": 1} if kind in REAL else {})
+
+
+def test_local_logits_refused(results):
+    """A loss of one rank's classes, computed by code of its own."""
+    for rank in results:
+        assert "Give the head the output layout Replicate()" in rank[LOCAL]["raised"]
