@@ -26,7 +26,7 @@ def printed(example):
 
 
 def test_each_way():
-    found = printed("examples/distributed.py")
+    found = printed("examples/distributed/each_way.py")
     assert [line.partition(":")[0] for line in found] == ["fsdp", "sharded", "tensor", "sequence", "grpo"]
     for line in found:
         loss, expected, error = map(float, re.findall(r"-?\d+\.\d+|\d+e-\d+", line))
@@ -38,7 +38,7 @@ def test_each_way():
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_transformers():
     found = {}
-    for line in printed("examples/distributed_transformers.py"):
+    for line in printed("examples/distributed/fsdp_transformers.py"):
         name, _, numbers = line.partition(":")
         *losses, peak = map(float, re.findall(r"\d+\.?\d*", numbers))
         found[name] = losses, peak

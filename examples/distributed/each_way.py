@@ -1,4 +1,4 @@
-"""Each way to divide a head over two CPU processes: `torchrun --nproc-per-node=2 examples/distributed.py`.
+"""Divide a head in each way: `torchrun --nproc-per-node=2 examples/distributed/each_way.py`, on a CPU.
 
     fsdp       FSDP2, the head a unit of its own
     sharded    FSDP2, the head's classes left where they lie (lowtide.shard_head)
@@ -7,7 +7,7 @@
     grpo       log-probabilities of sampled tokens over a tensor parallel head
 
 Each is compared with one process that has all of the data. Run one of them by its name:
-`torchrun --nproc-per-node=2 examples/distributed.py tensor`.
+`torchrun --nproc-per-node=2 examples/distributed/each_way.py tensor`.
 """
 
 import sys
