@@ -15,8 +15,8 @@ import lowtide
 from lowtide.core.cpu_gemm import gemm
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts
-from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.ops.linear_cross_entropy import kinds
 from tests.ops.linear_cross_entropy.calls import make_call
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
@@ -93,7 +93,7 @@ def test_on_hopper(device, kind, monkeypatch):
 def test_cpu_exponentials(monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
     inputs = make_inputs(370, 160, 503, dtype=torch.bfloat16, bias=True, class_weight=True)
     assert planned(inputs, None, z_loss=0.01).cpu_exponentials
     check_normalized(inputs, z_loss=0.01)

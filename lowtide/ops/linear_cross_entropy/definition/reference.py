@@ -94,7 +94,7 @@ def flat_target(target: Tensor) -> Tensor:
 def flat_labels(labels: Labels) -> Labels:
     row_weight = None if labels.row_weight is None else labels.row_weight.flatten()
     # Not labels._replace: Dynamo of torch 2.11 returns an empty tuple for it.
-    return Labels(flat_target(labels.target), labels.class_weight, row_weight)
+    return Labels(flat_target(labels.target), labels.class_weight, row_weight, labels.normalizer)
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]

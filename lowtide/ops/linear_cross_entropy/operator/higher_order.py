@@ -67,7 +67,8 @@ def by_position(
         return loss_NP
     target = labels.target
     rows = target.movedim(1, -1) if target.is_floating_point() else target
-    return reference.reduce(loss_NP.flatten(), labels._replace(target=reference.flat_target(rows)), options)
+    flat = Labels(reference.flat_target(rows), labels.class_weight, normalizer=labels.normalizer)
+    return reference.reduce(loss_NP.flatten(), flat, options)
 
 
 def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:
