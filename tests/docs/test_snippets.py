@@ -18,8 +18,8 @@ NEEDS = {
     "howto/transformers": ["transformers", "accelerate"],
     "migrate/liger": ["transformers"],
 }
-# Pages that tests of their own run, with what they leave behind, or on several ranks.
-ELSEWHERE = {"distributed", "howto/own_loss", "howto/rl_preference"}
+# Pages that tests of their own run, with what they leave behind.
+ELSEWHERE = {"howto/own_loss", "howto/rl_preference"}
 WITH_BLOCKS = {page.relative_to(DOCS).with_suffix("").as_posix(): page for page in PAGES if blocks_of(page)}
 
 

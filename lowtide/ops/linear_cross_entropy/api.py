@@ -201,7 +201,7 @@ def linear_cross_entropy(
     torch it is 0 on CUDA and NaN everywhere else.
 
     FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once behind
-    backward, whichever unit the head belongs to (docs/distributed.md).
+    backward, whichever unit the head belongs to (docs/howto/distributed.md).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,
