@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide.memory import peak_memory
 from lowtide.ops import distillation
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
 from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
@@ -146,7 +147,9 @@ def test_dense_peak_prediction(dtype, N, D, V, grad, cast):
             return F.cross_entropy(F.linear(x, w), target)
 
     options = Options(compute_dtype=cast or dtype)
-    said = dense_workspace(Head((x,), (w,)), options, (grad, grad, False, False))
+    head = Head((x,), (w,))
+    call_kind = call_kind_of(head, target, None, (grad, grad, False, False), log_probs=False)
+    said = dense_workspace(Call(head, options, call_kind))
     gradients = (x.nbytes + w.nbytes) * grad
     measured = peak_of(dense, [x, w]) - gradients
     assert said <= measured
@@ -211,24 +214,27 @@ def test_large_call_keeps_default(monkeypatch):
             assert planner.make_plan(head, options, call_kind).workspace == whole
 
 
+NEEDS_GRAD = 4 + len(Labels._fields)  # the place of this argument of the operator
+
+
 def arguments(workspace, N=40, D=8, V=100):
     head = [[torch.randn(N, D)], [torch.randn(V, D)], None, None]
     options = Options(workspace=workspace, backend="torch")
-    return [*head, torch.randint(V, (N,)), None, None, (True, True, False, False), *options]
+    return [*head, *Labels(torch.randint(V, (N,))), (True, True, False, False), *options]
 
 
 def test_workspace_of_caller_kept():
     call = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(5 * MIB))
     head = Head((call[0][0],), (call[1][0],))
-    options = Options(*call[8:])
-    call_kind = call_kind_of(head, *call[4:6], call[7], log_probs=False)
+    options = Options(*call[NEEDS_GRAD + 1 :])
+    call_kind = call_kind_of(head, *call[4:6], call[NEEDS_GRAD], log_probs=False)
     assert planner.make_plan(head, options, call_kind).workspace == 5 * MIB
 
 
 def test_graph_facts_of_other_device():
     """None stays None, so that the other device's default is its own."""
     told = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(None))
-    assert Options(*told[8:]).workspace is None
+    assert Options(*told[NEEDS_GRAD + 1 :]).workspace is None
     with FakeTensorMode(allow_non_fake_inputs=True):
         there = list(told)
         for place in (0, 1):
@@ -245,7 +251,7 @@ def test_graph_keeps_default():
     def backend(graph, inputs):
         for node in graph.graph.nodes:
             if node.target is torch.ops.lowtide.linear_cross_entropy.default:
-                seen.append(Options(*node.args[8:]))
+                seen.append(Options(*node.args[NEEDS_GRAD + 1 :]))
         return graph.forward
 
     x, w, target = torch.randn(40, 8), torch.randn(100, 8), torch.randint(100, (40,))

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import ops, planner
 from lowtide.ops.linear_cross_entropy.operator.fake import moved_call, with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
@@ -19,7 +19,7 @@ OPERATORS = torch.ops.lowtide
 def arguments(dtype, workspace, wanted, reduction="mean", N=512, D=64, V=2048):
     head = [[torch.randn(N, D, dtype=dtype)], [torch.randn(V, D, dtype=dtype)], None, None]
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
-    call = [*head, torch.randint(V, (N,)), None, None, (wanted, wanted, False, False), *options]
+    call = [*head, *Labels(torch.randint(V, (N,))), (wanted, wanted, False, False), *options]
     return list(with_new_graph_facts("lowtide::linear_cross_entropy", call))
 
 
@@ -127,7 +127,7 @@ def test_workspace_of_moved_operators():
     """What `lowtide estimate` asks of each operator: outputs on the other device, and what is held there."""
     with FakeTensorMode():
         loss = arguments(torch.bfloat16, None, True, reduction="none")
-        head, target, rest = loss[:4], loss[4], loss[7:]
+        head, target, rest = loss[:4], loss[4], loss[4 + len(Labels._fields) :]
         vector_N = torch.empty(512)
         backward = (vector_N, [vector_N, vector_N])
         for name, call, outputs in (
