@@ -111,6 +111,7 @@ def compiled(
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature=signature, constexprs=constants, attrs=attributes)
     if isinstance(capability, str):
+        triton.knobs.runtime.add_stages_inspection_hook = None  # of a build for NVIDIA before this one
         built = triton.compile(source, target=GPUTarget("hip", capability, 64), options=options)
         assembly = built.asm["amdgcn"]  # Bytes, where it was read from Triton's cache.
         numbers = _numbers_of_amd(assembly.decode() if isinstance(assembly, bytes) else assembly)
