@@ -121,6 +121,6 @@ def _raises(kind):
     loss, *given = kind.split(", ")
     freed, outside = "kept" not in given, "outside" in given
     if "root" in given:
-        return loss in ("chunked", "deferred") and outside and "reshard" in given
+        return loss == "chunked" and outside and "reshard" in given
     several = "with norm" in given or "tied" in given
     return loss == "deferred" and freed and not (several and outside)
