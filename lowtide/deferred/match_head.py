@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
+from lowtide.deferred.sharded import detached
 
 # float16 inputs can be multiplied by a float in this range and keep most of theirs.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6
@@ -173,8 +174,8 @@ def _unscaled(head: LinearHead) -> LinearHead | None:
 def _detached(head: LinearHead) -> LinearHead:
     return head._replace(
         inputs=tuple(each.detach() for each in head.inputs),
-        weights=tuple(each.detach() for each in head.weights),
-        bias=None if head.bias is None else head.bias.detach(),
+        weights=tuple(detached(each) for each in head.weights),
+        bias=None if head.bias is None else detached(head.bias),
         scale=head.scale.detach() if isinstance(head.scale, Tensor) else head.scale,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.core.collectives import is_dtensor
-from lowtide.ops.linear_cross_entropy.data_sharded import gathered, is_data_sharded, mark
+from lowtide.ops.linear_cross_entropy.data_sharded import gathered, is_data_sharded, marked_as
 
 
 def takes(weight: Any) -> bool:
@@ -55,12 +55,12 @@ def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
 
 def copied(bias: Tensor | None) -> Tensor | None:
     """Return a copy of a bias that is divided as the bias is."""
-    if bias is None:
-        return None
-    own = bias.clone()
-    if is_data_sharded(bias):
-        mark(own)
-    return own
+    return None if bias is None else marked_as(bias, bias.clone())
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return the tensor without its graph, divided as it is."""
+    return marked_as(tensor, tensor.detach())
 
 
 def whole(tensor: Any, input: Tensor) -> Any:

@@ -110,7 +110,9 @@ def _divided(parameter: nn.Parameter, mesh: "DeviceMesh") -> nn.Parameter:
     placed: Any = DTensor.from_local(
         part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
-    return nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    divided = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    mark(divided)
+    return divided
 
 
 def _check_mesh(mesh: Any) -> None:

@@ -4,9 +4,12 @@ process that has all of the data, and beside FSDP2 alone.
 Shapes: N tokens of a rank, D features, V classes.
 """
 
+import copy
+import re
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -227,7 +230,41 @@ def scaled_apart(kind, rank, mesh):
     (loss * (rank + 1)).backward()
 
 
+def divided_head(kind, rank, mesh):
+    """(head, the same head whole, hidden states and targets of this rank, those of all ranks)."""
+    head = build(kind, torch.float64).head
+    alone = copy.deepcopy(head)
+    lowtide.shard_head(head, mesh, head=head)
+    x, y, _ = data(kind, torch.float64)
+    hidden = F.linear(x, torch.linspace(-1, 1, 4 * D, dtype=x.dtype).view(D, 4))
+    return head, alone, (hidden.split(ROWS)[rank], y.split(ROWS)[rank]), (hidden, y)
+
+
+def refused(message, function, *arguments, **options):
+    """Raised on every rank, and no rank waits for another."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(*arguments, **options)
+
+
+def known(kind, rank, mesh):
+    """The head's own parameters are known from the start, and so are deferred copies; others are refused."""
+    head, alone, (x, y), _ = divided_head("bias", rank, mesh)
+    weight, bias = dict(head.named_parameters()).values()
+    expected = F.linear(x, alone.weight, alone.bias).logsumexp(-1).masked_fill(y == -100, 0)
+    found = lowtide.linear_log_probs(x, weight, y, linear_bias=bias).logsumexp
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    refused("pass head.weight itself", lowtide.linear_log_probs, x, weight.detach(), y)
+    refused("pass head.weight itself", lowtide.linear_cross_entropy, x, head.state_dict()["weight"], y)
+    lowtide.defer_logits(head, head=head)
+    logits = head(x)
+    assert type(logits).__name__ == "DeferredLogits"
+    found = logits.detach().logsumexp(-1).masked_fill(y == -100, 0)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    return {}
+
+
 OTHERS = {
+    "known": known,
     "as fsdp": as_fsdp,
     "checkpointed": checkpointed,
     "assigned": assigned,

@@ -23,12 +23,13 @@ EXACT = [
 ]
 MIXED = ["mixed", "none, mixed", "deferred, mixed"]
 SAME = ["as fsdp", "checkpointed", "assigned"]
+HELD = ["known"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Of all scenarios, by rank."""
-    kinds = [*EXACT, *MIXED, "fsdp, mixed", *SAME, "scaled apart"]
+    kinds = [*EXACT, *MIXED, "fsdp, mixed", *SAME, "scaled apart", *HELD]
     return run_ranks("tests.distributed.shard_head_ranks", tmp_path_factory.mktemp("ranks") / "store", kinds)
 
 
@@ -58,6 +59,13 @@ def test_mixed_precision(results, kind):
 @pytest.mark.parametrize("kind", SAME)
 def test_parameters_are_those_of_fsdp(results, kind):
     """Optimizer, clipping, state dicts, checkpoints: shard_head_ranks.py says how."""
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_holds(results, kind):
+    """What the functions of shard_head_ranks.py assert."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
 

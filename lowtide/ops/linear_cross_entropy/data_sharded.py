@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.core.checks import check_tensors
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 
@@ -28,13 +29,24 @@ MARK = "_lowtide_tokens_differ"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def mark(parameter: Tensor) -> None:
-    """Say that the ranks of a sharded parameter's mesh have tokens of their own."""
+def mark(parameter: Any) -> None:
+    """Say that the ranks of a sharded parameter's mesh have tokens of their own.
+
+    The mesh is marked, too: a copy of the parameter, which bears no mark, lies on it still.
+    """
     setattr(parameter, MARK, True)
+    setattr(parameter.device_mesh, MARK, True)
 
 
 def is_data_sharded(tensor: Any) -> bool:
     return getattr(tensor, MARK, False) is True
+
+
+def marked_as(tensor: Tensor, copy: Tensor) -> Tensor:
+    """Return the copy, marked if the tensor is."""
+    if is_data_sharded(tensor):
+        mark(copy)
+    return copy
 
 
 def check_whole(name: str, tensor: Tensor) -> None:
@@ -63,10 +75,23 @@ def takes_data_sharded_head(function: Function) -> Function:
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
         if not is_data_sharded(linear_weight):
+            _check_mark(input, linear_weight)
             return function(input, linear_weight, target, **options)
         return _averaged(function, input, linear_weight, target, options)
 
     return run  # type: ignore[return-value]
+
+
+def _check_mark(input: Any, linear_weight: Any) -> None:
+    """Raise for a copy of a data-sharded weight, whose ranks would count as having the same tokens."""
+    if not is_dtensor(linear_weight) or is_dtensor(input):  # which says by its placements what ranks have
+        return
+    if getattr(linear_weight.device_mesh, MARK, False):
+        raise ArgumentError(
+            "linear_weight lies on the mesh of a head of lowtide.shard_head, whose ranks have tokens of "
+            "their own, but is no parameter of that head, got a copy; pass head.weight itself, under "
+            "torch.no_grad() for no gradient"
+        )
 
 
 def _averaged(
