@@ -73,6 +73,7 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     head = locate_head(model) if head is None else head
     _check_head(model, head)
+    mark(mesh)  # A copy of a parameter bears no mark, but lies on the mesh still.
     for name, parameter in list(head.named_parameters(recurse=False)):
         setattr(head, name, _divided(parameter, mesh))
     head.__class__ = ShardedLinear

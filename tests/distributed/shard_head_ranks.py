@@ -5,6 +5,7 @@ Shapes: N tokens of a rank, D features, V classes.
 """
 
 import copy
+import functools
 import re
 import tempfile
 from pathlib import Path
@@ -263,8 +264,48 @@ def known(kind, rank, mesh):
     return {}
 
 
+def options(kind, rank, mesh):
+    """Classes that pad the vocabulary stay out; options that the mesh says itself are refused."""
+    head, alone, (x, y), (xs, ys) = divided_head("options", rank, mesh)
+    real = V - 5
+    y, ys = (each.clamp(max=real - 1) for each in (y, ys))
+    truth = F.cross_entropy(F.linear(xs, alone.weight)[:, :real], ys)
+    loss = lowtide.linear_cross_entropy(x, head.weight, y, num_classes=real)
+    for each in (truth, loss):
+        each.backward()
+    torch.testing.assert_close(loss, truth, rtol=1e-14, atol=0)
+    torch.testing.assert_close(whole(head.weight.grad), alone.weight.grad, rtol=1e-13, atol=1e-16)
+    loss_of = functools.partial(lowtide.linear_cross_entropy, x, head.weight)
+    refused("first_class must be left out", loss_of, y, first_class=0)
+    refused("group must be left out", loss_of, y, group=mesh.get_group())
+    refused("each of the head's 37 classes", loss_of, y, weight=CLASS_WEIGHT[:19])
+    return {}
+
+
+def wrong_on_one_rank(kind, rank, mesh):
+    """What one rank gets wrong is an error on both: none waits for the other."""
+    head, _, (x, y), _ = divided_head("wrong", rank, mesh)
+    loss_of = functools.partial(lowtide.linear_cross_entropy, x)
+    float_target = torch.rand(len(y), V, dtype=x.dtype)
+    refused("input must be the same on all ranks", loss_of, head.weight, y if rank else float_target)
+    refused("must be the same on all ranks", loss_of, head.weight, y, normalizer=3.0 if rank else None)
+    refused(
+        "rank 0 of the group raised" if rank else "another Tensor",
+        loss_of,
+        head.weight,
+        y,
+        linear_bias=None if rank else torch.ones(V, dtype=x.dtype),
+    )
+    y[0] = y[0] if rank else V
+    with pytest.raises(IndexError, match="target must hold classes"):
+        loss_of(head.weight, y, weight=CLASS_WEIGHT.to(x.dtype))
+    return {}
+
+
 OTHERS = {
     "known": known,
+    "padded and refused": options,
+    "wrong on one rank": wrong_on_one_rank,
     "as fsdp": as_fsdp,
     "checkpointed": checkpointed,
     "assigned": assigned,

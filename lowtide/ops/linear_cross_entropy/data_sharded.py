@@ -22,20 +22,17 @@ from torch.autograd.function import once_differentiable
 from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.sharding import ShardedCall
 
 MARK = "_lowtide_tokens_differ"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def mark(parameter: Any) -> None:
-    """Say that the ranks of a sharded parameter's mesh have tokens of their own.
-
-    The mesh is marked, too: a copy of the parameter, which bears no mark, lies on it still.
-    """
-    setattr(parameter, MARK, True)
-    setattr(parameter.device_mesh, MARK, True)
+def mark(placed: Any) -> None:
+    """Say that the ranks of a sharded parameter's mesh, or of a mesh, have tokens of their own."""
+    setattr(placed, MARK, True)
 
 
 def is_data_sharded(tensor: Any) -> bool:
@@ -84,7 +81,8 @@ def takes_data_sharded_head(function: Function) -> Function:
 
 def _check_mark(input: Any, linear_weight: Any) -> None:
     """Raise for a copy of a data-sharded weight, whose ranks would count as having the same tokens."""
-    if not is_dtensor(linear_weight) or is_dtensor(input):  # which says by its placements what ranks have
+    # A DTensor says by its placements what the ranks have; a graph cannot look at a mesh's attributes.
+    if not is_dtensor(linear_weight) or is_dtensor(input) or torch.compiler.is_compiling():
         return
     if getattr(linear_weight.device_mesh, MARK, False):
         raise ArgumentError(
@@ -98,34 +96,52 @@ def _averaged(
     function: Callable[..., Any], input: Tensor, linear_weight: Any, target: Tensor, options: dict[str, Any]
 ) -> Any:
     """Return the mean of the ranks' losses; or each row's results, which are this rank's own."""
-    check_tensors({"input": input, "target": target})
     mesh, V = linear_weight.device_mesh, linear_weight.shape[0]
     group, ranks = mesh.get_group(), mesh.size()
+    bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
+    with ShardedCall({"input": input}, VocabShard(group.group_name)).telling_errors():
+        check_tensors({"input": input, "target": target})
+        _check_options(linear_weight, options)
     own_weight = linear_weight.to_local().to(input.dtype)  # FSDP2's policy casts what it gathers
     first_class = min(mesh.get_local_rank() * -(-V // ranks), V)  # the rule of torch.chunk
+    num_classes = V if options.get("num_classes") is None else options["num_classes"]
     options = options | {
-        "group": group, "first_class": first_class, "num_classes": V, "tokens_sharded": True,
+        "group": group, "first_class": first_class, "num_classes": num_classes, "tokens_sharded": True,
     }  # fmt: skip
-    bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
     if isinstance(bias, Tensor):
-        if not is_data_sharded(bias):
-            raise ArgumentError(
-                "linear_bias must be that of the same head of lowtide.shard_head as linear_weight, got "
-                f"another {type(bias).__name__}; pass the head's own"
-            )
         options["linear_bias"] = _scale_gradient(bias.to_local().to(input.dtype), ranks)  # type: ignore[attr-defined]
-    if isinstance(weight, Tensor) and weight.shape == (V,):
+    if isinstance(weight, Tensor):
         options["weight"] = weight[first_class : first_class + own_weight.shape[0]]
     if isinstance(scale, Tensor):
         options["logit_scale"] = _scale_gradient(scale, ranks)
     reduction = options.get("reduction", "mean") if "reduction" in _keywords(function) else "none"
-    if reduction == "mean" and options.get("normalizer") is None:
-        ignore_index = options.get("ignore_index")
-        options["normalizer"] = tokens_per_rank(
-            target, group=group, ignore_index=ignore_index, weight=weight
-        ).to(torch.promote_types(input.dtype, torch.float32))
     result = function(input, _scale_gradient(own_weight, ranks), target, **options)
-    return result if reduction == "none" else _MeanOfLosses.apply(result, group)
+    if reduction == "none":
+        return result
+    of_all_tokens = reduction == "mean" and options.get("normalizer") is None
+    return _MeanOfLosses.apply(result if of_all_tokens else result / ranks, group)
+
+
+def _check_options(linear_weight: Tensor, options: dict[str, Any]) -> None:
+    """Raise for options that do not fit a head of lowtide.shard_head."""
+    for name in ("group", "first_class"):
+        if options.get(name) is not None:
+            raise ArgumentError(
+                f"{name} must be left out with a head of lowtide.shard_head, whose mesh says it, "
+                f"got {options[name]}"
+            )
+    bias, weight = options.get("linear_bias"), options.get("weight")
+    if isinstance(bias, Tensor) and not is_data_sharded(bias):
+        raise ArgumentError(
+            "linear_bias must be that of the same head of lowtide.shard_head as linear_weight, got "
+            f"another {type(bias).__name__}; pass the head's own"
+        )
+    V = linear_weight.shape[0]
+    if isinstance(weight, Tensor) and weight.shape != (V,):
+        raise ArgumentError(
+            f"weight must hold a number for each of the head's {V} classes, on all ranks the same, "
+            f"got shape {list(weight.shape)}"
+        )
 
 
 @functools.cache
@@ -154,12 +170,12 @@ class _AveragedGradient(torch.autograd.Function):
 
 
 class _MeanOfLosses(torch.autograd.Function):
-    """Divide the sum of the ranks' losses by their number; backward gives the sum its gradient."""
+    """Return the mean of the ranks' losses; backward gives it the gradient of their sum."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return total / group.size()
+        return mean.view_as(mean)
 
     @staticmethod
     @once_differentiable
@@ -170,11 +186,11 @@ class _MeanOfLosses(torch.autograd.Function):
         gradients_P = torch.stack(others)
         differ = ~((gradients_P == gradient) | (gradients_P.isnan() & gradient.isnan())).all()
         if gradient.is_cuda:  # to look would be to wait
-            return gradient.masked_fill(differ, torch.nan), None
+            return (gradient * ctx.group.size()).masked_fill(differ, torch.nan), None
         if differ:
             raise RuntimeError(
                 "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
                 f"which share the head's gradient, got upstream gradients {gradients_P.tolist()}; pass "
                 "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
             )
-        return gradient, None
+        return gradient * ctx.group.size(), None
