@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -302,7 +302,19 @@ def wrong_on_one_rank(kind, rank, mesh):
     return {}
 
 
+def not_a_member(kind, rank, mesh):
+    """Tokens are counted by the ranks of a group alone."""
+    group, alone, y = dist.new_group([0]), DeviceMesh("cpu", [0]), torch.arange(3)
+    for each in (group, alone):
+        if rank:
+            refused("group must have this process as a member", lowtide.tokens_per_rank, y, group=each)
+        else:
+            assert lowtide.tokens_per_rank(y, group=each).item() == 3
+    return {}
+
+
 OTHERS = {
+    "not a member": not_a_member,
     "known": known,
     "padded and refused": options,
     "wrong on one rank": wrong_on_one_rank,

@@ -78,10 +78,11 @@ def tokens_per_rank(
                 f"{name} must hold class indices, got {each.dtype}; of class probabilities every row counts: "
                 "pass torch.zeros(rows, dtype=torch.long)"
             )
+    groups = _groups(group)
     ignored = -100 if ignore_index is None else ignore_index
     total = torch.stack([_counted(each, ignored, weight) for each in targets]).sum()
     ranks = 1
-    for each in _groups(group):
+    for each in groups:
         dist.all_reduce(total, group=each)
         ranks *= dist.get_world_size(each)
     return total / ranks
@@ -101,6 +102,12 @@ def _groups(group: Union["ProcessGroup", "DeviceMesh", None]) -> "list[ProcessGr
     if not (dist.is_available() and dist.is_initialized()):
         return []
     mesh_dims = getattr(group, "ndim", None)
+    coordinate = group.get_coordinate() if mesh_dims is not None else [dist.get_rank(group)]  # type: ignore
+    if coordinate is None or min(coordinate, default=0) < 0:
+        raise ArgumentError(
+            "group must have this process as a member, got a group that it is not in; call "
+            "tokens_per_rank on the ranks of the group alone"
+        )
     if mesh_dims is None:
         return [group]  # type: ignore[list-item]
     return [group.get_group(dim) for dim in range(mesh_dims)]  # type: ignore[union-attr]

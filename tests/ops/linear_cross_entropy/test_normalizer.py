@@ -127,6 +127,21 @@ def test_autocast(device, dtype):
 # What a normaliser is.
 
 
+def test_zero_beside_tokens(device):
+    """A total over 0 is NaN, and its gradient 0, in the losses that divide by themselves."""
+    hidden = torch.randn(5, 3, device=device, requires_grad=True)
+    head = torch.nn.Linear(3, 7, device=device)
+    target = torch.arange(5, device=device)
+    count, sum_loss = torch.tensor(0, device=device), torch.nn.CrossEntropyLoss(reduction="sum")
+    for loss in (
+        lowtide.chunked_loss(sum_loss, head, hidden, target, normalizer=count),
+        lowtide.losses.z_loss(hidden, head.weight, target, normalizer=count),
+    ):
+        assert loss.isnan()
+        for gradient in torch.autograd.grad(loss, [hidden, head.weight]):
+            assert not gradient.any()
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", *ALL])

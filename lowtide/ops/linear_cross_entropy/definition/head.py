@@ -205,11 +205,11 @@ def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | 
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """Return the total over the normaliser; where that is 0, NaN without a gradient, as a mean has."""
+    """Return the total over the normaliser; where that is 0, NaN with a gradient of 0, as a mean has."""
     count = normalizer_of(normalizer, total)
     assert count is not None
     nothing = count == 0
-    mean = total / count.to(total.dtype).masked_fill(nothing, 1)
+    mean = total / count.to(total.dtype).masked_fill(nothing, torch.inf)
     return mean + torch.where(nothing, torch.nan, 0.0).to(total.dtype)
 
 
