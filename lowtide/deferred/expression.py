@@ -20,6 +20,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_transform
 from lowtide.core.collectives import is_dtensor
 from lowtide.deferred.sharded import whole
+from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 Node = Union["Linear", "Apply"]
 Change = Callable[[Tensor], Tensor]
@@ -194,6 +195,12 @@ def with_tensors(
 def is_sharded(node: Node) -> bool:
     """Return whether the classes of a product are divided over ranks."""
     return any(is_dtensor(each.weight.tensor) for each in linears(node))
+
+
+def data_mesh(node: Node) -> Any:
+    """Return the mesh of a head of `lowtide.shard_head` in the tree; None if there is none."""
+    weights: Any = (each.weight.tensor for each in linears(node))
+    return next((each.device_mesh for each in weights if is_data_sharded(each)), None)
 
 
 def gathered(node: Node) -> Node:

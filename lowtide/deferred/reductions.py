@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
+from lowtide.core.errors import ArgumentError
 from lowtide.deferred import chunks, expression
 from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
@@ -20,6 +21,9 @@ from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import LinearHead, match_head
 from lowtide.deferred.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
+from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
+from lowtide.ops.linear_cross_entropy.definition.head import normalized
+from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 
 NO_CLASS = -(1 << 63)  # No class has this index.
 
@@ -86,7 +90,12 @@ def _loss(
         target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
     else:
         target = target.reshape(rows)
+    mesh, reduction = expression.data_mesh(node), options["reduction"]
     node, head = _matched(node)
+    if head is not None and is_dtensor(head.weights[0]):
+        mesh = None  # The operator's loss is that of all ranks.
+    if mesh is not None and reduction == "mean":
+        options = options | {"reduction": "sum"}
     options = options | {"workspace": input.head_call.workspace}
     differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
     if head is not None:
@@ -97,11 +106,27 @@ def _loss(
             else:
                 loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
     elif differentiates_weight or torch.compiler.is_compiling():  # Chunks can do neither.
+        if mesh is not None and reduction == "mean":
+            raise ArgumentError(
+                "the mean of these logits of a head of lowtide.shard_head would be that of this rank's "
+                "tokens; take reduction='sum' and divide by lowtide.tokens_per_rank(target)"
+            )
         return NotImplemented
     else:
         loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+    if mesh is not None and reduction != "none":
+        if reduction == "mean":
+            loss = normalized(loss, _tokens_per_rank(mesh, target, weight, ignore_index))
+        loss = mean_of_losses(loss, mesh)
     loss = input.head_call.counts.on(loss, FUSED_LOSS)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+def _tokens_per_rank(mesh: Any, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Return what the rows' losses are divided by; of class probabilities each row counts 1."""
+    if not target.is_floating_point():
+        return tokens_per_rank(target, group=mesh, ignore_index=ignore_index, weight=weight)
+    return tokens_per_rank(torch.zeros_like(target[..., 0], dtype=torch.long), group=mesh)
 
 
 def _matched(node: Node) -> tuple[Node, LinearHead | None]:

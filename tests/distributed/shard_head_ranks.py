@@ -313,7 +313,32 @@ def not_a_member(kind, rank, mesh):
     return {}
 
 
+def deferred_by_chunks(kind, rank, mesh):
+    """Losses without a fused form have the values and gradients of all ranks' tokens, too."""
+    for weight in (None, CLASS_WEIGHT.double()):
+        for reduction in ("mean", "sum"):
+            head, alone, (x, y), (xs, ys) = divided_head("bias, ignored", rank, mesh)
+            lowtide.defer_logits(head, head=head)
+            x, xs = x.clone().requires_grad_(), xs.clone().requires_grad_()
+            shift = torch.linspace(0, 1, V, dtype=x.dtype)
+            logits = head(x) * 1.5 + shift
+            found = F.cross_entropy(logits, y, weight, reduction=reduction)
+            real = F.linear(xs, alone.weight, alone.bias) * 1.5 + shift
+            truth = F.cross_entropy(real, ys, weight, reduction=reduction)
+            truth = truth / RANKS if reduction == "sum" else truth
+            for each in (found, truth):
+                each.backward()
+            torch.testing.assert_close(found, truth, rtol=1e-13, atol=0)
+            for name, each in alone.named_parameters():
+                own = whole(head.get_parameter(name).grad)
+                torch.testing.assert_close(own, each.grad, rtol=1e-12, atol=1e-15)
+            expected = RANKS * xs.grad.split(ROWS)[rank]  # averaged later
+            torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-15)
+    return {}
+
+
 OTHERS = {
+    "deferred by chunks": deferred_by_chunks,
     "not a member": not_a_member,
     "known": known,
     "padded and refused": options,

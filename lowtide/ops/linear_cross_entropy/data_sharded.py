@@ -66,6 +66,12 @@ def gathered(tensor: Any) -> Tensor:
     return _scale_gradient(whole, tensor.device_mesh.size())
 
 
+def mean_of_losses(loss: Tensor, mesh: Any) -> Tensor:
+    """Return the mean over the ranks of a loss of each; backward gives this rank's the gradient."""
+    mean: Tensor = _MeanOfOwnLosses.apply(loss, mesh.get_group())
+    return mean
+
+
 def takes_data_sharded_head(function: Function) -> Function:
     """Let a function of (input, linear_weight, target, **options) take a data-sharded head."""
 
@@ -167,6 +173,20 @@ class _AveragedGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient / ctx.ranks, None
+
+
+class _MeanOfOwnLosses(torch.autograd.Function):
+    """Average losses whose gradients are averaged later, as FSDP2 averages the ranks' own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
 
 class _MeanOfLosses(torch.autograd.Function):
