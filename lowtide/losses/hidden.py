@@ -52,7 +52,9 @@ def z_loss(
     Args:
         target: only which rows have `ignore_index` matters. The result is 0 if all have it.
         ignore_index: rows with this target do not count; None means -100.
-        normalizer: n, as in :func:`lowtide.linear_cross_entropy`.
+        normalizer: n, as in :func:`lowtide.linear_cross_entropy`. Without one n counts this rank's
+            rows, also under :func:`lowtide.shard_head`; pass :func:`lowtide.tokens_per_rank` for
+            the mean over all ranks' rows.
         options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes.
 
     Precision: the loss is float32, or float64 for float64.

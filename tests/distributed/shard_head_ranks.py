@@ -337,7 +337,23 @@ def deferred_by_chunks(kind, rank, mesh):
     return {}
 
 
+def z_loss(kind, rank, mesh):
+    """The mean over all ranks' tokens, by its normaliser."""
+    head, alone, (x, y), (xs, ys) = divided_head("z-loss", rank, mesh)
+    count = lowtide.tokens_per_rank(y).to(x.dtype)
+    loss = lowtide.losses.z_loss(x, head.weight, y, normalizer=count)
+    truth = lowtide.losses.z_loss(xs, alone.weight, ys)
+    for each in (loss, truth):
+        each.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / RANKS, truth.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(whole(head.weight.grad), alone.weight.grad, rtol=1e-12, atol=1e-15)
+    return {}
+
+
 OTHERS = {
+    "z-loss": z_loss,
     "deferred by chunks": deferred_by_chunks,
     "not a member": not_a_member,
     "known": known,
