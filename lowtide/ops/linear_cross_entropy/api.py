@@ -233,15 +233,16 @@ def linear_cross_entropy(
         "backend": backend,
     }
     given = input, linear_weight, target, linear_bias, weight, logit_scale, row_weight
-    call = sharding.sharded_call(
-        dict(zip(sharding.TENSORS, given)),
-        group=group,
-        first_class=first_class,
-        num_classes=num_classes,
-        tokens_sharded=tokens_sharded,
-        segments=segments,
-    )
-    with call.telling_errors():
+    tensors = dict(zip(sharding.TENSORS, given))
+    with sharding.telling_errors(tensors, group):
+        call = sharding.sharded_call(
+            tensors,
+            group=group,
+            first_class=first_class,
+            num_classes=num_classes,
+            tokens_sharded=tokens_sharded,
+            segments=segments,
+        )
         loss = _loss(**call.tensors, **options, shard=call.shard)
     return call.returned(loss, by_row=reduction == "none")
 
@@ -338,16 +339,17 @@ def linear_log_probs(
     Liger-Kernel issue 873 and TRL issue 7244.
     """
     given = input, linear_weight, target, linear_bias, None, logit_scale, None
-    call = sharding.sharded_call(
-        dict(zip(sharding.TENSORS, given)),
-        group=group,
-        first_class=first_class,
-        num_classes=num_classes,
-        tokens_sharded=tokens_sharded,
-        segments=segments,
-    )
-    own = call.tensors
-    with call.telling_errors():
+    tensors = dict(zip(sharding.TENSORS, given))
+    with sharding.telling_errors(tensors, group):
+        call = sharding.sharded_call(
+            tensors,
+            group=group,
+            first_class=first_class,
+            num_classes=num_classes,
+            tokens_sharded=tokens_sharded,
+            segments=segments,
+        )
+        own = call.tensors
         found = dispatch.log_probs(
             (own["input"],),
             (own["linear_weight"],),

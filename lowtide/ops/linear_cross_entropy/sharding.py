@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
-from lowtide.ops.linear_cross_entropy.planning.agreement import telling_errors
+from lowtide.ops.linear_cross_entropy.planning import agreement
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
 
@@ -49,12 +49,32 @@ class ShardedCall:
         )
         return whole
 
-    def telling_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Tell the other ranks if the arguments are refused on this one."""
-        if self.shard is None or not self.shard.group or torch.compiler.is_compiling():
-            return contextlib.nullcontext()
-        given = [each for each in self.tensors.values() if isinstance(each, Tensor)]
-        return telling_errors(self.shard.group, given[0].device if given else torch.device("cpu"))
+
+def telling_errors(tensors: dict[str, Any], group: Any) -> contextlib.AbstractContextManager[None]:
+    """Tell the other ranks of a sharded call if its arguments are refused on this one.
+
+    It is opened around all of the call, `sharded_call` included.
+    """
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    group = _group_of(tensors["linear_weight"], group)
+    if group is None:
+        return contextlib.nullcontext()
+    given = [each for each in tensors.values() if isinstance(each, Tensor)]
+    return agreement.telling_errors(group.group_name, given[0].device if given else torch.device("cpu"))
+
+
+def _group_of(weight: Any, group: Any) -> Any:
+    """Return the process group of a call, also where its arguments are refused; None if unknown."""
+    if group is not None:
+        import torch.distributed as dist
+
+        return group if isinstance(group, dist.ProcessGroup) and group.rank() >= 0 else None
+    if not is_dtensor(weight) or weight.device_mesh.get_coordinate() is None:
+        return None
+    mesh, placements = weight.device_mesh, weight.placements
+    places = [place for place, each in enumerate(placements) if mesh.ndim == 1 or not each.is_replicate()]
+    return mesh.get_group(places[0]) if len(places) == 1 else None
 
 
 def sharded_call(
@@ -149,16 +169,14 @@ def _of_group(
     first_class = group.rank() * classes if first_class is None else operator.index(first_class)
     num_classes = max(1, ranks * classes) if num_classes is None else operator.index(num_classes)
     shard = VocabShard(group.group_name, ranks, first_class, num_classes, bool(tokens_sharded))
-    call = ShardedCall(tensors, shard)
-    with call.telling_errors():
-        for name, tensor in tensors.items():
-            if is_dtensor(tensor):
-                raise ArgumentError(
-                    f"{name} must be this rank's own tensor where group is given, got a DTensor; "
-                    f"pass {name}.to_local(), or linear_weight as a DTensor and no group"
-                )
-        _check_probabilities(tensors["target"], shard)
-    return call
+    for name, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise ArgumentError(
+                f"{name} must be this rank's own tensor where group is given, got a DTensor; "
+                f"pass {name}.to_local(), or linear_weight as a DTensor and no group"
+            )
+    _check_probabilities(tensors["target"], shard)
+    return ShardedCall(tensors, shard)
 
 
 def _of_dtensors(tensors: dict[str, Any], num_classes: int | None, tokens_sharded: bool) -> ShardedCall:

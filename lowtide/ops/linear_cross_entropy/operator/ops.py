@@ -112,11 +112,13 @@ def linear_log_probs_backward(
     statistics: Sequence[Tensor],
     *arguments: Any,
 ) -> list[Tensor]:
-    call = _planned(*parsed(arguments, log_probs=True), log_probs=True, statistics=statistics)
+    grad_output = (grad_log_prob, grad_entropy, grad_logsumexp)
+    upstream = [each is not None for each in grad_output]
+    parts = parsed(arguments, log_probs=True)
+    call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
-        grad_output = (grad_log_prob, grad_entropy, grad_logsumexp)
         return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
 
 
@@ -191,8 +193,12 @@ def _planned(
     *,
     log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
+    upstream: Sequence[bool] = (),
 ) -> PlannedCall:
-    """Return what an engine takes: its plan, and operands that it can read."""
+    """Return what an engine takes: its plan, and operands that it can read.
+
+    `upstream` says which results of log-probabilities have an upstream gradient, in a backward.
+    """
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
     check_engine(options, head.device)
@@ -204,7 +210,8 @@ def _planned(
             statistics is not None
         )
         rows = functools.partial(rows_for, head, options, call_kind)
-        agreement = agree(head, labels, options, call_kind, rows, what)
+        facts = {"operator": what, "upstream gradients of log_prob, entropy, logsumexp": [*upstream]}
+        agreement = agree(head, labels, options, call_kind, rows, facts)
         plan = replace(plan, rows=agreement.rows, agreement=agreement)
     return plan, head, labels
 

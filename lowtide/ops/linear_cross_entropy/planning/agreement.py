@@ -5,13 +5,16 @@ says in a message of a fixed size what it was called with. All ranks then raise 
 all go on with the smallest of their chunks. A rank that raises an error before that sends the error
 in place of its message.
 
-On the CPU every call exchanges messages. On CUDA, where the host has to wait for them, each rank
-does so for the first call of its kind: what changes later on one rank alone is not noticed.
+Every call exchanges messages, on CUDA too. There a call costs one small gather, and the host waits
+for the device once to read it. No rank can skip that for a call like an earlier one: it does not
+know whether the others have changed theirs.
 
 Shapes: V classes of all ranks; P parts of the classes, whose statistics are kept apart.
 """
 
 import contextlib
+import ctypes
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +47,6 @@ class Agreement:
     """The place of each part among those gathered, in the order of classes; None if it is that."""
 
 
-_agreements: dict[Any, Agreement] = {}
 _count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
 
 
@@ -54,28 +56,22 @@ def agree(
     options: Options,
     call_kind: CallKind,
     rows_for: Callable[[int], int],
-    what: str,
+    facts: dict[str, Any],
 ) -> Agreement:
     """Return what the ranks agree on; all of them raise if their calls do not fit together.
 
     `rows_for` returns the rows per chunk that this rank would take, from the tokens of a rank.
-    `what` names the operator.
+    `facts` are what else must be equal on all ranks, by name: the operator, for one.
     """
     global _count
-    _count += 1
     group, shard = Group(options.group), options.shard
-    equal = _facts(head, labels, options, call_kind, what)
+    equal = _facts(head, labels, options, call_kind) | facts
+    if group.size > 1:
+        equal |= _values(head, labels, options, call_kind)
     own = {"first_class": shard.first_class, "classes": head.classes, "tokens": head.tokens}
     own["rows"] = rows_for(head.tokens)
-    key = group.name, id(group.group), head.device, json.dumps([equal, own])
-    if head.device.type == "cuda" and key in _agreements:
-        return _agreements[key]
-    if not shard.tokens_sharded and not call_kind.probabilities:
-        equal["target"] = _checksum(labels.target)
+    _count += 1
     ranks = _exchange(group, {"equal": equal, "own": own}, head.device)
-    for rank, other in enumerate(ranks):
-        if "error" in other:
-            raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
     _check_layout(layout, shard)
@@ -83,7 +79,9 @@ def agree(
     most, rows = max(counts), [each["own"]["rows"] for each in ranks]
     tokens = tuple(each["own"]["tokens"] for each in ranks)
     if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
-        rows = [each["rows"] for each in _exchange(group, {"rows": rows_for(max(tokens))}, head.device)]
+        with telling_errors(options.group, head.device):
+            message = {"rows": rows_for(max(tokens))}
+        rows = [each["rows"] for each in _exchange(group, message, head.device)]
     step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
     places = [
         place
@@ -94,39 +92,33 @@ def agree(
         )
     ]
     in_order = places == [*range(most * group.size)]
-    found = Agreement(
+    return Agreement(
         group,
         max(min(rows) // step, 1) * step,
         tokens,
         most,
         None if in_order else torch.tensor(places, device=head.device),
     )
-    if head.device.type == "cuda":
-        _agreements[key] = found
-    return found
 
 
 @contextlib.contextmanager
 def telling_errors(name: str, device: torch.device) -> Iterator[None]:
-    """Tell the other ranks of an error of the arguments, for which they would wait in `agree`."""
+    """Tell the other ranks of an error of the arguments, if they wait for this one in `agree`."""
     before = _count
     try:
         yield
     except (ArgumentError, ArgumentTypeError) as error:
-        group = Group(name)
-        # On CUDA the others may have agreed on an earlier call, and do not ask again.
-        known = device.type == "cuda" and any(key[:2] == (name, id(group.group)) for key in _agreements)
-        if _count == before and not known:
-            _exchange(group, {"error": f"{type(error).__name__}: {error}"}, device)
+        if _count == before:
+            _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
         raise
 
 
-def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind, what: str) -> dict[str, Any]:
-    """Return what must be equal on all ranks, as JSON holds it."""
+def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
+    """Return what must be equal on all ranks and is known without a look at values, for JSON."""
     shared = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "engine")
     names = ("ranks", "num_classes", "tokens_sharded", "segments")
     given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
-    facts = {"operator": what} | {name: getattr(options, name) for name in (*shared, *names)}
+    facts = {name: getattr(options, name) for name in (*shared, *names)}
     facts["input's features"] = [each.shape[-1] for each in head.inputs]
     facts["input's dtype"] = str(options.compute_dtype)
     facts["arguments"] = [name for name, each in given.items() if each is not None]
@@ -137,14 +129,27 @@ def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind, wh
     return facts
 
 
-def _checksum(target: Tensor) -> int:
-    target_N = target.flatten().long()
-    place_N = torch.arange(1, target_N.shape[0] + 1, device=target_N.device)
-    return int((target_N * place_N).sum())
+def _values(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, str | None]:
+    """Return values that must be equal on all ranks; numbers as text, in which NaN is NaN."""
+    numbers = {"normalizer": labels.normalizer, "logit_scale": head.scale}
+    values = {name: None if each is None else repr(each.item()) for name, each in numbers.items()}
+    if options.tokens_sharded:
+        return values
+    by_row = {"row_weight": labels.row_weight}
+    if not call_kind.probabilities:  # of which each rank has those of its own classes
+        by_row["target"] = labels.target.long()
+    return values | {name: None if each is None else _hash(each) for name, each in by_row.items()}
+
+
+def _hash(tensor: Tensor) -> str:
+    """Return a hash of the tensor's bytes, in the order of its elements."""
+    own = tensor.detach().cpu().contiguous()
+    # Not by NumPy, which has no bfloat16.
+    return hashlib.blake2b(ctypes.string_at(own.data_ptr(), own.nbytes), digest_size=16).hexdigest()
 
 
 def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Return the messages of all ranks."""
+    """Return the messages of all ranks; raise if another rank sent an error and this one did not."""
     if group.size == 1:
         return [message]
     if "error" in message:
@@ -152,16 +157,20 @@ def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> li
     text = json.dumps(message).encode().ljust(MESSAGE_BYTES)
     assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    return [json.loads(bytes(each.tolist())) for each in group.gather(mine)().cpu()]
+    ranks = [json.loads(bytes(each.tolist())) for each in group.gather(mine)().cpu()]
+    for rank, other in enumerate(ranks):
+        if "error" in other and "error" not in message:
+            raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
+    return ranks
 
 
 def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
     for name in ranks[0]:
         found = [each.get(name) for each in ranks]
         if any(each != found[0] for each in found):
-            if name == "target":
+            if name in ("target", "row_weight"):
                 raise ArgumentError(
-                    "target must be the same on all ranks of the group, where input is replicated, "
+                    f"{name} must be the same on all ranks of the group, where input is replicated, "
                     "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"
                 )
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
