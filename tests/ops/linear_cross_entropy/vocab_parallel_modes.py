@@ -332,7 +332,22 @@ def bad_arguments() -> None:
     def partial(tensor: Tensor) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
 
+    def log_probs_gradient(**options: Any) -> Any:
+        """Of a call whose entropy has an upstream gradient on the last rank alone."""
+        part = place.tokens if options else slice(None)
+        found = lowtide.linear_log_probs(place.leaf(x, part), own, target[part], group=place.group, **options)
+        results = [found.log_prob] + [found.entropy] * (rank == last)
+        return lambda: torch.autograd.backward(results, [torch.ones_like(each) for each in results])
+
     leaf = x.clone().requires_grad_(rank == last)
+    swapped = torch.arange(N) % V  # and with the places 1 and 3 changed for others: the same sum of i * t_i
+    swapped = swapped + (rank == last) * torch.tensor([2, -1] + [0] * (N - 2))
+    rows = torch.linspace(1, 2, N)
+    divided = {"x": x[place.tokens], "target": target[place.tokens], "tokens_sharded": True}
+    replicated, target_0 = (
+        distribute_tensor(w, mesh, [Replicate()]),
+        distribute_tensor(target, mesh, [Shard(0)]),
+    )
     cases = {
         "linear_weight must be divided by classes": [
             loss(w=distribute_tensor(w, mesh, [Shard(1)])),
@@ -362,6 +377,20 @@ def bad_arguments() -> None:
         "target must be the same on all ranks": [
             loss(target=(target + rank).clamp(0, V - 1)),
             loss(x=x[place.tokens], target=target[place.tokens]),
+            loss(target=swapped.clamp(0, V - 1)),
+        ],
+        "row_weight must be the same on all ranks": [loss(row_weight=rows.flip(0) if rank == last else rows)],
+        "normalizer must be the same": [
+            loss(normalizer=1.0 + (rank == last)),
+            loss(**divided, normalizer=torch.tensor(1.0 + (rank == last))),
+        ],
+        "logit_scale must be the same": [
+            loss(logit_scale=0.5 + (rank == last)),
+            loss(**divided, logit_scale=0.5 + (rank == last)),
+        ],
+        "upstream gradients of log_prob, entropy, logsumexp must be the same": [
+            log_probs_gradient(),
+            log_probs_gradient(tokens_sharded=True),
         ],
         "requires_grad of": [loss(x=leaf)],
         "arguments must be the same": [loss(linear_bias=own[:, 0].clone() if rank == last else None)],
@@ -369,6 +398,15 @@ def bad_arguments() -> None:
         "segments=5": [loss(segments=5)],
         f"rank {last} of the group raised an error|workspace must hold": [
             loss(workspace=1 if rank == last else None)
+        ],
+        f"rank {last} of the group raised an error|linear_weight must be divided by classes": [
+            loss(w=replicated if rank == last else sharded)
+        ],
+        f"rank {last} of the group raised an error|target must have placements": [
+            loss(w=sharded, target=target_0 if rank == last else target)
+        ],
+        f"rank {last} of the group raised an error|num_classes must be at least": [
+            loss(num_classes=0 if rank == last else V)
         ],
         f"rank {last} of the group raised an error|target must have shape": [
             loss(target=target[1:] if rank == last else target)
@@ -394,6 +432,48 @@ def bad_arguments() -> None:
             message = raised(call)
             assert any(each in message for each in words.split("|")), f"{words} {number}: {message}"
             close(loss()(), expected)
+
+
+def later_calls() -> None:
+    """What differs from an earlier call on one rank alone: tokens, an error, a frozen weight, a workspace."""
+    place, inputs = Place(), made(ignored=0.0)
+    x, w, target = inputs.input.detach(), inputs.linear_weight.detach(), inputs.target
+    own, last, expected = w[place.classes], place.ranks - 1, dense(inputs, reduction="none").detach()
+    for counts in ((3, 3), (5, 5), (3, 5), (3, 4), (0, 5)):  # of the others, and of the last rank
+        first, tokens = 4 * place.rank, counts[place.rank == last]
+        sizes = [counts[rank == last] for rank in range(place.ranks)]
+        part = slice(first, first + tokens)
+        taken = torch.cat([torch.arange(4 * rank, 4 * rank + size) for rank, size in enumerate(sizes)])
+        found = lowtide.linear_cross_entropy(
+            place.leaf(x, part), own, target[part], group=place.group, tokens_sharded=True
+        )
+        close(found.detach(), expected[taken].mean())
+
+    def loss(weight: Tensor = own, **options: Any) -> Tensor:
+        return lowtide.linear_cross_entropy(x, weight, target, group=place.group, **options)
+
+    leaf = place.leaf(own)
+    close(loss(leaf).detach(), expected.mean())
+    message = raised(lambda: loss(leaf, label_smoothing=2.0 * (place.rank == last)))
+    assert "label_smoothing must be in" in message
+    assert ("rank" in message) == (place.rank != last)
+    leaf.requires_grad_(place.rank != last)
+    assert "requires_grad of" in raised(lambda: loss(leaf))
+
+    # The first rank holds most classes and few tokens: only for the most tokens of a rank it lacks room.
+    classes = 10 if place.rank else 5000
+    first = 5000 + 10 * (place.rank - 1) if place.rank else 0
+    tokens = 3000 if place.rank else 2
+    message = raised(
+        lambda: lowtide.linear_cross_entropy(
+            *(place.leaf(torch.ones(tokens, 4)), torch.ones(classes, 4), torch.zeros(tokens).long()),
+            **{"group": place.group, "first_class": first, "num_classes": 5000 + 10 * last},
+            **{"tokens_sharded": True, "workspace": 600_000 + 104_000 * place.ranks},
+        )
+    )
+    assert "workspace must hold one row of 5000 logits" in message
+    assert ("rank 0 of the group raised" in message) == (place.rank > 0)
+    close(loss(), expected.mean())
 
 
 # Collectives and memory.
