@@ -134,7 +134,8 @@ def linear_cross_entropy(
         summed over them, and the weight's stays on its rank. Ranks gather three numbers a row, and
         sum the input's gradient, chunk by chunk; no rank holds logits of all classes. Each call
         checks that those of all ranks fit together; on CUDA the host waits for that once a call.
-        Such a head has first derivatives by backward alone. docs/howto/divided_head.md has the rest.
+        Such a head has first derivatives by backward alone. docs/howto/divided_head.md has the
+        rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the

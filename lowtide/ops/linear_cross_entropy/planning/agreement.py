@@ -149,7 +149,7 @@ def _hash(tensor: Tensor) -> str:
 
 
 def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Return the messages of all ranks; raise if another rank sent an error and this one did not."""
+    """Return the messages of all ranks; raise if only others sent an error."""
     if group.size == 1:
         return [message]
     if "error" in message:
