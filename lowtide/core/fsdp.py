@@ -19,6 +19,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 
 METHOD = "_lowtide_method"
+MARK = "_lowtide_tokens_differ"  # of a parameter of lowtide.shard_head
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,13 +52,24 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
     # would be gathered twice (decision 0011).
     if unit._get_fsdp_state()._auto_reshard_after_forward:
         unit.set_reshard_after_forward(False, recurse=False)
+    results: list[Any] = []
+
+    def method(*inputs: Tensor) -> Any:
+        results.append(run(*inputs))
+        return results[0]
+
     # The hooks cast the tensors among the method's arguments, and look at them and at its result.
-    setattr(unit, METHOD, lambda *inputs: run(*inputs))
+    # They also cast the result to the policy's output_dtype, which would round a loss: that copy is
+    # left, for the hooks that gather for backward are on the result itself.
+    setattr(unit, METHOD, method)
     try:
         register_fsdp_forward_method(unit, METHOD)
-        return getattr(unit, METHOD)(*inputs)
+        getattr(unit, METHOD)(*inputs)
     finally:
         delattr(unit, METHOD)
+    if not torch.is_grad_enabled():
+        unit.reshard()  # no backward does it, and what stays gathered misses the optimizer's step
+    return results[0]
 
 
 def find_sharded(parameter: Any) -> Sharded | None:
@@ -66,25 +78,63 @@ def find_sharded(parameter: Any) -> Sharded | None:
         return None
     for unit, each in _parameters():
         if each.sharded_param is parameter:
-            owner = each._module_info
-            return Sharded(owner.module if is_unit(owner.module) else unit, owner.module, owner.param_name)
+            return _place(unit, each)
     return None
+
+
+def find_left_gathered(parameter: Any) -> Any:
+    """Return the unit of a parameter that is gathered although the unit's forward does not run.
+
+    A root unit leaves it so, and so does one that is not resharded after forward.
+    """
+    if torch.compiler.is_compiling() or not isinstance(parameter, nn.Parameter):
+        return None
+    for unit, each in _parameters():
+        # `_unsharded_param` is there once the parameter was gathered.
+        if getattr(each, "_unsharded_param", None) is parameter:
+            return unit if unit._get_fsdp_state()._training_state.name == "IDLE" else None
+    return None
+
+
+def expect_gradients(unit: Any, result: Any) -> None:
+    """Let the backward of a result, computed outside the unit's hooks, gather and reduce the unit.
+
+    Without this a gradient is lost if no other result of the unit takes part in that backward, or
+    if one did before. The inputs get no hook: theirs would reduce and free the unit halfway, if
+    they come from it themselves.
+    """
+    state = unit._get_fsdp_state()
+    state._lazy_init()
+    state._register_pre_backward_hook(result)
 
 
 def gathers_head(function: Function) -> Function:
     """Let a function of (input, linear_weight, target, *, linear_bias) take sharded parameters.
 
     It then runs as a forward method of the unit: one all-gather before it, and one reduce-scatter
-    of the gradients behind its backward.
+    of the gradients behind its backward. Of a unit that is gathered already, backward learns that
+    gradients come.
     """
 
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
+        bias = options.get("linear_bias")
         refuse_unreduced("linear_weight", linear_weight)
-        place, bias = find_sharded(linear_weight), options.get("linear_bias")
-        bias_place = None if bias is None else find_sharded(bias)
-        if options.get("tokens_sharded") or (place is None and bias_place is None):
-            return function(input, linear_weight, target, **options)
+        refuse_unreduced("linear_bias", bias)
+        place, bias_place = find_sharded(linear_weight), find_sharded(bias)
+        if place is None and bias_place is None:
+            if not options.get("tokens_sharded"):
+                refuse_derived("linear_weight", linear_weight)
+            result = function(input, linear_weight, target, **options)
+            units = {find_left_gathered(each) for each in (linear_weight, bias)} - {None}
+            for unit in units:
+                expect_gradients(unit, result)
+            return result
+        if options.get("tokens_sharded"):
+            raise ArgumentError(
+                "tokens_sharded=True is for a head whose classes stay divided, got a linear_weight that "
+                "FSDP2 gathers: leave tokens_sharded out, or divide the classes by lowtide.shard_head"
+            )
         if place is None or (bias_place is not None and bias_place.unit is not place.unit):
             raise ArgumentError(
                 "linear_weight and linear_bias must be parameters of one FSDP2 unit, which gathers both, got "
@@ -100,6 +150,32 @@ def gathers_head(function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
+def refuse_derived(name: str, tensor: Any) -> None:
+    """Raise for a DTensor that is computed from a parameter that FSDP2 shards, as by detach().
+
+    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens.
+    """
+    if torch.compiler.is_compiling() or not is_dtensor(tensor) or isinstance(tensor, nn.Parameter):
+        return
+    for _, each in _parameters():
+        own = each.sharded_param
+        if (
+            is_dtensor(own)
+            and own.device_mesh == tensor.device_mesh
+            and not getattr(each, "is_dtensor", False)
+        ):
+            raise ArgumentError(
+                f"{name} must be a parameter, got a DTensor on the mesh of an FSDP2 unit that is none: it "
+                "would be taken for a tensor-parallel weight, whose ranks have the same tokens; pass the "
+                "parameter itself, or tensor.full_tensor() of one without gradients"
+            )
+
+
+def _place(unit: Any, each: Any) -> Sharded:
+    owner = each._module_info
+    return Sharded(owner.module if is_unit(owner.module) else unit, owner.module, owner.param_name)
+
+
 def check_gathered(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that a unit has sharded and not gathered."""
     if find_sharded(parameter) is not None:
@@ -111,25 +187,41 @@ def check_gathered(name: str, parameter: Tensor) -> None:
 
 
 def refuse_unreduced(name: str, tensor: Any) -> None:
-    """Raise for `parameter.full_tensor()` of a parameter that FSDP2 shards.
+    """Raise for what is computed from `parameter.full_tensor()` of a parameter that is sharded.
 
-    Its gradient would be this rank's alone: torch assumes that each rank has the same.
+    Its gradient would be this rank's alone: torch assumes that each rank has the same. So it is for
+    the parameters of FSDP2 and of lowtide.shard_head.
     """
     if torch.compiler.is_compiling():
         return
-    node = getattr(tensor, "grad_fn", None)
-    if type(node).__name__ != "_ToTorchTensorBackward":
-        return
-    if getattr(node, "grad_placements", None) is not None:
-        return  # the caller says how gradients are placed
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if node.next_functions else None
-    if node is not None and find_sharded(node.variable) is not None:
-        raise ArgumentError(
-            f"{name} must be the parameter itself, which is gathered once and whose gradient is reduced, got "
-            "full_tensor() of a parameter that FSDP2 shards: its gradient would be that of this rank's "
-            "tokens alone, without an error; leave out .full_tensor()"
-        )
+    for node in _nodes(getattr(tensor, "grad_fn", None), whole=True):
+        variables = (each.variable for each in _nodes(node, whole=False) if hasattr(each, "variable"))
+        if any(find_sharded(each) is not None or getattr(each, MARK, False) for each in variables):
+            raise ArgumentError(
+                f"{name} must be the parameter itself, which is gathered once and whose gradient is reduced, "
+                "got full_tensor() of a parameter that FSDP2 shards: its gradient would be that of this "
+                "rank's tokens alone, without an error; leave out .full_tensor()"
+            )
+
+
+def _nodes(root: Any, *, whole: bool) -> Iterator[Any]:
+    """Yield the first nodes of DTensor.full_tensor() behind root, or all nodes if not `whole`.
+
+    Where the caller says how gradients are placed, nothing is yielded.
+    """
+    todo, seen = [root], {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not whole:
+            yield node
+        elif type(node).__name__ == "_ToTorchTensorBackward":
+            if getattr(node, "grad_placements", None) is None:
+                yield node
+            continue
+        todo.extend(each for each, _ in node.next_functions)
 
 
 def _parameters() -> Iterator[tuple[Any, Any]]:
