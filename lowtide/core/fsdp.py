@@ -9,7 +9,7 @@ All names of torch's FSDP2 that are not public are in this file.
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -96,16 +96,17 @@ def find_left_gathered(parameter: Any) -> Any:
     return None
 
 
-def expect_gradients(unit: Any, result: Any) -> None:
-    """Let the backward of a result, computed outside the unit's hooks, gather and reduce the unit.
+def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
+    """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
     Without this a gradient is lost if no other result of the unit takes part in that backward, or
     if one did before. The inputs get no hook: theirs would reduce and free the unit halfway, if
     they come from it themselves.
     """
-    state = unit._get_fsdp_state()
-    state._lazy_init()
-    state._register_pre_backward_hook(result)
+    for unit in {find_left_gathered(each) for each in parameters} - {None}:
+        state = unit._get_fsdp_state()
+        state._lazy_init()
+        state._register_pre_backward_hook(result)
 
 
 def gathers_head(function: Function) -> Function:
@@ -126,9 +127,7 @@ def gathers_head(function: Function) -> Function:
             if not options.get("tokens_sharded"):
                 refuse_derived("linear_weight", linear_weight)
             result = function(input, linear_weight, target, **options)
-            units = {find_left_gathered(each) for each in (linear_weight, bias)} - {None}
-            for unit in units:
-                expect_gradients(unit, result)
+            expect_gradients((linear_weight, bias), result)
             return result
         if options.get("tokens_sharded"):
             raise ArgumentError(

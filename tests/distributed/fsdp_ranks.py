@@ -181,7 +181,98 @@ def gradients(model):
     return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
 
 
+class Small(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=bias)
+
+    def forward(self, inputs):
+        return self.body(inputs).tanh()
+
+
+def small(where, **given):
+    model = Small(bias=given.pop("bias", False))
+    given["mesh"] = init_device_mesh("cpu", (RANKS,))
+    if where == "own":
+        fully_shard(model.head, **given)
+    return fully_shard(model, **given)
+
+
+def run_gathered(case, loss_of, where, rank):
+    """The error of the head's gradient, where its unit is gathered when the last loss is computed."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(2, RANKS, 1, T, D), torch.randint(V, (2, RANKS, 1, T))
+    model, whole = small(where), Small()
+
+    def loss(of, k, each, function):
+        hidden = of(inputs[k, each])
+        return function(of, hidden.detach() if "frozen" in case else hidden, targets[k, each], T)
+
+    if case == "evaluated":
+        with torch.no_grad():
+            loss(model, 1, rank, loss_of)
+    losses = [loss(model, k, rank, loss_of) for k in range(2 if "apart" in case else 1)]
+    for each in losses:
+        each.backward()
+    for k in range(len(losses)):
+        (sum(loss(whole, k, each, by_logits) for each in range(RANKS)) / RANKS).backward()
+    model.reshard()
+    model.head.reshard() if where == "own" else None
+    found, expected = model.head.weight.grad, whole.head.weight.grad
+    assert found is not None
+    return {"error": ((found.full_tensor() - expected).abs().max() / expected.abs().max()).item()}
+
+
+def run_stale(case, loss_of, where, rank):
+    """The head's loss before and after its weights change behind an evaluation."""
+    torch.manual_seed(1)
+    hidden, targets = torch.randn(1, T, D), torch.randint(V, (1, T))
+    model, whole = small(where), Small()
+    model(hidden)
+    with torch.no_grad():
+        before = loss_of(model, hidden, targets, T)
+        for each in (whole.head.weight, *(p for n, p in model.named_parameters() if n == "head.weight")):
+            each.mul_(3)
+    found, expected = (f(m, hidden, targets, T) for f, m in ((loss_of, model), (by_logits, whole)))
+    return {"error": abs(found - expected).item(), "moved": abs(before - expected).item()}
+
+
+def run_rounded(case, loss_of, where, rank):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
+    model = small(where, mp_policy=policy)
+    return {"dtype": str(loss_of(model, model(torch.randn(T, D)), torch.randint(V, (T,)), T).dtype)}
+
+
+def run_refused(case, what, where, rank):
+    model = small(where, bias=what == "bias")
+    weight, given = model.head.weight, {}
+    hidden, targets = torch.randn(T, D), torch.randint(V, (T,))
+    if what == "full_tensor":
+        weight = weight.full_tensor().contiguous() * 1
+    elif what == "bias":
+        given = {"linear_bias": model.head.bias.full_tensor()}
+    elif what == "shard_head":
+        divided = Small()
+        lowtide.shard_head(divided, init_device_mesh("cpu", (RANKS,)), head=divided.head)
+        weight = divided.head.weight.full_tensor()
+    elif what == "tokens_sharded":
+        given = {"tokens_sharded": True}
+    else:
+        weight = weight.detach()
+    return {"loss": lowtide.linear_cross_entropy(hidden, weight, targets, **given).item()}
+
+
+CASES = {"stale": run_stale, "rounded": run_rounded}
+
+
 def run(kind, rank):
+    case, *given = kind.split(", ")
+    if case == "refused":
+        return run_refused(case, *given, rank)
+    if case in ("evaluated", "frozen", "apart", "apart frozen", *CASES):
+        loss, where = given
+        return CASES.get(case, run_gathered)(case, LOSSES[loss], where, rank)
     loss_kind, *options = kind.split(", ")
     generator = torch.Generator().manual_seed(1)
     steps = 3 if "accumulated" in options else 1

@@ -34,6 +34,22 @@ TWICE = [
     *("parameter, own, reshard, accumulated, no reshard", "parameter, tied, reshard"),
     *("chunked, own, reshard", "chunked, with norm, kept", "deferred, root, reshard"),
 ]
+# The head is gathered already, and no gradient comes to it through the unit's own hooks.
+GATHERED = [
+    f"{case}, {loss}, {where}"
+    for case in ("evaluated", "frozen", "apart", "apart frozen")
+    for loss in ("parameter", "log-probs", "chunked")
+    for where in ("own", "root")
+]
+STALE = [f"stale, {loss}, own" for loss in ("parameter", "log-probs", "chunked")]
+ROUNDED = ["rounded, parameter, own", "rounded, log-probs, own", "rounded, chunked, own"]
+MISTAKEN = {  # by what they say
+    "refused, full_tensor, own": "linear_weight must be the parameter itself",
+    "refused, bias, own": "linear_bias must be the parameter itself",
+    "refused, shard_head, own": "linear_weight must be the parameter itself",
+    "refused, tokens_sharded, own": "lowtide.shard_head",
+    "refused, detached, own": "taken for a tensor-parallel weight",
+}
 MIXED = ["parameter, own, default, mixed", "chunked, own, default, mixed", "deferred, own, kept, mixed"]
 RAISING = {  # by what they say
     "fused full_tensor, own, kept": r"its gradient would be that of this rank's tokens alone",
@@ -51,7 +67,7 @@ def largest(found):
 def results(tmp_path_factory):
     """Of all scenarios, by rank. Those that raise come last, as they leave FSDP's hooks halfway."""
     eager = ["eager, own, kept, mixed", *FORBIDDEN]
-    kinds = [*ONCE, *TWICE, *MIXED, *eager, *RAISING]
+    kinds = [*ONCE, *TWICE, *MIXED, *eager, *GATHERED, *STALE, *ROUNDED, *MISTAKEN, *RAISING]
     store = tmp_path_factory.mktemp("ranks") / "store"
     return run_ranks("tests.distributed.fsdp_ranks", store, kinds)
 
@@ -77,6 +93,32 @@ def test_mixed_precision(results, kind):
     """bfloat16 parameters, gradients reduced in float32: as near as eager torch's."""
     for rank in results:
         assert largest(rank[kind]) <= 2 * largest(rank["eager, own, kept, mixed"])
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_gathered_already(results, kind):
+    for rank in results:
+        assert rank[kind]["error"] <= 1e-6, rank[kind]
+
+
+@pytest.mark.parametrize("kind", STALE)
+def test_evaluation_leaves_nothing_stale(results, kind):
+    """An optimizer's step behind an evaluation is seen by the next call."""
+    for rank in results:
+        assert rank[kind]["moved"] > 1e-2
+        assert rank[kind]["error"] <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_output_dtype_leaves_the_loss(results, kind):
+    for rank in results:
+        assert rank[kind]["dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize("kind", MISTAKEN)
+def test_refuses(results, kind):
+    for rank in results:
+        assert MISTAKEN[kind] in rank[kind]["raised"]
 
 
 @pytest.mark.parametrize("kind", RAISING)

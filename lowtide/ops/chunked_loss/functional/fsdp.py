@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.core.errors import ArgumentError
-from lowtide.core.fsdp import is_unit, run_in_unit
+from lowtide.core.fsdp import expect_gradients, is_unit, run_in_unit
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
@@ -19,7 +19,10 @@ def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor,
     unit = getattr(head, "__self__", head)
     _check_head(head)
     if not is_unit(unit):
-        return run(hidden)
+        result = run(hidden)
+        parameters = unit.parameters() if isinstance(unit, nn.Module) else ()
+        expect_gradients(parameters, result)
+        return result
     return run_in_unit(unit, hidden, lambda *hidden: run(hidden))
 
 
