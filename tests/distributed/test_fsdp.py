@@ -37,7 +37,7 @@ TWICE = [
 # The head is gathered already, and no gradient comes to it through the unit's own hooks.
 GATHERED = [
     f"{case}, {loss}, {where}"
-    for case in ("evaluated", "frozen", "apart", "apart frozen")
+    for case in ("evaluated frozen", "frozen", "apart", "apart frozen")
     for loss in ("parameter", "log-probs", "chunked")
     for where in ("own", "root")
 ]
