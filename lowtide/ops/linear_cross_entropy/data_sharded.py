@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
-from lowtide.ops.linear_cross_entropy.sharding import ShardedCall
+from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
 MARK = "_lowtide_tokens_differ"
 
@@ -105,7 +104,7 @@ def _averaged(
     mesh, V = linear_weight.device_mesh, linear_weight.shape[0]
     group, ranks = mesh.get_group(), mesh.size()
     bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
-    with ShardedCall({"input": input}, VocabShard(group.group_name)).telling_errors():
+    with telling_errors({"input": input, "linear_weight": linear_weight}, group):
         check_tensors({"input": input, "target": target})
         _check_options(linear_weight, options)
     own_weight = linear_weight.to_local().to(input.dtype)  # FSDP2's policy casts what it gathers
