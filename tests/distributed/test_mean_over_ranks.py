@@ -47,6 +47,13 @@ def test_same_as_one_process(tmp_path, ranks, losses):
             assert found["loss"] <= 1e-14, (kind, found)
 
 
+def test_without_a_group_under_torchrun(monkeypatch):
+    """It would count this rank alone, silently."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"torchrun has started 2.*init_process_group\(\) first"):
+        lowtide.tokens_per_rank(torch.tensor([3, -100]))
+
+
 def test_without_a_group():
     """One rank; a sum of class weights has no weight of an ignored target."""
     target, weight = torch.tensor([3, -100, 1, 0]), torch.tensor([1.0, 2.0, 3.0, torch.nan])

@@ -101,11 +101,12 @@ def linear_cross_entropy(
             weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
             such option.)
         normalizer: what `"mean"` divides the sum by in place of its own count: a number above 0, or
-            a 0-d tensor on the input's device or the CPU, which nothing waits for. The tokens of an
-            accumulated batch (Trainer's `num_items_in_batch`), or, where gradients are averaged
-            over ranks, :func:`lowtide.tokens_per_rank`. It takes no gradient. Of a rank whose rows
-            are all ignored the loss is 0 then. With "sum" and "none" it is an error. (torch has no
-            such option.)
+            a 0-d tensor on the input's device or the CPU. Nothing waits for it, but the ranks of a
+            divided head compare theirs. The tokens of an accumulated batch (Trainer's
+            `num_items_in_batch`), or, where gradients are averaged over ranks,
+            :func:`lowtide.tokens_per_rank`. It takes no gradient. Of a rank whose rows are all
+            ignored the loss is 0 then. With "sum" and "none" it is an error. (torch has no such
+            option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             64 MiB on the CPU. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
@@ -133,7 +134,7 @@ def linear_cross_entropy(
         All options are exact. The loss is the same on all ranks, the input's gradient arrives
         summed over them, and the weight's stays on its rank. Ranks gather three numbers a row, and
         sum the input's gradient, chunk by chunk; no rank holds logits of all classes. Each call
-        checks that those of all ranks fit together; on CUDA the host waits for that once a call.
+        checks that those of all ranks fit together; on CUDA the host waits for that in each call.
         Such a head has first derivatives by backward alone. docs/howto/divided_head.md has the
         rest.
 

@@ -1,5 +1,6 @@
 """Count the tokens of all ranks for a mean over them."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
 
@@ -100,6 +101,12 @@ def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor
 def _groups(group: Union["ProcessGroup", "DeviceMesh", None]) -> "list[ProcessGroup | None]":
     """Return the groups over which one sum after the other is a sum over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ArgumentError(
+                f"tokens_per_rank counts the tokens of all ranks, and torchrun has started "
+                f"{os.environ['WORLD_SIZE']}, but there is no process group; call "
+                "torch.distributed.init_process_group() first"
+            )
         return []
     mesh_dims = getattr(group, "ndim", None)
     coordinate = group.get_coordinate() if mesh_dims is not None else [dist.get_rank(group)]  # type: ignore
