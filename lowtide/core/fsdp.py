@@ -152,9 +152,11 @@ def gathers_head(function: Function) -> Function:
 def refuse_derived(name: str, tensor: Any) -> None:
     """Raise for a DTensor that is computed from a parameter that FSDP2 shards, as by detach().
 
-    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens.
+    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens. A copy that
+    bears the mark of lowtide.shard_head is known not to be one.
     """
-    if torch.compiler.is_compiling() or not is_dtensor(tensor) or isinstance(tensor, nn.Parameter):
+    known = isinstance(tensor, nn.Parameter) or getattr(tensor, MARK, False)
+    if torch.compiler.is_compiling() or not is_dtensor(tensor) or known:
         return
     for _, each in _parameters():
         own = each.sharded_param
