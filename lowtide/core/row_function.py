@@ -30,7 +30,7 @@ class Derivative(NamedTuple):
     outputs: Sequence[int]
     """The places of the function's outputs that take part."""
     results: int
-    """How many of the derivative's outputs are results of rows; the others are sums."""
+    """Counts the derivative's outputs that are results of rows; the others are sums."""
 
 
 class RowFunction:

@@ -1,4 +1,4 @@
-"""What test_fsdp.py runs as two processes: two steps' gradients of a model under FSDP2, beside those of one
+"""Computes, as processes of test_fsdp.py, two steps' gradients of a model under FSDP2, beside those of one
 process that has all of the data. The result: the largest error of a gradient over the largest gradient, and
 the collectives of the head in the second step.
 
@@ -72,7 +72,7 @@ def by_module(model, hidden, targets, normalizer):
 
 
 def by_full_tensor(model, hidden, targets, normalizer, **placed):
-    """What must not be done: TRL's pattern, whose gradient nobody reduces."""
+    """Does what must not be done: TRL's pattern, whose gradient nobody reduces."""
     weight = model.head.weight
     weight = weight.full_tensor(**placed) if isinstance(weight, DTensor) else weight
     return summed((hidden @ weight.T).flatten(0, 1), targets.flatten()) / normalizer

@@ -1,4 +1,4 @@
-"""What test_mean_over_ranks.py runs as several processes: one optimizer step's gradients, averaged over the
+"""Computes, as processes of test_mean_over_ranks.py, one optimizer step's gradients, averaged over the
 ranks by DDP or FSDP2, beside those of one process that has all of the data. Everything is float64.
 
 A scenario is (wrapper, data-parallel ranks, targets, micro-batches, loss). The ranks that are left are
@@ -86,7 +86,7 @@ def targets(kind, micro_batches, data_ranks):
 
 @functools.cache
 def meshes(data_ranks, parts):
-    """Of the two dimensions, and of all ranks."""
+    """Returns the mesh of the two dimensions, and that of all ranks."""
     mesh = init_device_mesh("cpu", (data_ranks, parts), mesh_dim_names=("data", "sequence"))
     return mesh, init_device_mesh("cpu", (data_ranks * parts,))
 

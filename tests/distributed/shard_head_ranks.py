@@ -1,4 +1,4 @@
-"""What test_shard_head.py runs as two processes: models whose head lowtide.shard_head has divided, beside one
+"""Runs, as two processes of test_shard_head.py, models whose head lowtide.shard_head has divided, beside one
 process that has all of the data, and beside FSDP2 alone.
 
 Shapes: N tokens of a rank, D features, V classes.

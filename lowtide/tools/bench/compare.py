@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
     unmatched: list[str]
     """Rows that only one file has, or that ran in one alone, with the reason."""
     surroundings: list[str]
-    """What else differs between the files: figures may have changed for that."""
+    """Names what else differs between the files and may have changed the figures."""
 
     def beyond(self, percent: float) -> list[Change]:
         return [change for change in self.changes if abs(change.percent) > percent]

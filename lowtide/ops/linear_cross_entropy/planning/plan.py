@@ -59,7 +59,7 @@ class Plan(Tiling):
     See exponentials/linear_term.py.
     """
     agreement: Agreement | None = None
-    """What the ranks agreed on, if the head is sharded."""
+    """Holds what the ranks agreed on, if the head is sharded."""
 
     @property
     def needs_grad(self) -> NeedsGrad:
