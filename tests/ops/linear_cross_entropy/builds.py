@@ -25,6 +25,34 @@ _OPERANDS = {"x_CD": "tensordesc<bf16[64, 64]>", "weight_BD": "tensordesc<bf16[2
 _PIPELINE_TERMS = {"x_CR": "tensordesc<bf16[64, 64]>", "weight_BR": "tensordesc<bf16[256, 64]>"}
 
 
+def _pipelined_exponentials(**changes: Any) -> Build:
+    absent = ("bias_B", "scale", "softmax_coef_C", "entropy_coef_C", "factor_C")
+    partials = ("mean", "grad_dot_logit", "max", "argmax")
+    arguments = {
+        **_OPERANDS,
+        **dict.fromkeys(("x_CR", "weight_BR")),
+        "exp_CB": "tensordesc<bf16[64, 128]>",
+        "reference_C_ptr": F32,
+        "target_C_ptr": I64,
+        **dict.fromkeys(f"{name}_ptr" for name in absent + partials),
+        "sum_ptr": F32,
+        **dict.fromkeys(("C", "B", "D", "first_class"), I32),
+        "STORE": True,
+        "GUARDED": False,
+        "ADD": False,
+        **_LAUNCH,
+    }
+    spills = changes.pop("spills", 0)
+    return Build(
+        "ops.linear_cross_entropy.engines.exponentials.gemm_gluon",
+        "exponentials_kernel",
+        arguments | changes,
+        4,
+        targets=(90,),
+        spills=spills,
+    )
+
+
 def _distance_pipeline(**changes: Any) -> Build:
     arguments = {
         **_OPERANDS,
@@ -71,7 +99,24 @@ def _add_product(low: str, **changes: Any) -> Build:
 
 
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
+_BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
+_TILTED = {"softmax_coef_C_ptr": F32, "entropy_coef_C_ptr": F32, "GUARDED": True}
+_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 PIPELINED = {
+    "pipeline, exponentials": _pipelined_exponentials(),
+    "pipeline, another block": _pipelined_exponentials(ADD=True),
+    "pipeline, scale's gradient, another block": _pipelined_exponentials(
+        ADD=True, scale_ptr=F32, grad_dot_logit_ptr=F32, spills=12
+    ),
+    "pipeline, sums": _pipelined_exponentials(exp_CB=None, STORE=False),
+    "pipeline, known statistics": _pipelined_exponentials(GUARDED=True, sum_ptr=None),
+    "pipeline, gradient": _pipelined_exponentials(factor_C_ptr=F32, GUARDED=True, sum_ptr=None),
+    "pipeline, bias and scale": _pipelined_exponentials(**_BENT, spills=4),
+    "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, grad_dot_logit_ptr=F32),
+    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
+    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
+    "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
+    "pipeline, two terms, bias and scale": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT, spills=4),
     "pipeline, distances": _distance_pipeline(),
     "pipeline, distances, sums": _distance_pipeline(distance_CB=None),
     "pipeline, distances, two terms": _distance_pipeline(**_PIPELINE_TERMS),
@@ -86,6 +131,15 @@ PIPELINED = {
     "pipeline, 20 bits, the last product": _add_product("u8", **_LAST),
 }
 PIPELINED_LEFT_OUT = (
+    "pipeline, sums",
+    "pipeline, known statistics",
+    "pipeline, gradient",
+    "pipeline, bias and scale",
+    "pipeline, scale's gradient",
+    "pipeline, scale's gradient, another block",
+    "pipeline, two terms",
+    "pipeline, two terms, bias and scale",
+    "pipeline, gradient of entropy",
     "pipeline, distances",
     "pipeline, distances, sums",
     "pipeline, distances, two terms",

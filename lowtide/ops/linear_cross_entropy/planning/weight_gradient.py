@@ -16,6 +16,11 @@ instead: as exact, at the price of one more GEMM.
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.plan import WeightGradient
 
+# With more tokens, two chunks with a packed sum on the Gluon pipeline take as long as one GEMM over
+# all tokens, and a quarter to a third less memory: few rows of targets are formed again, and the
+# sum is read while operands arrive.
+MOST_TOKENS_OF_ONE_PRODUCT = 6144  # decision 0016
+
 # With fewer rows per chunk, reading the weight and its sum costs more than one recomputed GEMM.
 FEWEST_ROWS = {"cpu": 64, "cuda": 512}
 
@@ -43,9 +48,11 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
         return "accumulate"
     fewest = FEWEST_ROWS[counts.device] // counts.recomputed
     room = workspace - counts.fixed - counts.smallest_copy
-    if counts.target_rows_bytes and room >= counts.single_product():
+    packs = counts.pipelined and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS)
+    one_product = counts.target_rows_bytes and room >= counts.single_product()
+    if one_product and not (packs and counts.N > MOST_TOKENS_OF_ONE_PRODUCT):
         return "single_product"
-    if counts.pipelined and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS):
+    if packs:
         return "packed"
     fewest_of_sum = FEWEST_ROWS_OF_SUM[counts.device] if counts.packed_sum else fewest
     if room >= counts.weight_sum + counts.chunk(fewest_of_sum):

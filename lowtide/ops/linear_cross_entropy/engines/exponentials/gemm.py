@@ -1,4 +1,4 @@
-"""Launch the kernel that computes a chunk's logits and stores them as exponentials.
+"""Choose and launch the kernel that computes a chunk's logits and stores them as exponentials.
 
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all.
 """
@@ -11,11 +11,15 @@ import torch
 import triton
 from torch import Tensor
 
+from lowtide.core import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
+# The pipeline in Gluon takes GEMMs with few features, of whose time the epilogue is a large part,
+# and with so many multiplications that its longer launch does not matter (decision 0039).
+PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
 NO_TRANSFORM = LogitTransform()
 
 
@@ -97,6 +101,11 @@ class Exponentials:
             "PROGRAMS": programs,
             "GROUP": tiles.GROUP,
         }
+        if marks is None and self._pipelined:
+            from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_gluon
+
+            gemm_gluon.run(self.terms, self.exp_CB, arguments)
+            return
         kernels.exponentials_kernel[(programs,)](
             **self._tiles,
             **arguments,
@@ -113,6 +122,11 @@ class Exponentials:
             num_stages=tiles.STAGES,
             num_warps=tiles.WARPS,
         )
+
+    @property
+    def _pipelined(self) -> bool:
+        large = self.C * self.B * self.D >= FEWEST and self.D <= PIPELINED_FEATURES
+        return large and self.softcap == 0 and backend.pipelines_on(self.device)
 
     @cached_property
     def _tiles(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
 
-exponentials/engine.py has the formulas; gemm.py launches this kernel. A pipeline in Gluon was at
-most 0.8 % of a step faster, so this is in Triton (decision 0039).
+exponentials/engine.py has the formulas; gemm.py launches this kernel, or gemm_gluon.py's with the
+same epilogue.
 
 Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
 or all. Lower case: one tile; h: half of a tile's classes.
