@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.fuzz.compare import FACTOR, STEP, Finding
+from tests.fuzz.compare import FACTOR, STEP, SUMS, Finding
 from tests.fuzz.deferred_program import NAMES, Program, Run
 from tests.support.budgets import HALVES, norm
 
 # What torch says on a CPU of an index that is too large, or of any index where there is nothing.
 OUT_OF_BOUNDS = r"out of (\w+ )?(bounds|range)|indexing axis dim should be positive|from an empty tensor"
+FLOAT64 = SUMS * torch.finfo(torch.float64).eps  # what a sum of terms of size 1 errs by in float64
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
 # "Where it does not work, and says so" of that page: a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
@@ -204,9 +205,9 @@ def _check_errors(
         if name != names[0]:
             allowed += 0.25 * eps * scale * own.numel() ** 0.5
         # Where roundings of the first order cancel, as in the slope of lse(z - lse(z))^2, the next remain.
-        floor = max(eps**2, 64 * torch.finfo(torch.float64).eps)
+        floor = max(eps**2, FLOAT64)
         allowed += floor * largest * max(1, own.numel()) ** 0.5
-        allowed += 64 * torch.finfo(torch.float64).eps * norm(size)
+        allowed += FLOAT64 * norm(size)
         error = norm(own - exact)
         if not error <= allowed and name != names[0]:
             allowed += eps * _of_parts(program, device, name, exact, sure, allowed)
@@ -222,16 +223,17 @@ def _of_parts(program: Program, device: str, name: str, exact: Tensor, sure: Ten
 
     Real logits and each fused number give one. It is how far the float64 gradient of the deferred program
     moves if each operation's does, by three standard deviations of a rounding. That gradient is checked
-    first: roundings aside the deferred program is right.
+    first: roundings aside, those of its own terms included, the deferred program is right.
     """
     every = [evaluate(program, "deferred exact", device, noise) for noise in range(3)]
     if any(name not in each.gradients for each in every):
         return 0.0
     base, *moved = (each.gradients[name].detach().double()[sure] for each in every)
-    error, allowed = norm(base - exact), 1e-6 * (allowed + norm(exact))
+    size = norm(_moved(base, moved))
+    error, allowed = norm(base - exact), 1e-6 * (allowed + norm(exact)) + FLOAT64 * size
     if not error <= allowed:
         raise Finding(f"{name}: in float64 error {error:.3e} exceeds {allowed:.3e} of {norm(exact):.3e}")
-    return norm(_moved(base, moved))
+    return size
 
 
 def _moved(exact: Tensor, moved: list[Tensor]) -> Tensor:

@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+from tests.fuzz import deferred_check
+from tests.fuzz.compare import Finding as Wrong
+from tests.fuzz.deferred_program import Line, Program
 from tests.fuzz.pool import Finding, Pool
 from tests.fuzz.subjects import SUBJECTS
 from tests.fuzz.worker import run_case
@@ -93,6 +96,34 @@ def test_wrong_gradient_found(monkeypatch, subject, owner, function, argument):
     assert run_case(subject, seed)[:2] == first[:2]
     monkeypatch.setattr(module, function, right)
     assert run_case(subject, seed).finding is None
+
+
+CANCELS = (
+    "h = e(x)",
+    "z = torch.split(head(h[0, 0]), 2)[-1]",
+    "z = z - z.max(0, keepdim=True).values",
+    "r = torch.stack([z.sum(-1), z.amax(-1)])",
+)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("seed", range(20))
+def test_gradient_that_cancels(monkeypatch, seed):
+    """Its truth is 0: the roundings of its terms are allowed, and nothing that is larger."""
+    program = Program(seed, "f32", (1, 3, 2, 7), False, False, None, "", "", [Line(each) for each in CANCELS])
+    deferred_check.check(program, "cpu")
+
+    def evaluated(program, way, *rest):
+        found = evaluate(program, way, *rest)
+        if way.startswith("deferred"):
+            found.gradients["head.weight"].add_(1e-5)
+        return found
+
+    evaluate = deferred_check.evaluate
+    assert not evaluate(program, "exact", "cpu").gradients["head.weight"].any()
+    monkeypatch.setattr(deferred_check, "evaluate", evaluated)
+    with pytest.raises(Wrong, match=r"head\.weight: in float64 error"):
+        deferred_check.check(program, "cpu")
 
 
 def pool_of(change, timeout=60.0, subjects=("loss",)):
