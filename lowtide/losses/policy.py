@@ -8,6 +8,7 @@ from torch import Tensor
 from lowtide.core.checks import check_choice
 from lowtide.core.errors import ArgumentError
 from lowtide.losses.common import check_shape, widened
+from lowtide.ops.linear_cross_entropy.definition.head import number_beside
 
 LARGEST_LOG_RATIO = 20.0  # e^20 is beyond any useful step, and its square is far from overflow
 
@@ -133,4 +134,5 @@ def grpo(
         return (loss_B / count_B).mean()
     if loss_type == "dr_grpo":
         return loss_B.mean() / max_completion_length
-    return loss_B.sum() / (mask_BT.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+    count = mask_BT.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return loss_B.sum() / number_beside(loss_B, count)

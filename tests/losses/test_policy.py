@@ -209,13 +209,14 @@ def test_no_valid_rows(loss_type):
     assert torch.equal(policy_BT.grad, torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("number", [20, torch.tensor(20)])
+@pytest.mark.parametrize("number", [20, torch.tensor(20), torch.tensor(20.0, dtype=torch.float64)])
 def test_halves_with_shared_token_count_match_whole(number):
     leaves, constants = make()
     counted_BT = constants["target"] != -100
     policy_BT, old_BT = token_log_probs(leaves, constants["target"]), constants["old"]
     given = policy_BT, old_BT, constants["advantages"], counted_BT
     whole = grpo(*given, loss_type="dapo", num_items_in_batch=number)
+    assert torch.equal(whole, grpo(*given, loss_type="dapo", num_items_in_batch=20))
     halves = [
         grpo(*(each[rows] for each in given), loss_type="dapo", num_items_in_batch=number)
         for rows in (slice(0, 2), slice(2, B))

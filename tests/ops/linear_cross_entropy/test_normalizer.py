@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide.core.cpu_gemm import gemm
-from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.definition.head import Options, number_beside
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts
@@ -44,6 +45,7 @@ pytestmark = [
 ]
 ALL = ["all, classes", "all, probabilities"]
 COUNT = 53.7  # tokens of all ranks and micro-batches
+COUNT_DTYPES = (torch.int64, torch.int32, torch.float64, torch.half)
 
 
 def made_of(*sizes, kind="plain", **changes):
@@ -167,12 +169,37 @@ def test_numbers_and_tensors(device):
     """All of the same value give the same bits, in the dtypes that counts come in."""
     inputs, _ = made_of(device=device)
     expected = differentiate(fused, inputs, normalizer=9)
-    tensors = [
-        torch.tensor(9, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.float64, torch.half)
-    ]
+    tensors = [torch.tensor(9, dtype=dtype) for dtype in COUNT_DTYPES]
     for each in (9.0, *tensors, *(each.to(device) for each in tensors)):
         found = differentiate(fused, inputs, normalizer=each)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("number", [9, 9.0, *COUNT_DTYPES], ids=str)
+def test_number_on_another_device(number):
+    """One in the CPU's memory has the dtype of the sums, too, beside an input that is elsewhere."""
+    number = torch.tensor(9, dtype=number) if isinstance(number, torch.dtype) else number
+    for dtype, sum_dtype in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        found = number_beside(torch.empty(2, dtype=dtype, device="meta"), number)
+        assert (found.shape, found.dtype, found.device.type) == ((), sum_dtype, "meta")
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("normalizer", [None, 9, torch.tensor(9.0, dtype=torch.float64)], ids=str)
+def test_sums_are_divided_by_a_tensor_beside_them(device, normalizer, probabilities):
+    """CUDA multiplies by the reciprocal of a number, and of a tensor on the CPU: other last bits."""
+    inputs, divisors = make_inputs(device=device, probabilities=probabilities), []
+
+    class Divisors(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+                divisors.append(args[1])
+            return function(*args, **kwargs or {})
+
+    with Divisors():
+        fused(inputs, normalizer=normalizer, backend="reference")
+    assert divisors
+    assert all(isinstance(each, torch.Tensor) and each.device.type == device for each in divisors)
 
 
 def test_waits_for_nothing(device):

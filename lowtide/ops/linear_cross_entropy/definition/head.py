@@ -188,20 +188,28 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
     """Return the logit scale as a tensor in the dtype of the sums; None for none."""
     if logit_scale is None or isinstance(logit_scale, Tensor):
         return logit_scale
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    # Not torch.full: torch.compile would make a graph of its own for every value.
-    return None if logit_scale == 1 else torch.ones((), dtype=dtype, device=input.device) * logit_scale
+    return None if logit_scale == 1 else number_beside(input, logit_scale)
 
 
 def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
     """Return the normaliser as a tensor on the input's device, in the dtype of the sums."""
-    if normalizer is None:
-        return None
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    if isinstance(normalizer, Tensor) and normalizer.device == input.device:
-        return normalizer.to(dtype)
-    # A product takes a number, or one in the CPU's memory, along without waiting for the device.
-    return torch.ones((), dtype=dtype, device=input.device) * normalizer
+    return None if normalizer is None else number_beside(input, normalizer)
+
+
+def number_beside(tensor: Tensor, number: float | Tensor) -> Tensor:
+    """Return a number as a 0-d tensor on the tensor's device, in the dtype of its sums.
+
+    All that a sum is divided by comes from here, so that its kind does not change the last bits: on
+    CUDA torch divides by a number, or by a tensor in the CPU's memory, as by its reciprocal.
+    """
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if isinstance(number, Tensor):
+        number = number.to(dtype)  # A product of two 0-d tensors would have the wider dtype.
+        if number.device == tensor.device:
+            return number
+    # A product takes a number, or one in the CPU's memory, along without waiting for the device. Not
+    # torch.full: torch.compile would make a graph of its own for every value.
+    return torch.ones((), dtype=dtype, device=tensor.device) * number
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, number_beside
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 
 
@@ -162,7 +162,7 @@ def reduce(loss_N: Tensor, labels: Labels, options: Options) -> Tensor:
     if labels.normalizer is not None:
         return (total_1 / labels.normalizer.to(loss_N.dtype)).squeeze(0)
     if target.is_floating_point():
-        return (total_1 / (target.shape[0] or torch.nan)).squeeze(0)
+        return (total_1 / number_beside(total_1, target.shape[0] or torch.nan)).squeeze(0)
     if class_weight_V is None:
         ignored_N = target == options.ignore_index
         kept_1 = (~ignored_N).sum(0, keepdim=True).to(loss_N.dtype)
