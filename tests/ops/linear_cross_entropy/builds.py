@@ -18,6 +18,8 @@ class Build(NamedTuple):
     targets: tuple[int, ...] = TARGETS
     spills: int = 0
     """Bytes a thread may put aside; only where many options meet."""
+    fuses: bool = True
+    """Whether it is launched with fused multiply-adds."""
 
 
 _LAUNCH = {"PROGRAMS": 132, "GROUP": 8, "STAGES": 4, "REGISTERS": (232, 40)}
@@ -73,6 +75,7 @@ def _distance_pipeline(**changes: Any) -> Build:
         4,
         targets=(90,),
         spills=spills,
+        fuses=changes.get("scale_ptr") is None,
     )
 
 

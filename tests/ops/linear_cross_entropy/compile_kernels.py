@@ -61,6 +61,7 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
         arguments | changes,
         warps=16,
         spills=spills,
+        fuses=not changes.get("SOFTCAP"),
     )
 
 
@@ -404,7 +405,11 @@ LEFT_OUT = {
 
 def resources(_: str, build: Build, capability: int) -> dict[str, int]:
     kernel = getattr(importlib.import_module(f"lowtide.{build.module}"), build.kernel)
-    options = {"num_warps": build.warps, "num_stages": build.stages}
+    options = {
+        "num_warps": build.warps,
+        "num_stages": build.stages,
+        "enable_fp_fusion": build.fuses,
+    }
     return compiled(kernel, build.arguments, capability, options)[0]
 
 

@@ -12,15 +12,22 @@ def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
     Without EXACT the slope loses digits where it is below 1e-4. That takes fewer registers, and is
     enough where the slope goes into bfloat16.
+
+    A scaled z is rounded here, by adding 0. Else the compiler may fuse it with a sum that takes it:
+    z - max of a z that is not rounded is not 0 at the maximum, and where logits are so large that
+    float32 has no digits after the point, its exponential is 0 or infinite. With a soft cap kernels
+    are launched without fused multiply-adds, or exponentials/spec.py limits the cap.
     """
     z = u
-    if scale is not None:
-        z = u * scale
     bend = 0.0
     if SOFTCAP > 0:
+        if scale is not None:
+            z = u * scale
         capped, room = tanh_and_room(z / SOFTCAP if EXACT else z * (1.0 / SOFTCAP))
         z = capped * SOFTCAP
         bend = room if EXACT else capped
+    elif scale is not None:
+        z = tl.fma(u, scale, 0.0)
     return z, bend
 
 

@@ -23,6 +23,10 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROW
 # Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
 # 3 %.
 MOST_BYTES = 2 << 30  # decision 0044
+# Beyond it float32 logits have no digits after the point, and an exponential that is not formed of
+# the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused
+# multiply-adds this kernel would spill registers.
+LARGEST_CAP = 2.0**24
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -32,6 +36,8 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     if reason is None and call.options.label_smoothing and call.options.softcap:
         # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
         return "it takes label smoothing without a soft cap"
+    if reason is None and call.options.softcap > LARGEST_CAP:
+        return "it takes a soft cap of at most 2^24"
     return reason
 
 

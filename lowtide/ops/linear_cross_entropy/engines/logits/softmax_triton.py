@@ -121,7 +121,7 @@ def _softmax_gradient_kernel(
     ignored = tl.load(ignored_C_ptr + row)
     classes = tl.where(ignored, 0, B)  # an ignored row's logits are not read, since they may be NaN
     target = (tl.load(target_C_ptr + row) - first_class).to(tl.int32)
-    scale = 1.0
+    scale = None
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
 
@@ -268,6 +268,9 @@ def softmax_gradient_into(
             SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,
             num_warps=WARPS if block >= 4096 else 4,
+            # Fused, the soft cap's 1 - room would be rounded once in one read of the logits and twice
+            # in the other: z - max would not be 0 at the maximum.
+            enable_fp_fusion=transform.softcap == 0,
         )
 
 

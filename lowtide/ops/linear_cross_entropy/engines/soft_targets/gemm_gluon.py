@@ -181,6 +181,8 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
         pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, partials_CT4, C, V, D, T,
         *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0), PROGRAMS=programs, GROUP=tiles.GROUP,
         STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,
+        # `transformed` rounds scaled logits; with fused multiply-adds that would spill registers.
+        enable_fp_fusion=columns.transform.scale is None,
     )  # fmt: skip
     return partials_CT4
 
