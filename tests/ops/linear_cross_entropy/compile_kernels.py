@@ -215,6 +215,15 @@ def _add_product(**changes: Any) -> Build:
     )
 
 
+_REDUCING = {"HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}
+
+
+def _sums(**changes: Any) -> Build:
+    arguments = {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32}
+    module = "ops.linear_cross_entropy.engines.exponentials.recompute"
+    return Build(module, "_sum_kernel", {**arguments, **_REDUCING, **changes}, warps=8)
+
+
 BUILDS = {
     "softmax": _softmax("*bf16"),
     "softmax, float32": _softmax("*fp32"),
@@ -283,12 +292,13 @@ BUILDS = {
         class_weight_B_ptr=F32, soft_stride=I32, SMOOTHED=True
     ),
     "target logits": _rows(
-        "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, logit_C_ptr=F32,
-        x_stride=I32, weight_stride=I32, D=I32, BLOCK=1024,
+        "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, ignored_C_ptr="*i1",
+        logit_C_ptr=F32, reference_C_ptr=F32, marks_ptr=I32_PTR, x_stride=I32, weight_stride=I32, D=I32,
+        HEIGHT=128, BLOCK=1024,
     ),
     "scale rows": _rows(
-        "_scale_rows_kernel", x_CD_ptr=BF16, row_scale_C_ptr=F32, out_CD_ptr=BF16, x_stride=I32,
-        out_stride=I32, D=I32, BLOCK=1024,
+        "_scale_rows_kernel", x_CD_ptr=BF16, row_scale_C_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16,
+        x_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "input gradient": _rows(
         "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
@@ -297,19 +307,19 @@ BUILDS = {
         weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "target rows": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
+        order_N_ptr=I64, sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32,
+        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, few bits": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
+        order_N_ptr=I64, sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32,
+        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "target rows, formed apart": _rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, class_N_ptr=I64, order_N_ptr=I64,
-        sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32, inner_stride=I32, inner=I32,
-        N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
+        order_N_ptr=I64, sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32,
+        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
     ),
     "round a block": _rows(
         "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
@@ -326,22 +336,25 @@ BUILDS = {
     "marks": Build("ops.linear_cross_entropy.engines.exponentials.recompute", "_mark_kernel",
     {"rows_C_ptr": "*i1", "marks_ptr": I32_PTR, "C": I32,
         "BLOCK_C": 128}, warps=4),
-    "parts, added up": Build(
-        "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
-        {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": None, "T": I32, "C": I32, "LARGEST": False,
-         "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    "parts, added up": _sums(MARK=True),
+    "parts, added up again": _sums(MARK=False),
+    "references": Build(
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_references_kernel",
+        {**dict.fromkeys(("maxima_TC_ptr", "sum_C_ptr", "reference_C_ptr"), F32), "ignored_C_ptr": "*i1",
+         "marks_ptr": I32_PTR, "T": I32, "C": I32, **_REDUCING}, warps=8,
     ),
-    "parts, the largest": Build(
-        "ops.linear_cross_entropy.engines.exponentials.recompute", "_reduce_kernel",
-        {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32, "LARGEST": True,
-         "HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}, warps=8,
+    "targets in order": Build(
+        "ops.linear_cross_entropy.engines.exponentials.target_order", "_order_kernel",
+        {"target_N_ptr": I64, "ignored_N_ptr": "*i1", "class_N_ptr": I64, "order_N_ptr": I64,
+         **dict.fromkeys(("N", "V", "chunk"), I32), "BLOCK": 32, "WIDTH": 128}, warps=4,
     ),
     "coefficients": Build(
         "ops.linear_cross_entropy.engines.exponentials.row_coefficients", "_coefficients_kernel",
         {**dict.fromkeys((f"{name}_C_ptr" for name in (
             "logit", "max", "sum", "softmax_coef", "target_coef", "lse_coef", "entropy_coef", "slope",
             "nll", "row_scale", "target_weight_coef"
-        )), F32), "ignored_C_ptr": "*i1", "C": I32, "BLOCK": 128}, warps=4,
+        )), F32), "ignored_C_ptr": "*i1", "partials_TC_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32,
+         **_REDUCING}, warps=8,
     ),
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),

@@ -1,5 +1,5 @@
-"""What tiles find, put together (repair_kernels.py, coefficient_kernels.py): on a card as it is, on the CPU
-through the interpreter."""
+"""What tiles find, put together (recompute.py, row_coefficients.py), and targets in order: on a card as it
+is, on the CPU through the interpreter."""
 
 import pytest
 import torch
@@ -9,27 +9,80 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients
+from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients, target_order
+from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
+
+SIZES = pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
 
 
-@pytest.mark.parametrize("largest", [False, True])
-@pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
-def test_row_sums_and_maxima(device, T, C, largest):
-    """Of all rows, or of those in marked tiles alone, which are 128 high."""
+def marks_of(rows_C: torch.Tensor) -> torch.Tensor:
+    marks = recompute.marks_memory(rows_C).zero_()
+    recompute.mark_tiles(rows_C, marks)
+    return marks
+
+
+def marked_tiles(C: int) -> list[int]:
+    """The marks of the row in the middle: of any tile, and of each, which are 128 high."""
+    return [1, *(int(start <= C // 2 < start + 128) for start in range(0, C, 128))]
+
+
+@SIZES
+def test_row_sums(device, T, C):
+    """Of all rows, or of those in marked tiles alone."""
     rows_C = torch.zeros(C, dtype=torch.bool, device=device)
     rows_C[C // 2] = True
-    repair = recompute.mark_tiles(rows_C)
-    marked = [start <= C // 2 < start + 128 for start in range(0, C, 128)]
-    assert repair.tolist() == [1, *map(int, marked)]
-    assert recompute.mark_tiles(torch.zeros_like(rows_C)).tolist() == [0] * (1 + len(marked))
+    repair = marks_of(rows_C)
+    assert repair.tolist() == marked_tiles(C)
+    assert marks_of(torch.zeros_like(rows_C)).tolist() == [0] * len(repair)
     partials_TC, before_C = torch.randn(T, C, device=device), torch.randn(C, device=device)
-    exact_C = partials_TC.amax(0) if largest else partials_TC.double().sum(0)
+    exact_C = partials_TC.double().sum(0)
     marked_C = repair[1:].repeat_interleave(128)[:C].bool()
     for marks, expected_C in ((None, exact_C), (repair, torch.where(marked_C, exact_C, before_C.double()))):
         found_C = before_C.clone()
-        recompute.reduce_partials(partials_TC, found_C, largest=largest, marks=marks)
+        recompute.add_partials(partials_TC, found_C, marks=marks)
         error = (found_C - expected_C).abs()
-        assert (error <= 2**-21 * (partials_TC.abs().sum(0) + before_C.abs()) * (not largest)).all()
+        assert (error <= 2**-21 * (partials_TC.abs().sum(0) + before_C.abs())).all()
+
+
+@SIZES
+@pytest.mark.parametrize("sum", [LARGEST_SUM, LARGEST_SUM * 1.01, torch.inf, torch.nan])
+def test_far_rows(device, T, C, sum):
+    """The tile of a row whose sum is too large or NaN is marked, and this row gets its maximum as reference;
+    unless it is ignored."""
+    partials_TC = torch.zeros(T, C, device=device)
+    partials_TC[-1, C // 2] = sum
+    marks, sum_C = marks_of(torch.zeros(C, dtype=torch.bool, device=device)), torch.empty(C, device=device)
+    recompute.add_partials(partials_TC, sum_C, marks=marks, mark=True)
+    assert torch.equal(sum_C.nan_to_num(-1), partials_TC.sum(0).nan_to_num(-1))
+    far = not sum <= LARGEST_SUM
+    assert marks.tolist() == (marked_tiles(C) if far else [0] * len(marks))
+    maxima_TC = torch.randn(T, C, device=device)
+    for ignored in (False, True):
+        ignored_C = torch.full((C,), ignored, device=device)
+        expected_C = torch.randn(C, device=device)
+        found_C = expected_C.clone()
+        recompute.replace_references(maxima_TC, sum_C, ignored_C, found_C, marks)
+        if far and not ignored:
+            expected_C[C // 2] = maxima_TC[:, C // 2].amax()
+        assert torch.equal(found_C, expected_C)
+
+
+@pytest.mark.parametrize(("N", "rows"), [(1, 1), (300, 300), (300, 1000), (301, 100), (131, 33), (0, 0)])
+def test_targets_in_order(device, monkeypatch, N, rows):
+    """Counting gives what torch's sort does, in each chunk."""
+    V = 40
+    target_N = torch.randint(V, (N,), device=device)
+    ignored_N = torch.rand(N, device=device) < 0.2
+    counted = target_order.sorted_targets(target_N, ignored_N, V, rows)
+    monkeypatch.setattr(target_order, "COUNTED_ROWS", 0)
+    by_torch = target_order.sorted_targets(target_N, ignored_N, V, rows)
+    class_N = torch.where(ignored_N, V, target_N)
+    for found in (counted, by_torch):
+        for start in range(0, N, max(rows, 1)):
+            chunk = slice(start, start + rows)
+            order = sorted(range(start, min(start + rows, N)), key=lambda n: int(class_N[n]))
+            assert found[1][chunk].tolist() == order
+            assert torch.equal(found[0][chunk], class_N[order])
 
 
 @triton.jit

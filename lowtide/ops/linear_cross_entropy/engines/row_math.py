@@ -150,6 +150,10 @@ class LogitTransform:
     scale: Tensor | None = None  # 0-d
     softcap: float = 0.0  # 0 for none
 
+    @property
+    def is_identity(self) -> bool:
+        return self.bias_V is None and self.scale is None and not self.softcap
+
     def of(self, classes: slice) -> "LogitTransform":
         """Return the transform of a block of classes."""
         return self if self.bias_V is None else replace(self, bias_V=self.bias_V[classes])

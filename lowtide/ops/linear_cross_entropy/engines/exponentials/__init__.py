@@ -5,11 +5,12 @@ engine.py has the formulas. It runs on a Hopper GPU; cpu_exponentials/ is the sa
 Modules, in import order (a module imports only from those above it):
 
 spec              when it runs, and what it holds
-row_coefficients  the Triton kernel of the row coefficients
 gemm_triton       the GEMM whose epilogue stores exponentials and partial sums
 gemm_gluon        the same pipelined in Gluon, for few features
 gemm              choose and launch one of the two on a chunk's operands, once or more
 recompute         sum the partial sums; recompute the row tiles that are marked
+row_coefficients  the Triton kernel of the row coefficients
+target_order      sort the targets of each chunk
 linear_term       the gradients of one linear term of the head, chunk by chunk
 engine            the engine
 """

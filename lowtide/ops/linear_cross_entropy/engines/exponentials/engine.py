@@ -34,7 +34,6 @@ offsets per tile, applied in the GEMMs.
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block, P blocks.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,12 +42,17 @@ from torch import Tensor
 from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark_tiles, reduce_partials
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
+    add_partials,
+    mark_tiles,
+    marks_memory,
+    replace_references,
+)
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
+from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
-    LARGEST_SUM,
     ExcludedTargetStats,
     RowCoefs,
     excluded_logsumexp,
@@ -85,30 +89,40 @@ class ExponentialsEngine(LossEngine):
         # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
         least = 2 * halves_of_tiles(self.V) if width < self.V else 0
         buffer = self._exponentials_buffer(plan.rows, max(width, least)) if needs_grad else None
-        sorted_targets = self._sorted_targets(plan.rows) if db is not None or sums else None
+        order = self._sorted_targets(plan.rows) if db is not None or sums else None
         for rows in blocks(self.M, plan.rows):
-            row, stat, target_C = coefs[rows], stats[rows], coefs.target_N[rows]
+            row, stat = coefs[rows], stats[rows]
             chunks = [operand.rows(rows) for operand in self.operands]
-            raw_C = _total(each.target_logits(x_CD, target_C) for each, x_CD in zip(linear, chunks))
-            logit_C, slope_C = self.target_logits(raw_C, target_C)
-            if take_stats:
-                stat.target_logit_N.copy_(logit_C)
-                stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
+            marks = marks_memory(row.target_N) if take_stats else None
+            raw_C, logit_C, slope_C = self._target_logits(linear, chunks, row, stat, marks)
             tiles = [
                 self._tiles(chunks, row, stat, buffer=buffer, classes=classes)
                 for classes in blocks(self.V, width)
             ]
-            grad_dot_logit_C = None
+            grad_dot_logit_C = sums_TC = None
             if needs_grad or take_stats:
-                grad_dot_logit_C = self._run(tiles, chunks, row, stat, logit_C, buffer, linear, take_stats)
+                grad_dot_logit_C, sums_TC = self._run(
+                    tiles, chunks, row, stat, logit_C, buffer, linear, marks
+                )
+            row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
+            coefficients(
+                row,
+                stat,
+                logit_C,
+                slope_C,
+                row_scale_C,
+                target_weight_coef_C,
+                take_nll=take_stats,
+                partials_TC=sums_TC,
+                marks=marks,
+            )
+            del sums_TC  # free them before the products are made
             raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
             if take_stats and smoothing:
                 scale = self.transform.scale
                 smooth_logit_C = raw_smooth_C if scale is None else raw_smooth_C * scale
                 lse_C = excluded_logsumexp(stat, logit_C)
                 torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
-            row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
-            coefficients(row, stat, logit_C, slope_C, row_scale_C, target_weight_coef_C, take_nll=take_stats)
             if not needs_grad and not class_blocks:
                 # Copies may be among them; free them before the next ones are made.
                 del chunks, tiles
@@ -118,14 +132,14 @@ class ExponentialsEngine(LossEngine):
                 if smoothing:
                     grad_dot_logit_C -= row.smoothing_coef_N * raw_smooth_C
                 stat.grad_dot_logit_N.copy_(grad_dot_logit_C)
-            targets = None if sorted_targets is None else (sorted_targets[0][rows], sorted_targets[1][rows])
+            targets = None if order is None else (order[0][rows], order[1][rows])
             for each, x_CD in zip(linear, chunks):
                 each.add_chunk(tiles[0].exp_CB, x_CD, row, row_scale_C, rows, target_weight_coef_N, targets)
                 each.finish_rows(tiles[0].exp_CB, row, row_scale_C, target_weight_coef_C, rows)
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], tiles[0].exp_CB)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
-            del chunks, x_CD, tiles  # free them and the partial sums
+            del chunks, x_CD, tiles
         if db is not None:
             self._subtract_bias_smoothing(db.tensor, coefs)
         return linear, row_scale_N, target_weight_coef_N
@@ -209,6 +223,41 @@ class ExponentialsEngine(LossEngine):
 
     # Row statistics.
 
+    def _target_logits(
+        self,
+        linear: list[LinearTerm],
+        chunks: list[Tensor],
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
+        marks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the targets' products, logits and slopes.
+
+        With marks, which are cleared, the statistics get the logits and the first references too.
+        """
+        take_stats = marks is not None
+        (first, *others), (x_CD, *more) = linear, chunks
+        # Then products are logits, and one launch writes all of this.
+        at_once = take_stats and not others and self.transform.is_identity
+        raw_C = stat.target_logit_N if at_once else self.buffer(x_CD.shape[0])
+        first.target_logits(
+            x_CD,
+            row.target_N,
+            raw_C,
+            ignored_C=row.ignored_N if at_once else None,
+            reference_C=stat.max_N if at_once else None,
+            marks=marks,
+        )
+        for each, x_CD in zip(others, more):
+            part_C = torch.empty_like(raw_C)
+            each.target_logits(x_CD, row.target_N, part_C)
+            raw_C += part_C
+        logit_C, slope_C = self.target_logits(raw_C, row.target_N)
+        if take_stats and not at_once:
+            stat.target_logit_N.copy_(logit_C)
+            stat.max_N.copy_(logit_C).masked_fill_(row.ignored_N, torch.inf)
+        return raw_C, logit_C, slope_C
+
     def _tiles(
         self,
         chunks: list[Tensor],
@@ -242,62 +291,64 @@ class ExponentialsEngine(LossEngine):
         logit_C: Tensor,
         buffer: Tensor | None,
         linear: list[LinearTerm],
-        take_stats: bool,
-    ) -> Tensor | None:
-        """Compute E, and with `take_stats` the row statistics that are wanted.
+        marks: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute E, and with marks the row statistics that are wanted.
 
         With blocks of classes this computes the products that become dX too. r is replaced by the
-        largest logit in rows where the target's is too far below it. Return the grad_dot_logit of
-        all classes but the target's, or None if it is not wanted.
+        largest logit in rows where the target's is too far below it; their tiles are marked. Return
+        the grad_dot_logit of all classes but the target's, or None if it is not wanted; and partial
+        sums, of which those in marked tiles are still to be added up.
         """
-        if take_stats and self.plan.call_kind.log_probs:
+        if marks is not None and self.plan.call_kind.log_probs:
             (whole,) = tiles
-            self._run_log_probs(whole, row, stat, logit_C)
-            return None
+            self._run_log_probs(whole, row, stat, logit_C, marks)
+            return None, None
 
         grad_dot_logit_C = None if stat.grad_dot_logit_N is None else torch.empty_like(logit_C)
-        sum_C = stat.sum_N if take_stats else None
-        self._run_blocks(tiles, linear, sum_C, grad_dot_logit_C, guarded=not take_stats)
-        if sum_C is None:
-            return grad_dot_logit_C
-        far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
-        marks = mark_tiles(far_C)  # if no row is marked, the kernels below return at once
-        max_C = torch.empty_like(sum_C)
+        if marks is None:
+            return grad_dot_logit_C, self._run_blocks(tiles, linear, grad_dot_logit_C, sums=False)
+        sums_TC = self._run_blocks(tiles, linear, grad_dot_logit_C, guarded=False)
+        # If no row is marked, the kernels below return at once.
+        add_partials(sums_TC, stat.sum_N, marks=marks, mark=True)
+        del sums_TC  # free them before others are made
         # These runs store no E. So take all classes at once; the maxima may use E's memory.
         whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
         maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
         whole.run(maxima=maxima, marks=marks)
-        reduce_partials(maxima, max_C, largest=True, marks=marks)
-        del maxima  # free them before others are made
-        stat.max_N.copy_(torch.where(far_C & ~row.ignored_N, max_C, stat.max_N))
-        self._run_blocks(tiles, linear, sum_C, grad_dot_logit_C, marks=marks)
-        return grad_dot_logit_C
+        replace_references(maxima, stat.sum_N, row.ignored_N, stat.max_N, marks)
+        del maxima
+        return grad_dot_logit_C, self._run_blocks(tiles, linear, grad_dot_logit_C, marks=marks)
 
     def _run_blocks(
         self,
         tiles: list[Exponentials],
         linear: list[LinearTerm],
-        sum_C: Tensor | None,
         grad_dot_logit_C: Tensor | None,
         *,
+        sums: bool = True,
         marks: Tensor | None = None,
         guarded: bool = True,
-    ) -> None:
-        """Run each block of classes in turn, and reduce the partial sums."""
+    ) -> Any:  # Tensor [T, C]; None without `sums`
+        """Run each block of classes in turn; return the partial sums of E, if they are wanted."""
         # Each block adds to the partial sums of the one before. The first block is the largest.
-        sums, grad_dot_logits = (
-            None if out_C is None else tiles[0].partials() for out_C in (sum_C, grad_dot_logit_C)
-        )
+        sums_TC = tiles[0].partials() if sums else None
+        grad_dot_logits = None if grad_dot_logit_C is None else tiles[0].partials()
         for each in tiles:
-            each.run(sums=sums, grad_dot_logits=grad_dot_logits, marks=marks, guarded=guarded)
+            each.run(sums=sums_TC, grad_dot_logits=grad_dot_logits, marks=marks, guarded=guarded)
             for term in linear:
                 term.add_block(each.exp_CB, each.classes, marks)
-        for partials, out_C in ((sums, sum_C), (grad_dot_logits, grad_dot_logit_C)):
-            if partials is not None and out_C is not None:
-                reduce_partials(partials, out_C, marks=marks)
+        if grad_dot_logits is not None and grad_dot_logit_C is not None:
+            add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks)
+        return sums_TC
 
     def _run_log_probs(
-        self, tiles: Exponentials, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor
+        self,
+        tiles: Exponentials,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
+        logit_C: Tensor,
+        marks: Tensor,
     ) -> None:
         """Compute what log-probabilities and entropies need, with r as the largest logit.
 
@@ -308,7 +359,7 @@ class ExponentialsEngine(LossEngine):
         places = tiles.partials(torch.int32)
         tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
         max_C = maxima.amax(0)
-        marks = mark_tiles(~max_C.isfinite() & ~row.ignored_N)
+        mark_tiles(~max_C.isfinite() & ~row.ignored_N, marks)
         tiles.run(maxima=maxima, places=places, marks=marks)
         stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
         del places
@@ -328,7 +379,9 @@ class ExponentialsEngine(LossEngine):
 
     def _raw_smooth(self, linear: list[LinearTerm], chunks: list[Tensor]) -> Tensor:  # [C]
         """Return sum_v w_v u_v of each row."""
-        raw_C = _total(each.sum_of_logits(x_CD) for each, x_CD in zip(linear, chunks))
+        raw_C, *others = (each.sum_of_logits(x_CD) for each, x_CD in zip(linear, chunks))
+        for part_C in others:
+            raw_C += part_C
         bias_V = self.transform.bias_V
         if bias_V is not None:
             raw_C = raw_C + (bias_V if self.class_weight_V is None else bias_V * self.class_weight_V).sum()
@@ -336,10 +389,7 @@ class ExponentialsEngine(LossEngine):
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk of `rows` rows."""
-        class_N = self.rows.target_N.masked_fill(self.rows.ignored_N, self.V)
-        chunk_N = torch.arange(self.M, device=self.device).div_(max(rows, 1), rounding_mode="floor")
-        place_N, order_N = chunk_N.mul_(self.V + 1).add_(class_N).sort(stable=True)
-        return place_N.remainder_(self.V + 1), order_N
+        return sorted_targets(self.rows.target_N, self.rows.ignored_N, self.V, rows)
 
     def _add_bias_targets(self, sum_V: Tensor, target_weight_coef_N: Tensor, targets: Targets) -> None:
         """Add h of each row to the bias gradient of its target."""
@@ -358,11 +408,3 @@ class ExponentialsEngine(LossEngine):
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
         return self.buffer(rows, padded(columns), dtype=self.plan.compute_dtype)
-
-
-def _total(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors, accumulated in the memory of the first."""
-    total, *others = tensors
-    for each in others:
-        total += each
-    return total

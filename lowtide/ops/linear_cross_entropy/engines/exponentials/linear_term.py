@@ -48,7 +48,6 @@ class LinearTerm:
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
-        self.one = torch.ones((), dtype=plan.sum_dtype, device=operand.weight_VD.device)
         # The GEMM for dX, summed over the blocks of classes so far.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
@@ -59,14 +58,15 @@ class LinearTerm:
         self.total_weight_D: Tensor | None = None
         self.smoothing_row_D: Tensor | None = None
         if smoothing:
-            ones_V = torch.ones(operand.weight_VD.shape[0], dtype=plan.sum_dtype, device=self.one.device)
-            summed_V = ones_V if class_weight_V is None else class_weight_V
-            self.total_weight_D = sum_of_products(summed_V[None], operand.weight_VD)[0]
+            weight_VD, summed_V = operand.weight_VD, class_weight_V
+            if summed_V is None:
+                summed_V = torch.ones(weight_VD.shape[0], dtype=plan.sum_dtype, device=weight_VD.device)
+            self.total_weight_D = sum_of_products(summed_V[None], weight_VD)[0]
             self.smoothing_row_D = torch.zeros_like(self.total_weight_D)
 
-    def target_logits(self, x_CD: Tensor, target_C: Tensor) -> Tensor:
-        """Return this term's part of the target logits, [C]."""
-        return row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C)
+    def target_logits(self, x_CD: Tensor, target_C: Tensor, logit_C: Tensor, **first: Tensor | None) -> None:
+        """Write this term's part of the target logits; `first` is what the first term writes too."""
+        row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, **first)
 
     def sum_of_logits(self, x_CD: Tensor) -> Tensor:
         """Return this term's part of sum_v w_v u_v, [C]."""
@@ -110,7 +110,7 @@ class LinearTerm:
             return
         last = rows.stop == target_weight_coef_N.shape[0]
         scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
-        row_kernels.scale_rows(x_CD, row_scale_C if factor is None else row_scale_C * factor, scaled_CD)
+        row_kernels.scale_rows(x_CD, row_scale_C, factor, scaled_CD)
         self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
         self.sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
         if last:
@@ -158,10 +158,10 @@ class LinearTerm:
                 target_weight_coef_C[piece],
                 of_piece.smoothing_coef_N,
                 self.total_weight_D,
-                self.one if self.dx.applied is None else self.dx.applied,
+                self.dx.applied,
                 dx_CD[piece],
             )
             del product_CD  # free it before another is made
 
     def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, self.operand.D, dtype=dtype, device=self.one.device)
+        return torch.empty(rows, self.operand.D, dtype=dtype, device=self.operand.weight_VD.device)

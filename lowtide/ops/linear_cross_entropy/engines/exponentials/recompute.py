@@ -1,6 +1,8 @@
 """Reduce the partial sums of half tiles, and recompute the row tiles that are marked, in Triton.
 
-exponentials/engine.py marks the row tiles whose reference was too low or not finite.
+A row tile is marked if the reference of one of its rows was too low or not finite. Marks are
+[1 + row tiles]: whether any tile is marked, then the same for each. `target_logits` in
+row_kernels.py clears them.
 
 Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one
 tile.
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
+from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
 
+LARGEST = tl.constexpr(LARGEST_SUM)
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8
 # Rows and partial sums that a program reduces at a time.
@@ -21,40 +25,74 @@ REDUCED_ROWS, REDUCED_PARTS = 32, 128
 
 
 @triton.jit
-def _mark_kernel(rows_C_ptr, marks_ptr, C, BLOCK_C: tl.constexpr):
-    """Mark the row tiles that have a marked row. Grid: one program per tile; marks start at 0."""
-    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    marked = tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0)
-    tl.store(marks_ptr + 1 + tl.program_id(0), marked)
-    if marked != 0:
-        tl.store(marks_ptr, 1)
+def reduced(partials_TC_ptr, rows, T, C, LARGEST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Return the sum or maximum of the partial results of these rows."""
+    NEUTRAL: tl.constexpr = -float("inf") if LARGEST else 0.0
+    result_tc = tl.full((BLOCK_T, BLOCK_C), NEUTRAL, tl.float32)
+    for start in range(0, T, BLOCK_T):
+        parts = start + tl.arange(0, BLOCK_T)
+        mask_tc = (parts[:, None] < T) & (rows[None, :] < C)
+        place_tc = parts[:, None].to(tl.int64) * C + rows[None, :]
+        more_tc = tl.load(partials_TC_ptr + place_tc, mask=mask_tc, other=NEUTRAL)
+        result_tc = tl.maximum(result_tc, more_tc) if LARGEST else result_tc + more_tc
+    return tl.max(result_tc, 0) if LARGEST else tl.sum(result_tc, 0)
 
 
 @triton.jit
-def _reduce_kernel(
+def _sum_kernel(
     partials_TC_ptr, out_C_ptr, marks_ptr, T, C,
-    LARGEST: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+    MARK: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the partial results of half tiles to one per row. Grid: (C / BLOCK_C,).
+    """Add up the partial sums of each row. Grid: (C / BLOCK_C,).
 
-    With marks, a program returns at once if its row tile is not marked, which is nearly always so.
+    MARK: mark the row tile if a sum is too large or NaN. Otherwise, with marks, a program returns
+    at once if its row tile is not marked, which is nearly always so.
     """
     first = tl.program_id(0) * BLOCK_C
-    marked = 1
+    mark_ptr = marks_ptr
+    wanted = 1
     if marks_ptr is not None:
-        marked = tl.load(marks_ptr + 1 + first // HEIGHT)
-    if marked != 0:
+        mark_ptr = marks_ptr + 1 + first // HEIGHT
+        if not MARK:
+            wanted = tl.load(mark_ptr)
+    if wanted != 0:
         rows = first + tl.arange(0, BLOCK_C)
-        NEUTRAL: tl.constexpr = -float("inf") if LARGEST else 0.0
-        result_tc = tl.full((BLOCK_T, BLOCK_C), NEUTRAL, tl.float32)
-        for start in range(0, T, BLOCK_T):
-            parts = start + tl.arange(0, BLOCK_T)
-            mask_tc = (parts[:, None] < T) & (rows[None, :] < C)
-            place_tc = parts[:, None].to(tl.int64) * C + rows[None, :]
-            more_tc = tl.load(partials_TC_ptr + place_tc, mask=mask_tc, other=NEUTRAL)
-            result_tc = tl.maximum(result_tc, more_tc) if LARGEST else result_tc + more_tc
-        result_c = tl.max(result_tc, 0) if LARGEST else tl.sum(result_tc, 0)
-        tl.store(out_C_ptr + rows, result_c, mask=rows < C)
+        sum_c = reduced(partials_TC_ptr, rows, T, C, False, BLOCK_C, BLOCK_T)
+        tl.store(out_C_ptr + rows, sum_c, mask=rows < C)
+        if MARK:
+            far = tl.max(tl.where(sum_c <= LARGEST, 0, 1), 0)  # NaN is not less
+            if far != 0:  # all programs of a tile store the same
+                tl.store(marks_ptr, 1)
+                tl.store(mark_ptr, 1)
+
+
+@triton.jit
+def _references_kernel(
+    maxima_TC_ptr, sum_C_ptr, ignored_C_ptr, reference_C_ptr, marks_ptr, T, C,
+    HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Replace the reference of a row whose sum is too large or NaN. Grid: (C / BLOCK_C,).
+
+    The new one is the row's largest logit. Ignored rows keep theirs, and so do row tiles that are
+    not marked.
+    """
+    first = tl.program_id(0) * BLOCK_C
+    if tl.load(marks_ptr + 1 + first // HEIGHT) != 0:
+        rows = first + tl.arange(0, BLOCK_C)
+        max_c = reduced(maxima_TC_ptr, rows, T, C, True, BLOCK_C, BLOCK_T)
+        near_c = tl.load(sum_C_ptr + rows, mask=rows < C, other=0.0) <= LARGEST
+        ignored_c = tl.load(ignored_C_ptr + rows, mask=rows < C, other=1) != 0
+        old_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=0.0)
+        tl.store(reference_C_ptr + rows, tl.where(near_c | ignored_c, old_c, max_c), mask=rows < C)
+
+
+@triton.jit
+def _mark_kernel(rows_C_ptr, marks_ptr, C, BLOCK_C: tl.constexpr):
+    """Mark the row tiles that have one of these rows. Grid: one program per tile."""
+    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    if tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0) != 0:
+        tl.store(marks_ptr, 1)
+        tl.store(marks_ptr + 1 + tl.program_id(0), 1)
 
 
 @triton.jit
@@ -88,25 +126,46 @@ def _recomputed_product_kernel(
         tl.store(sum_CD_ptr + place_cd, sum_cd, mask=mask_cd)
 
 
-def mark_tiles(rows_C: Tensor) -> Tensor:
-    """Return marks: whether any row tile has one of these rows, then the same for each tile."""
-    height = tiles.BLOCK_C
-    C, count = rows_C.shape[0], triton.cdiv(rows_C.shape[0], height)
-    marks = torch.zeros(1 + count, dtype=torch.int32, device=rows_C.device)
-    _mark_kernel[(count,)](rows_C, marks, C, BLOCK_C=height)
-    return marks
+def marks_memory(rows_C: Tensor) -> Tensor:
+    """Return memory for the marks of a chunk's row tiles."""
+    return rows_C.new_empty(1 + triton.cdiv(rows_C.shape[0], tiles.BLOCK_C), dtype=torch.int32)
 
 
-def reduce_partials(
-    partials_TC: Tensor, out_C: Tensor, *, largest: bool = False, marks: Tensor | None = None
+def mark_tiles(rows_C: Tensor, marks: Tensor) -> None:
+    """Mark the row tiles that have one of these rows."""
+    C, height = rows_C.shape[0], tiles.BLOCK_C
+    _mark_kernel[(triton.cdiv(C, height),)](rows_C, marks, C, BLOCK_C=height)
+
+
+def add_partials(
+    partials_TC: Tensor, out_C: Tensor, *, marks: Tensor | None = None, mark: bool = False
 ) -> None:
-    """Write the sum or maximum over half tiles to out; with `marks`, in marked row tiles only."""
-    (T, C), height = partials_TC.shape, tiles.BLOCK_C
-    rows = min(REDUCED_ROWS, height)
-    _reduce_kernel[(triton.cdiv(C, rows),)](
-        partials_TC, out_C, marks, T, C, LARGEST=largest, HEIGHT=height, BLOCK_C=rows, BLOCK_T=REDUCED_PARTS,
-        num_warps=8,
-    )  # fmt: skip
+    """Write the sum over half tiles to out; with `marks`, in marked row tiles only.
+
+    With `mark`, write it in all row tiles, and mark those of which a sum is too large or NaN.
+    """
+    T, C = partials_TC.shape
+    grid, options = reducing(C)
+    _sum_kernel[grid](partials_TC, out_C, marks, T, C, MARK=mark, **options)
+
+
+def replace_references(
+    maxima_TC: Tensor, sum_C: Tensor, ignored_C: Tensor, reference_C: Tensor, marks: Tensor
+) -> None:
+    """Write a row's largest logit to reference_C where its sum is too large or NaN."""
+    T, C = maxima_TC.shape
+    grid, options = reducing(C)
+    _references_kernel[grid](maxima_TC, sum_C, ignored_C, reference_C, marks, T, C, **options)
+
+
+def reducing(C: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid and the options of a kernel that calls `reduced`.
+
+    They are the same for all of them, so that sums of the same numbers have the same bits.
+    """
+    rows = min(REDUCED_ROWS, tiles.BLOCK_C)
+    options = {"HEIGHT": tiles.BLOCK_C, "BLOCK_C": rows, "BLOCK_T": REDUCED_PARTS, "num_warps": 8}
+    return (triton.cdiv(C, rows),), options
 
 
 def recomputed_product(

@@ -1,19 +1,19 @@
 """Compute each row's coefficients from its sums, in one Triton kernel, for the exponentials engine.
 
 These are log(1 / p_t) and the coefficients c and h of the gradient (exponentials/engine.py has the
-formulas). One launch handles a chunk; plain torch would take two dozen.
+formulas). One launch handles a chunk; plain torch would take two dozen. It also adds up the sums of
+the row tiles that were computed again.
 
-Shapes: C tokens of a chunk.
+Shapes: C tokens of a chunk, T halves of tiles.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduced, reducing
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
-
-BLOCK = 128
 
 
 @triton.jit
@@ -28,14 +28,24 @@ def _log1p(x):
 def _coefficients_kernel(
     logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, softmax_coef_C_ptr, target_coef_C_ptr,
     lse_coef_C_ptr, entropy_coef_C_ptr, slope_C_ptr, nll_C_ptr, row_scale_C_ptr,
-    target_weight_coef_C_ptr, C, BLOCK: tl.constexpr,
+    target_weight_coef_C_ptr, partials_TC_ptr, marks_ptr, T, C,
+    HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK,)."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK_C,).
+
+    With partial sums, those of marked row tiles are added up first.
+    """
+    first = tl.program_id(0) * BLOCK_C
+    rows = first + tl.arange(0, BLOCK_C)
     inside = rows < C
     logit = tl.load(logit_C_ptr + rows, mask=inside, other=0.0)
     distance = tl.load(max_C_ptr + rows, mask=inside, other=0.0) - logit
     sum = tl.load(sum_C_ptr + rows, mask=inside, other=0.0)
+    if partials_TC_ptr is not None:
+        marked = tl.load(marks_ptr + 1 + first // HEIGHT)
+        if marked != 0:
+            sum = reduced(partials_TC_ptr, rows, T, C, False, BLOCK_C, BLOCK_T)
+            tl.store(sum_C_ptr + rows, sum, mask=inside)
     ignored = tl.load(ignored_C_ptr + rows, mask=inside, other=0) != 0
     exp = tl.exp(-distance)
     log_total = distance + tl.log(exp + sum)
@@ -75,11 +85,18 @@ def coefficients(
     target_weight_coef_C: Tensor,
     *,
     take_nll: bool,
+    partials_TC: Tensor | None,
+    marks: Tensor | None,
 ) -> None:
-    """Write c to row_scale_C and h to target_weight_coef_C; with `take_nll`, nll too."""
-    C = logit_C.shape[0]
-    _coefficients_kernel[(triton.cdiv(C, BLOCK),)](
+    """Write c to row_scale_C and h to target_weight_coef_C; with `take_nll`, nll too.
+
+    partials_TC are sums to add up first, in marked row tiles.
+    """
+    C, T = logit_C.shape[0], 0 if partials_TC is None else partials_TC.shape[0]
+    grid, options = reducing(C)
+    _coefficients_kernel[grid](
         logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.softmax_coef_N, row.target_coef_N,
         row.lse_coef_N, row.entropy_coef_N,
-        slope_C, stat.nll_N if take_nll else None, row_scale_C, target_weight_coef_C, C, BLOCK=BLOCK,
+        slope_C, stat.nll_N if take_nll else None, row_scale_C, target_weight_coef_C,
+        partials_TC, marks, T, C, **options,
     )  # fmt: skip

@@ -29,7 +29,7 @@ class TritonFloatSum(in_torch.FloatSum):
         self.sum_VD = sum_VD
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
-        row_kernels.add_target_rows(self.sum_VD, None, x, self._times_factor(coef_N), class_N, order_N)
+        row_kernels.add_target_rows(self.sum_VD, None, x, coef_N, class_N, order_N, factor=self.factor)
 
 
 class PackedSum:
@@ -95,7 +95,6 @@ class RoundedProduct:
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
         exp_NV, x_ND = self.operands
         del self.operands
-        coef_N = coef_N * self.factor
         targets = min(TARGETS, class_N.shape[0])
         sum_TD = torch.empty(targets, x_ND.shape[1], dtype=coef_N.dtype, device=coef_N.device)
         for start in range(0, class_N.shape[0], TARGETS):
@@ -110,6 +109,7 @@ class RoundedProduct:
                 coef_N,
                 class_N,
                 order_N,
+                factor=self.factor,
                 sums_TD=sum_TD[:T],
                 first_target=start,
             )

@@ -6,11 +6,11 @@ Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk, B
 lower case = one tile.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     load_pairs,
     store_pairs,
@@ -19,9 +19,14 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
 
 @triton.jit
 def _target_logits_kernel(
-    x_CD_ptr, weight_VD_ptr, target_C_ptr, logit_C_ptr, x_stride, weight_stride, D, BLOCK: tl.constexpr
-):
-    """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row."""
+    x_CD_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, logit_C_ptr, reference_C_ptr, marks_ptr,
+    x_stride, weight_stride, D, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row.
+
+    The same becomes the reference of the row if that has a pointer, or infinity if it is ignored.
+    The marks of all row tiles, each HEIGHT rows, are cleared.
+    """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
     dot_d = tl.zeros([BLOCK], tl.float32)
@@ -30,14 +35,31 @@ def _target_logits_kernel(
         x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0)
         weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
         dot_d += x_d.to(tl.float32) * weight_d.to(tl.float32)
-    tl.store(logit_C_ptr + row, tl.sum(dot_d, 0))
+    logit = tl.sum(dot_d, 0)
+    tl.store(logit_C_ptr + row, logit)
+    if reference_C_ptr is not None:
+        ignored = tl.load(ignored_C_ptr + row) != 0
+        tl.store(reference_C_ptr + row, tl.where(ignored, float("inf"), logit))
+    if marks_ptr is not None:
+        tl.store(marks_ptr, 0, mask=row == 0)
+        tl.store(marks_ptr + 1 + row // HEIGHT, 0, mask=row % HEIGHT == 0)
 
 
 @triton.jit
-def _scale_rows_kernel(x_CD_ptr, row_scale_C_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr):
-    """Compute out[c] = row_scale[c] x[c], 0 where scale is 0. Grid: one program per row."""
+def _factor(factor_ptr):
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    return factor
+
+
+@triton.jit
+def _scale_rows_kernel(
+    x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr
+):
+    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: one program per row."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(row_scale_C_ptr + row)
+    scale = tl.load(row_scale_C_ptr + row) * _factor(factor_ptr)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
@@ -75,7 +97,7 @@ def _input_gradient_kernel(
         tl.load(target_weight_coef_C_ptr + row),
         tl.load(ignored_C_ptr + row),
     )
-    target, factor = tl.load(target_C_ptr + row), tl.load(factor_ptr)
+    target, factor = tl.load(target_C_ptr + row), _factor(factor_ptr)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
@@ -98,6 +120,7 @@ def _with_target_rows(
     columns,
     x_ptr,
     target_weight_coef_N_ptr,
+    factor,
     class_N_ptr,
     order_N_ptr,
     outer_stride,
@@ -107,7 +130,7 @@ def _with_target_rows(
     D,
     BLOCK_N: tl.constexpr,
 ):
-    """Return sum + target_weight_coef[n] x[n] over the rows n with that target.
+    """Return sum + factor target_weight_coef[n] x[n] over the rows n with that target.
 
     The classes are sorted, with their rows in `order`; this class begins at `first`. Rows are added
     in that order, so the result has the same bits every time.
@@ -118,7 +141,7 @@ def _with_target_rows(
         mask=columns < D,
         other=0.0,
     )
-    sum_d += tl.load(target_weight_coef_N_ptr + row) * x_d.to(tl.float32)
+    sum_d += tl.load(target_weight_coef_N_ptr + row) * factor * x_d.to(tl.float32)
     # Most classes have only that row. A frequent class may have thousands, taken BLOCK_N at a time.
     start = first + 1
     after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
@@ -127,7 +150,7 @@ def _with_target_rows(
         place_n = start + tl.arange(0, BLOCK_N)
         same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
         row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
-        coef_n = tl.load(target_weight_coef_N_ptr + row_n, mask=same_n, other=0.0)
+        coef_n = tl.load(target_weight_coef_N_ptr + row_n, mask=same_n, other=0.0) * factor
         x_nd = tl.load(
             x_ptr
             + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
@@ -145,6 +168,7 @@ def _with_target_rows(
 def _add_target_rows_kernel(
     x_ptr,
     target_weight_coef_N_ptr,
+    factor_ptr,
     class_N_ptr,
     order_N_ptr,
     sum_VD_ptr,
@@ -160,11 +184,11 @@ def _add_target_rows_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add target_weight_coef[n] x[n] of the rows n with target v to sum[v]. Grid: (T, D / BLOCK).
+    """Add factor target_weight_coef[n] x[n] of the rows n with target v to sum[v].
 
-    With low_VP_ptr the sum is packed as in packed_triton.py. The program at the first row of a
-    class adds all its rows. With sum_TD, the previous sum is read from there, at the place of that
-    row, for the targets from first_target on. T = N without sum_TD.
+    Grid: (T, D / BLOCK). With low_VP_ptr the sum is packed as in packed_triton.py. The program at
+    the first row of a class adds all its rows. With sum_TD, the previous sum is read from there, at
+    the place of that row, for the targets from first_target on. T = N without sum_TD.
     """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
@@ -185,8 +209,8 @@ def _add_target_rows_kernel(
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, class_N_ptr, order_N_ptr,
-            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, _factor(factor_ptr), class_N_ptr,
+            order_N_ptr, outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
         if low_VP_ptr is None:
             tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
@@ -231,7 +255,7 @@ def _round_block_kernel(
     first = tl.load(first_V_ptr + target)
     if first < N:
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, class_N_ptr, order_N_ptr,
+            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, 1.0, class_N_ptr, order_N_ptr,
             outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
     if smoothing_row_D_ptr is not None:
@@ -244,20 +268,34 @@ def _round_block_kernel(
     tl.store(out_VD_ptr + place, sum_d.to(out_VD_ptr.dtype.element_ty), mask=columns < D)
 
 
-def target_logits(x_CD: Tensor, weight_VD: Tensor, target_C: Tensor) -> Tensor:  # [C]
-    """Return the dot product of each row with its target's weight."""
+def target_logits(
+    x_CD: Tensor,
+    weight_VD: Tensor,
+    target_C: Tensor,
+    logit_C: Tensor,
+    *,
+    ignored_C: Tensor | None = None,
+    reference_C: Tensor | None = None,
+    marks: Tensor | None = None,
+) -> None:
+    """Write the dot product of each row with its target's weight to logit_C.
+
+    reference_C gets the same, or infinity in ignored rows. The marks of the row tiles
+    (exponentials/recompute.py) are cleared.
+    """
     C, D = x_CD.shape
-    logit_C = torch.empty(C, dtype=torch.float32, device=x_CD.device)
     _target_logits_kernel[(C,)](
-        x_CD, weight_VD, target_C, logit_C, x_CD.stride(0), weight_VD.stride(0), D, BLOCK=_width(D)
-    )
-    return logit_C
+        x_CD, weight_VD, target_C, ignored_C, logit_C, reference_C, marks, x_CD.stride(0),
+        weight_VD.stride(0), D, HEIGHT=tiles.BLOCK_C, BLOCK=_width(D),
+    )  # fmt: skip
 
 
-def scale_rows(x_CD: Tensor, row_scale_C: Tensor, out_CD: Tensor) -> None:
-    """Write row_scale_C x_CD to out_CD."""
+def scale_rows(x_CD: Tensor, row_scale_C: Tensor, factor: Tensor | None, out_CD: Tensor) -> None:
+    """Write factor row_scale_C x_CD to out_CD; without a factor it is 1."""
     C, D = x_CD.shape
-    _scale_rows_kernel[(C,)](x_CD, row_scale_C, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D))
+    _scale_rows_kernel[(C,)](
+        x_CD, row_scale_C, factor, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D)
+    )
 
 
 def input_gradient(
@@ -269,7 +307,7 @@ def input_gradient(
     target_weight_coef_C: Tensor,
     smoothing_coef_C: Tensor | None,
     total_weight_D: Tensor | None,
-    factor: Tensor,
+    factor: Tensor | None,
     out_CD: Tensor,
 ) -> None:
     """Write the rows of dX to out_CD; `_input_gradient_kernel` has the formula."""
@@ -300,10 +338,11 @@ def add_target_rows(
     class_N: Tensor,
     order_N: Tensor,
     *,
+    factor: Tensor | None = None,
     sums_TD: Tensor | None = None,
     first_target: int = 0,
 ) -> None:
-    """Add target_weight_coef[n] x[n] to the sum of each row's target class.
+    """Add factor target_weight_coef[n] x[n] to the sum of each row's target class.
 
     The targets are sorted by class; ignored rows come last, under a class of their own. x is [N,
     D], or [outer, inner, D] if it has no view [N, D].
@@ -314,6 +353,7 @@ def add_target_rows(
     _add_target_rows_kernel[(T, triton.cdiv(D, block))](
         x,
         target_weight_coef_N,
+        factor,
         class_N,
         order_N,
         sum_VD,
