@@ -333,9 +333,17 @@ BUILDS = {
          "marks_ptr": I32_PTR, "sum_CD_ptr": F32, **dict.fromkeys(("C", "B", "D"), I32), "ADD": True,
          "BLOCK_C": 128, "BLOCK_B": 64, "BLOCK_D": 128}, 8, 3, (90,),
     ),
-    "marks": Build("ops.linear_cross_entropy.engines.exponentials.recompute", "_mark_kernel",
-    {"rows_C_ptr": "*i1", "marks_ptr": I32_PTR, "C": I32,
-        "BLOCK_C": 128}, warps=4),
+    "infinite logits": Build(
+        "ops.linear_cross_entropy.engines.exponentials.recompute", "_mark_infinite_kernel",
+        {"maxima_TC_ptr": F32, "ignored_C_ptr": "*i1", "marks_ptr": I32_PTR, "T": I32, "C": I32, **_REDUCING},
+        warps=8,
+    ),
+    "row log-probabilities": Build(
+        "ops.linear_cross_entropy.engines.exponentials.row_log_probs", "_log_probs_kernel",
+        {**dict.fromkeys(("sum_TC_ptr", "mean_TC_ptr", "max_TC_ptr", "logit_C_ptr", "max_C_ptr", "sum_C_ptr",
+            "mean_C_ptr"), F32), "argmax_TC_ptr": I32_PTR, "target_C_ptr": I64, "argmax_C_ptr": I64,
+         "T": I32, "C": I32, **_REDUCING}, warps=8,
+    ),
     "parts, added up": _sums(MARK=True),
     "parts, added up again": _sums(MARK=False),
     "references": Build(

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
-from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients, spec
+from lowtide.ops.linear_cross_entropy.engines.exponentials import (
+    recompute,
+    row_coefficients,
+    row_log_probs,
+    spec,
+)
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.operator import planner
@@ -70,7 +75,7 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    for module in (kernels, row_coefficients, recompute, row_kernels, packed_triton):
+    for module in (kernels, row_coefficients, row_log_probs, recompute, row_kernels, packed_triton):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):

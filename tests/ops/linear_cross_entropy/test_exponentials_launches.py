@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.loss import fused, make_inputs
+from tests.support.loss import fused, fused_log_probs, make_inputs
 
 pytest.importorskip("triton")
 
@@ -15,6 +15,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     engine,
     recompute,
     row_coefficients,
+    row_log_probs,
     target_order,
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
@@ -70,7 +71,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(everywhere, monkeypatch):  # noqa: F811
     found = Launches()
-    for module in (kernels, recompute, row_coefficients, target_order, row_kernels):
+    for module in (kernels, recompute, row_coefficients, row_log_probs, target_order, row_kernels):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, found.counted(getattr(module, name), name))
     walk = engine.ExponentialsEngine.walk_tokens
@@ -93,3 +94,19 @@ def test_launches_of_a_loss(launches, reduction):
     launches.names.clear()
     loss.sum().backward()
     assert launches.names == (AGAIN if reduction == "none" else [])
+
+
+def test_launches_of_log_probs(launches):
+    inputs = make_inputs(16, 24, 101, device="cpu", dtype=torch.float32)
+    found = fused_log_probs(inputs, backend="triton")
+    assert launches.names == [
+        "_target_logits_kernel",
+        "exponentials_kernel",
+        "_mark_infinite_kernel",
+        "exponentials_kernel",
+        "_log_probs_kernel",
+        "_coefficients_kernel",
+    ]
+    launches.names.clear()
+    found[0].sum().backward()
+    assert launches.names == AGAIN

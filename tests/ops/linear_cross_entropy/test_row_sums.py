@@ -15,10 +15,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
 SIZES = pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
 
 
-def marks_of(rows_C: torch.Tensor) -> torch.Tensor:
-    marks = recompute.marks_memory(rows_C).zero_()
-    recompute.mark_tiles(rows_C, marks)
-    return marks
+def no_marks(C: int, device: str) -> torch.Tensor:
+    return recompute.marks_memory(torch.empty(C, device=device)).zero_()
 
 
 def marked_tiles(C: int) -> list[int]:
@@ -29,11 +27,7 @@ def marked_tiles(C: int) -> list[int]:
 @SIZES
 def test_row_sums(device, T, C):
     """Of all rows, or of those in marked tiles alone."""
-    rows_C = torch.zeros(C, dtype=torch.bool, device=device)
-    rows_C[C // 2] = True
-    repair = marks_of(rows_C)
-    assert repair.tolist() == marked_tiles(C)
-    assert marks_of(torch.zeros_like(rows_C)).tolist() == [0] * len(repair)
+    repair = torch.tensor(marked_tiles(C), dtype=torch.int32, device=device)
     partials_TC, before_C = torch.randn(T, C, device=device), torch.randn(C, device=device)
     exact_C = partials_TC.double().sum(0)
     marked_C = repair[1:].repeat_interleave(128)[:C].bool()
@@ -51,7 +45,7 @@ def test_far_rows(device, T, C, sum):
     unless it is ignored."""
     partials_TC = torch.zeros(T, C, device=device)
     partials_TC[-1, C // 2] = sum
-    marks, sum_C = marks_of(torch.zeros(C, dtype=torch.bool, device=device)), torch.empty(C, device=device)
+    marks, sum_C = no_marks(C, device), torch.empty(C, device=device)
     recompute.add_partials(partials_TC, sum_C, marks=marks, mark=True)
     assert torch.equal(sum_C.nan_to_num(-1), partials_TC.sum(0).nan_to_num(-1))
     far = not sum <= LARGEST_SUM
@@ -65,6 +59,20 @@ def test_far_rows(device, T, C, sum):
         if far and not ignored:
             expected_C[C // 2] = maxima_TC[:, C // 2].amax()
         assert torch.equal(found_C, expected_C)
+
+
+@SIZES
+@pytest.mark.parametrize("logit", [3e38, torch.inf, -torch.inf])
+def test_infinite_rows(device, T, C, logit):
+    """The tile of a row whose largest logit is infinite is marked, unless the row is ignored."""
+    maxima_TC, ignored_C = torch.randn(T, C, device=device), torch.zeros(C, dtype=torch.bool, device=device)
+    maxima_TC[: T if logit < 0 else 1, C // 2] = logit
+    for ignored in (False, True):
+        ignored_C[C // 2] = ignored
+        marks = no_marks(C, device)
+        recompute.mark_infinite(maxima_TC, ignored_C, marks)
+        infinite = not ignored and logit != 3e38
+        assert marks.tolist() == (marked_tiles(C) if infinite else [0] * len(marks))
 
 
 @pytest.mark.parametrize(("N", "rows"), [(1, 1), (300, 300), (300, 1000), (301, 100), (131, 33), (0, 0)])

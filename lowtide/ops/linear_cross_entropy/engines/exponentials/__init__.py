@@ -10,6 +10,7 @@ gemm_gluon        the same pipelined in Gluon, for few features
 gemm              choose and launch one of the two on a chunk's operands, once or more
 recompute         sum the partial sums; recompute the row tiles that are marked
 row_coefficients  the Triton kernel of the row coefficients
+row_log_probs     that of the row statistics of log-probabilities and entropies
 target_order      sort the targets of each chunk
 linear_term       the gradients of one linear term of the head, chunk by chunk
 engine            the engine

@@ -40,11 +40,12 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import blocks, product, sum_of_products
+from lowtide.ops.linear_cross_entropy.engines.exponentials import row_log_probs
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
     add_partials,
-    mark_tiles,
+    mark_infinite,
     marks_memory,
     replace_references,
 )
@@ -353,29 +354,14 @@ class ExponentialsEngine(LossEngine):
         """Compute what log-probabilities and entropies need, with r as the largest logit.
 
         An entropy is a sum of differences from r. Each half tile has its sums relative to its own
-        largest logit; they are combined here.
+        largest logit.
         """
-        sums, means, maxima = tiles.partials(), tiles.partials(), tiles.partials()
-        places = tiles.partials(torch.int32)
-        tiles.run(sums=sums, means=means, maxima=maxima, places=places, guarded=False)
-        max_C = maxima.amax(0)
-        mark_tiles(~max_C.isfinite() & ~row.ignored_N, marks)
-        tiles.run(maxima=maxima, places=places, marks=marks)
-        stat.argmax_N.copy_(places.gather(0, maxima.argmax(0, keepdim=True))[0])
-        del places
-        # The target's logit comes from another kernel's sum. If it is the largest, r must be
-        # exactly that number, so that nll = log(1 + S) holds.
-        stat.max_N.copy_(torch.where(stat.argmax_N == row.target_N, logit_C, max_C))
-        # Finite where a half has only the target or nothing.
-        shift = maxima.sub_(stat.max_N).clamp_(min=-200.0)
-        means.addcmul_(sums, shift)
-        shift.exp_()
-        torch.sum(sums.mul_(shift), 0, out=stat.sum_N)
-        mean_C = means.mul_(shift).sum(0)
-        distance_C = stat.max_N - logit_C
-        exp_C = distance_C.neg().exp()
-        excluded_C = torch.where(exp_C == 0, 0, exp_C * distance_C)
-        torch.div(mean_C - excluded_C, exp_C + stat.sum_N, out=stat.mean_N)
+        found = {name: tiles.partials() for name in ("sums", "means", "maxima")}
+        found["places"] = tiles.partials(torch.int32)
+        tiles.run(**found, guarded=False)
+        mark_infinite(found["maxima"], row.ignored_N, marks)
+        tiles.run(maxima=found["maxima"], places=found["places"], marks=marks)
+        row_log_probs.combine(found, row, stat, logit_C)
 
     def _raw_smooth(self, linear: list[LinearTerm], chunks: list[Tensor]) -> Tensor:  # [C]
         """Return sum_v w_v u_v of each row."""

@@ -87,12 +87,22 @@ def _references_kernel(
 
 
 @triton.jit
-def _mark_kernel(rows_C_ptr, marks_ptr, C, BLOCK_C: tl.constexpr):
-    """Mark the row tiles that have one of these rows. Grid: one program per tile."""
-    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if tl.max(tl.load(rows_C_ptr + rows, mask=rows < C, other=0).to(tl.int32), 0) != 0:
+def _mark_infinite_kernel(
+    maxima_TC_ptr, ignored_C_ptr, marks_ptr, T, C,
+    HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Mark the row tile if a row's largest logit is infinite. Grid: (C / BLOCK_C,).
+
+    Ignored rows do not count.
+    """
+    first = tl.program_id(0) * BLOCK_C
+    rows = first + tl.arange(0, BLOCK_C)
+    max_c = reduced(maxima_TC_ptr, rows, T, C, True, BLOCK_C, BLOCK_T)
+    ignored_c = tl.load(ignored_C_ptr + rows, mask=rows < C, other=1) != 0
+    infinite = tl.max(tl.where(ignored_c | (tl.abs(max_c) < float("inf")), 0, 1), 0)
+    if infinite != 0:
         tl.store(marks_ptr, 1)
-        tl.store(marks_ptr + 1 + tl.program_id(0), 1)
+        tl.store(marks_ptr + 1 + first // HEIGHT, 1)
 
 
 @triton.jit
@@ -131,10 +141,11 @@ def marks_memory(rows_C: Tensor) -> Tensor:
     return rows_C.new_empty(1 + triton.cdiv(rows_C.shape[0], tiles.BLOCK_C), dtype=torch.int32)
 
 
-def mark_tiles(rows_C: Tensor, marks: Tensor) -> None:
-    """Mark the row tiles that have one of these rows."""
-    C, height = rows_C.shape[0], tiles.BLOCK_C
-    _mark_kernel[(triton.cdiv(C, height),)](rows_C, marks, C, BLOCK_C=height)
+def mark_infinite(maxima_TC: Tensor, ignored_C: Tensor, marks: Tensor) -> None:
+    """Mark the row tiles that have a row, not ignored, whose largest logit is infinite."""
+    T, C = maxima_TC.shape
+    grid, options = reducing(C)
+    _mark_infinite_kernel[grid](maxima_TC, ignored_C, marks, T, C, **options)
 
 
 def add_partials(
