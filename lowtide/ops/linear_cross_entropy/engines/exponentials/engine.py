@@ -313,10 +313,13 @@ class ExponentialsEngine(LossEngine):
         # If no row is marked, the kernels below return at once.
         add_partials(sums_TC, stat.sum_N, marks=marks, mark=True)
         del sums_TC  # free them before others are made
-        # These runs store no E. So take all classes at once; the maxima may use E's memory.
-        whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
-        maxima = whole.partials(memory=buffer if len(tiles) > 1 else None)
-        whole.run(maxima=maxima, marks=marks)
+        # This run stores no E. So take all classes at once; then the maxima may use E's memory.
+        whole, memory = tiles[0], None
+        if len(tiles) > 1:
+            whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
+            memory = buffer
+        maxima = whole.partials(memory=memory)
+        whole.run(maxima=maxima, marks=marks, store=False)
         replace_references(maxima, stat.sum_N, row.ignored_N, stat.max_N, marks)
         del maxima
         return grad_dot_logit_C, self._run_blocks(tiles, linear, grad_dot_logit_C, marks=marks)

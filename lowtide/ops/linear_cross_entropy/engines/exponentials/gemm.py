@@ -79,8 +79,9 @@ class Exponentials:
         places: Tensor | None = None,
         marks: Tensor | None = None,
         guarded: bool = True,
+        store: bool = True,
     ) -> None:
-        """Fill the given partial results, and store E if it has memory.
+        """Fill the given partial results, and store E if it has memory, unless it is not to be stored.
 
         `marks`: compute only the row tiles that are marked. Sums and grad_dot_logits are added to
         those of the blocks of classes before this one. Without `guarded`, an ignored row whose
@@ -95,7 +96,7 @@ class Exponentials:
             "grad_dot_logit_ptr": grad_dot_logits,
             "max_ptr": maxima,
             "argmax_ptr": places,
-            "STORE": self.exp_CB is not None,
+            "STORE": store and self.exp_CB is not None,
             "GUARDED": guarded,
             "ADD": self.classes.start > 0 and (sums is not None or grad_dot_logits is not None),
             "PROGRAMS": programs,
@@ -107,7 +108,7 @@ class Exponentials:
             gemm_gluon.run(self.terms, self.exp_CB, arguments)
             return
         kernels.exponentials_kernel[(programs,)](
-            **self._tiles,
+            **(self._tiles if store else {**self._tiles, "exp_CB": None}),
             **arguments,
             SOFTCAP=self.softcap,
             # A branch would spare most half tiles the comparison with the target, which takes

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines import row_math
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
-from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
 
-LARGEST = tl.constexpr(LARGEST_SUM)
+LARGEST_SUM = tl.constexpr(row_math.LARGEST_SUM)
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8
 # Rows and partial sums that a program reduces at a time.
@@ -60,7 +60,7 @@ def _sum_kernel(
         sum_c = reduced(partials_TC_ptr, rows, T, C, False, BLOCK_C, BLOCK_T)
         tl.store(out_C_ptr + rows, sum_c, mask=rows < C)
         if MARK:
-            far = tl.max(tl.where(sum_c <= LARGEST, 0, 1), 0)  # NaN is not less
+            far = tl.max(tl.where(sum_c <= LARGEST_SUM, 0, 1), 0)  # NaN is not less
             if far != 0:  # all programs of a tile store the same
                 tl.store(marks_ptr, 1)
                 tl.store(mark_ptr, 1)
@@ -80,7 +80,7 @@ def _references_kernel(
     if tl.load(marks_ptr + 1 + first // HEIGHT) != 0:
         rows = first + tl.arange(0, BLOCK_C)
         max_c = reduced(maxima_TC_ptr, rows, T, C, True, BLOCK_C, BLOCK_T)
-        near_c = tl.load(sum_C_ptr + rows, mask=rows < C, other=0.0) <= LARGEST
+        near_c = tl.load(sum_C_ptr + rows, mask=rows < C, other=0.0) <= LARGEST_SUM
         ignored_c = tl.load(ignored_C_ptr + rows, mask=rows < C, other=1) != 0
         old_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=0.0)
         tl.store(reference_C_ptr + rows, tl.where(near_c | ignored_c, old_c, max_c), mask=rows < C)

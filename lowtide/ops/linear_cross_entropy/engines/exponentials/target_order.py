@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A kernel finds the place of each row by counting the rows that come before it. That is one launch
-# and takes time in proportion to N times the rows of a chunk. torch's sort takes ten launches.
+# A kernel finds the place of each row by counting the rows that come before it. That is one launch,
+# where torch takes about ten, but its time grows with the square of a chunk's rows. With this many,
+# it is an estimated 10 microseconds, as long as a sort.
 COUNTED_ROWS = 4096
 BLOCK, WIDTH = 32, 128
 
@@ -19,10 +20,10 @@ def _order_kernel(
     target_N_ptr, ignored_N_ptr, class_N_ptr, order_N_ptr, N, V, chunk,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the classes of each chunk in order, and their rows. Grid: (chunk / BLOCK, chunks)."""
-    start = tl.program_id(1) * chunk
+    """Write the classes of each chunk in order, and their rows. Grid: (chunks, chunk / BLOCK)."""
+    start = tl.program_id(0) * chunk
     end = tl.minimum(start + chunk, N)
-    row_n = start + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row_n = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     class_n = _class_of(target_N_ptr, ignored_N_ptr, row_n, end, V)
     place_n = tl.full((BLOCK,), 0, tl.int32) + start
     for first in range(start, end, WIDTH):
@@ -55,6 +56,6 @@ def sorted_targets(target_N: Tensor, ignored_N: Tensor, V: int, rows: int) -> tu
         key_N, order_N = key_N.sort(stable=True)
         return key_N.remainder_(V + 1), order_N
     class_N, order_N = torch.empty_like(target_N), torch.empty_like(target_N)
-    grid = triton.cdiv(rows, BLOCK), triton.cdiv(N, rows)
+    grid = triton.cdiv(N, rows), triton.cdiv(rows, BLOCK)
     _order_kernel[grid](target_N, ignored_N, class_N, order_N, N, V, rows, BLOCK=BLOCK, WIDTH=WIDTH)
     return class_N, order_N
