@@ -17,7 +17,7 @@ from lowtide.core.matmul import Operand
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
-from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
+from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector, make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     ExcludedTargetStats,
     LogitTransform,
@@ -38,7 +38,7 @@ class LossEngine(Engine):
     stats_kind: type[SoftmaxStats] | type[ExcludedTargetStats] = SoftmaxStats
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
-        self.head, self.rows = head, RowLoss(plan, head, labels)
+        self.head, self.rows = head, make_rows(plan, head, labels)
         kept_rows, self.class_weight_V = self.rows.kept_rows, self.rows.class_weight_V
         self.transform = LogitTransform(
             as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype), plan.options.softcap

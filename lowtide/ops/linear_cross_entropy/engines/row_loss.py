@@ -41,8 +41,11 @@ class RowLoss:
         if plan.agreement is not None and plan.options.tokens_sharded:
             self.order = TokenOrder(plan.agreement, self.device)
         self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
+        self._set_rows(labels)
+
+    def _set_rows(self, labels: Labels) -> None:
         self._set_target(labels.target)
-        self.row_weight_N = None
+        self.row_weight_N: Tensor | None = None
         if labels.row_weight is not None:
             self.row_weight_N = self._of_kept_as_sums(labels.row_weight.flatten())
 
@@ -98,6 +101,11 @@ class RowLoss:
             loss_N.addcmul_(*[stats.logsumexp_N] * 2, value=options.z_loss)
         return loss_N if self.row_weight_N is None else loss_N.mul_(self.row_weight_N)
 
+    def total_loss(self, stats: RowStats, denominator: Tensor | None) -> Tensor:
+        """Return the sum of the loss of all rows, divided by the denominator if there is one."""
+        loss = self.loss_N(stats).masked_fill_(self.ignored_N, 0).sum()
+        return loss if denominator is None else loss / denominator
+
     def denominator(self) -> Tensor:
         """Return what a mean is divided by, whatever the weights of the rows.
 
@@ -106,6 +114,11 @@ class RowLoss:
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
         return self.target_weight_N.sum()
+
+    def mean(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what a mean is divided by, the normaliser if given, and the gradients' factor."""
+        denominator = self.denominator() if normalizer is None else normalizer
+        return denominator, mean_factor(denominator, self.ignored_N.all())
 
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         """Return the coefficients of the gradient of sum(upstream_N * loss_N).
@@ -236,6 +249,22 @@ class RowLoss:
         if issubclass(kind, ExcludedTargetStats):
             vectors["target_logit_N"] = vector()
         return kind(**vectors)
+
+
+def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
+    """Return the rows of a call; modules that import Triton are imported only here."""
+    kind = RowLoss
+    if plan.backend == "triton" and plan.agreement is None and not plan.call_kind.probabilities:
+        from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind
+    return kind(plan, head, labels)
+
+
+def mean_factor(denominator: Tensor, all_ignored: Tensor) -> Tensor:
+    """Return 1 / denominator. If every row is ignored, it is 1.
+
+    Then the loss is NaN and the gradients are zero, as in torch.
+    """
+    return 1 / denominator.masked_fill(all_ignored, 1)
 
 
 def as_vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -48,3 +48,40 @@ def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
     if lse_coef is not None:
         softmax_coef += lse_coef * lse
     return softmax_coef
+
+
+@triton.jit
+def row_coefs(
+    upstream, weight, total_weight, target_share, smoothing_share, lse_share, SMOOTHED: tl.constexpr
+):
+    """Return softmax_coef, target_coef, smoothing_coef and lse_coef of each row.
+
+    With smoothing e and z-loss l the shares are 1 - e, e/V and 2 l.
+    """
+    target_coef = weight * target_share * upstream
+    smoothing_coef = upstream * smoothing_share
+    softmax_coef = target_coef
+    if SMOOTHED:
+        softmax_coef = target_coef + smoothing_coef * total_weight
+    return softmax_coef, target_coef, smoothing_coef, upstream * lse_share
+
+
+@triton.jit
+def row_loss(weight, nll, smooth_nll, lse, row_weight, target_share, smoothing_share, z_loss):
+    """Return each row's loss from its statistics; the shares are those of `row_coefs`."""
+    loss = weight * target_share * nll
+    if smooth_nll is not None:
+        loss += smooth_nll * smoothing_share
+    if lse is not None:
+        loss += z_loss * lse * lse
+    if row_weight is not None:
+        loss *= row_weight
+    return loss
+
+
+@triton.jit
+def logsumexp(max, sum, target_logit):
+    """Return the log-sum-exp of each row; the sum leaves out the target whose logit is given."""
+    if target_logit is not None:
+        sum += tl.exp(target_logit - max)
+    return tl.log(sum) + max

@@ -19,7 +19,7 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from lowtide.core.operator import operator
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
+from lowtide.ops.linear_cross_entropy.engines.row_loss import make_rows, mean_factor
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, rows_for
@@ -67,12 +67,9 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         if engine.plan.options.reduction == "none":
             stats, rows = engine.row_statistics(), engine.rows
             return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
-        denominator, factor = _denominator([engine.rows], call[2])
-        loss, gradients = _sum(engine, factor)
-        return [
-            loss if denominator is None else loss / denominator,
-            *([] if gradients is None else gradients.outputs),
-        ]
+        denominator, factor = _mean(engine, call[2].normalizer)
+        loss, gradients = _loss(engine, denominator, factor)
+        return [loss, *([] if gradients is None else gradients.outputs)]
 
 
 @_operator("linear_cross_entropy_backward", f"Tensor grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
@@ -125,6 +122,9 @@ def linear_log_probs_backward(
 # Convert arguments, choose the engine's class, add up positions.
 
 
+PlannedCall = tuple[Plan, Head, Labels]
+
+
 def parsed(
     arguments: Sequence[Any], *, log_probs: bool = False
 ) -> tuple[Head, Labels, tuple[bool, ...], Options]:
@@ -144,11 +144,11 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         calls.append(_planned(part, part_labels, needs_grad, options))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
-        denominator, factor = _denominator((RowLoss(*call) for call in calls), labels)
+        denominator, factor = _mean_of_positions(calls, labels)
         gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            of_one, found = _sum(_engine(*call), factor)
+            of_one, found = _loss(_engine(*call), None, factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
@@ -156,33 +156,41 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         return [loss if denominator is None else loss / denominator, *gradients.gradients.outputs]
 
 
-def _denominator(calls: Iterable[RowLoss], labels: Labels) -> tuple[Tensor | None, Tensor]:
-    """Return the mean's divisor over all positions (None for a sum) and the gradients' factor.
+def _mean(engine: LossEngine, normalizer: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Return the mean's divisor (None for a sum) and the gradients' factor.
 
     The divisor is the normaliser if there is one.
     """
+    if engine.plan.options.reduction == "sum":
+        return None, _one(engine.plan, engine.device)
+    return engine.rows.mean(normalizer)
+
+
+def _mean_of_positions(calls: Sequence[PlannedCall], labels: Labels) -> tuple[Tensor | None, Tensor]:
+    """Return the same over all positions."""
+    plan, head, _ = calls[0]
+    if plan.options.reduction == "sum":
+        return None, _one(plan, head.device)
     weights, ignored = [], []
-    for rows in calls:  # one position's vectors at a time
-        if rows.plan.options.reduction == "sum":
-            return None, torch.ones((), dtype=rows.plan.sum_dtype, device=rows.device)
+    for rows in (make_rows(*call) for call in calls):  # one position's vectors at a time
         weights.append(rows.denominator())
         ignored.append(rows.ignored_N.all())
     denominator = torch.stack(weights).sum() if labels.normalizer is None else labels.normalizer
-    # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
-    return denominator, 1 / denominator.masked_fill(torch.stack(ignored).all(), 1)
+    return denominator, mean_factor(denominator, torch.stack(ignored).all())
 
 
-def _sum(engine: LossEngine, factor: Tensor) -> tuple[Tensor, Gradients | None]:
-    """Return the loss of all rows, and the wanted gradients, times factor."""
+def _one(plan: Plan, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=plan.sum_dtype, device=device)
+
+
+def _loss(engine: LossEngine, denominator: Tensor | None, factor: Tensor) -> tuple[Tensor, Gradients | None]:
+    """Return the loss of all rows over the denominator, and the wanted gradients, times factor."""
     gradients = None
     if engine.plan.needs_grad.some:
         stats, gradients = engine.forward(factor)
     else:
         stats = engine.row_statistics()
-    return engine.rows.loss_N(stats).masked_fill_(engine.rows.ignored_N, 0).sum(), gradients
-
-
-PlannedCall = tuple[Plan, Head, Labels]
+    return engine.rows.total_loss(stats, denominator), gradients
 
 
 def _planned(

@@ -1,0 +1,235 @@
+"""Compute the vectors of the rows, the factor of a mean and the loss, each in one Triton launch.
+
+Plain torch takes some thirty launches of a few numbers each, and a small call waits for them.
+row_math_triton.py has the formulas. Sums have a fixed order.
+
+Shapes: N tokens, V classes.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.ops.linear_cross_entropy.definition.head import Labels
+from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import logsumexp, row_coefs, row_loss
+
+# Rows that a program takes at a time; only one program takes a sum.
+BLOCK, WARPS = 512, 4
+SUM_BLOCK, SUM_WARPS = 4096, 16
+
+
+@triton.jit(do_not_specialize=["N", "V", "ignore_index"])
+def _row_vectors_kernel(
+    label_N_ptr, class_weight_V_ptr, total_weight_ptr, row_weight_N_ptr, upstream_N_ptr,
+    target_N_ptr, ignored_N_ptr, invalid_target_N_ptr, target_weight_N_ptr,
+    softmax_coef_N_ptr, target_coef_N_ptr, smoothing_coef_N_ptr, lse_coef_N_ptr,
+    N, V, label_stride, row_weight_stride, upstream_stride,
+    ignore_index, target_share, smoothing_share, lse_share, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute each row's target and weight, unless known, and its coefficients. Grid: (N / BLOCK,).
+
+    Labels are integers, row weights and upstream gradients numbers, of any dtype. Without label
+    smoothing softmax_coef is target_coef and is not written.
+    """
+    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < N
+    label = tl.load(label_N_ptr + rows * label_stride, mask=inside, other=0).to(tl.int64)
+    ignored = label == ignore_index
+    invalid = ((label < 0) | (label >= V)) & (label != ignore_index)
+    target = tl.where(ignored | invalid, 0, label)
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if class_weight_V_ptr is not None:
+        weight = tl.load(class_weight_V_ptr + target, mask=inside & (label == target), other=0.0)
+    weight = tl.where(ignored, 0.0, tl.where(invalid, float("nan"), weight))
+    upstream = tl.full((BLOCK,), 1.0, tl.float32)
+    if upstream_N_ptr is not None:
+        places = rows * upstream_stride
+        upstream = tl.load(upstream_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    if row_weight_N_ptr is not None:
+        places = rows * row_weight_stride
+        upstream *= tl.load(row_weight_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    total_weight = V
+    if total_weight_ptr is not None:
+        total_weight = tl.load(total_weight_ptr)
+    softmax_coef, target_coef, smoothing_coef, lse_coef = row_coefs(
+        tl.where(ignored, 0.0, upstream), weight, total_weight, target_share, smoothing_share, lse_share,
+        SMOOTHED=smoothing_coef_N_ptr is not None,
+    )  # fmt: skip
+    if target_N_ptr is not None:
+        tl.store(target_N_ptr + rows, target, mask=inside)
+        tl.store(ignored_N_ptr + rows, ignored, mask=inside)
+        tl.store(target_weight_N_ptr + rows, weight, mask=inside)
+    if invalid_target_N_ptr is not None:
+        tl.store(invalid_target_N_ptr + rows, invalid, mask=inside)
+    tl.store(target_coef_N_ptr + rows, target_coef, mask=inside)
+    if smoothing_coef_N_ptr is not None:
+        tl.store(softmax_coef_N_ptr + rows, softmax_coef, mask=inside)
+        tl.store(smoothing_coef_N_ptr + rows, smoothing_coef, mask=inside)
+    if lse_coef_N_ptr is not None:
+        tl.store(lse_coef_N_ptr + rows, lse_coef, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _mean_kernel(
+    target_weight_N_ptr, ignored_N_ptr, normalizer_ptr, denominator_ptr, factor_ptr, N, BLOCK: tl.constexpr
+):
+    """Compute a mean's denominator, unless given, and 1 / denominator; 1 without rows. Grid: (1,)."""
+    weight = tl.zeros((BLOCK,), tl.float32)
+    kept = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, N, BLOCK):
+        rows = start + tl.arange(0, BLOCK).to(tl.int64)
+        inside = rows < N
+        kept |= (tl.load(ignored_N_ptr + rows, mask=inside, other=1) == 0).to(tl.int32)
+        if normalizer_ptr is None:
+            weight += tl.load(target_weight_N_ptr + rows, mask=inside, other=0.0)
+    if normalizer_ptr is None:
+        denominator = tl.sum(weight, 0)
+        tl.store(denominator_ptr, denominator)
+    else:
+        denominator = tl.load(normalizer_ptr).to(tl.float32)
+    # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
+    tl.store(factor_ptr, tl.where(tl.max(kept, 0) != 0, tl.div_rn(1.0, denominator), 1.0))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _loss_kernel(
+    target_weight_N_ptr, ignored_N_ptr, nll_N_ptr, smooth_nll_N_ptr, max_N_ptr, sum_N_ptr,
+    target_logit_N_ptr, row_weight_N_ptr, denominator_ptr, loss_N_ptr, loss_ptr,
+    N, row_weight_stride, target_share, smoothing_share, z_loss, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute each row's loss; or their sum over the denominator, if given, in a single program.
+
+    Grid: programs that take the blocks in turn.
+    """
+    total = tl.zeros((BLOCK,), tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, step):
+        rows = start + tl.arange(0, BLOCK)
+        inside = rows < N
+        ignored = tl.load(ignored_N_ptr + rows, mask=inside, other=1) != 0
+        weight = tl.load(target_weight_N_ptr + rows, mask=inside, other=0.0)
+        nll = tl.load(nll_N_ptr + rows, mask=inside, other=0.0)
+        smooth_nll = None
+        if smooth_nll_N_ptr is not None:
+            smooth_nll = tl.load(smooth_nll_N_ptr + rows, mask=inside, other=0.0)
+        lse = None
+        if Z_LOSS:
+            logit = None
+            if target_logit_N_ptr is not None:
+                logit = tl.load(target_logit_N_ptr + rows, mask=inside, other=0.0)
+            max = tl.load(max_N_ptr + rows, mask=inside, other=0.0)
+            lse = logsumexp(max, tl.load(sum_N_ptr + rows, mask=inside, other=1.0), logit)
+        row_weight = None
+        if row_weight_N_ptr is not None:
+            places = rows * row_weight_stride
+            row_weight = tl.load(row_weight_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
+        loss = row_loss(weight, nll, smooth_nll, lse, row_weight, target_share, smoothing_share, z_loss)
+        loss = tl.where(ignored, 0.0, loss)
+        if loss_N_ptr is not None:
+            tl.store(loss_N_ptr + rows, loss, mask=inside)
+        total += loss
+    if loss_ptr is not None:
+        loss = tl.sum(total, 0)
+        if denominator_ptr is not None:
+            loss = tl.div_rn(loss, tl.load(denominator_ptr).to(tl.float32))
+        tl.store(loss_ptr, loss)
+
+
+class TritonRowLoss(RowLoss):
+    """Take class indices of a head that is not sharded, on the backend "triton"; all rows are kept."""
+
+    def _set_rows(self, labels: Labels) -> None:
+        self.soft_NV, self.kept_rows, self.M = None, None, self.N
+        label_N, row_weight = labels.target.flatten(), labels.row_weight
+        check_classes(label_N, self.V, self.plan.options.ignore_index)
+        self.label_N = self.of_kept(label_N)
+        self.row_weight_N = None if row_weight is None else self.of_kept(row_weight.flatten())
+        self.target_N, self.ignored_N = self._vector(torch.long), self._vector(torch.bool)
+        self.target_weight_N, invalid_target_N = self._vector(), None
+        if self.plan.call_kind.log_probs:
+            invalid_target_N = self.invalid_target_N = self._vector(torch.bool)
+        known = (self.target_N, self.ignored_N, invalid_target_N, self.target_weight_N)
+        self.own_coefs = self._coefs(None, known)
+
+    def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
+        if upstream_N is None:
+            return self.own_coefs
+        return self._coefs(self.of_kept(upstream_N), (None,) * 4)
+
+    def _coefs(self, upstream_N: Tensor | None, targets: tuple[Tensor | None, ...]) -> RowCoefs:
+        """Return the coefficients, and write targets, ignored, invalid and weights if given."""
+        options, smoothed = self.plan.options, self.plan.options.label_smoothing > 0
+        target_coef_N = self._vector()
+        softmax_coef_N = self._vector() if smoothed else target_coef_N
+        smoothing_coef_N = self._vector() if smoothed else None
+        lse_coef_N = self._vector() if options.z_loss else None
+        total_weight = self.total_weight() if smoothed else None
+        by_row = (self.label_N, self.row_weight_N, upstream_N)
+        if self.M:
+            _row_vectors_kernel[(triton.cdiv(self.M, BLOCK),)](
+                self.label_N, self.class_weight_V,
+                total_weight if isinstance(total_weight, Tensor) else None, self.row_weight_N, upstream_N,
+                *targets, softmax_coef_N, target_coef_N, smoothing_coef_N, lse_coef_N,
+                self.M, self.V, *map(_stride, by_row), options.ignore_index,
+                *self._shares(), 2 * options.z_loss, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
+        vectors = (self.target_N, self.ignored_N, softmax_coef_N, target_coef_N, smoothing_coef_N)
+        return RowCoefs(*vectors, lse_coef_N=lse_coef_N)
+
+    def mean(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+        denominator = self._vector(size=()) if normalizer is None else normalizer
+        factor = self._vector(size=())
+        _mean_kernel[(1,)](
+            self.target_weight_N, self.ignored_N, normalizer, denominator, factor, self.M,
+            BLOCK=SUM_BLOCK, num_warps=SUM_WARPS,
+        )  # fmt: skip
+        return denominator, factor
+
+    def loss_N(self, stats: RowStats) -> Tensor:
+        loss_N = self._vector()
+        if self.M:
+            self._launch_loss((triton.cdiv(self.M, BLOCK),), stats, None, loss_N, None, BLOCK, WARPS)
+        return loss_N
+
+    def total_loss(self, stats: RowStats, denominator: Tensor | None) -> Tensor:
+        loss = self._vector(size=())
+        self._launch_loss((1,), stats, denominator, None, loss, SUM_BLOCK, SUM_WARPS)
+        return loss
+
+    def _launch_loss(
+        self,
+        grid: tuple[int],
+        stats: RowStats,
+        denominator: Tensor | None,
+        loss_N: Tensor | None,
+        loss: Tensor | None,
+        block: int,
+        warps: int,
+    ) -> None:
+        z_loss = self.plan.options.z_loss
+        logit_N = stats.target_logit_N if isinstance(stats, ExcludedTargetStats) else None
+        _loss_kernel[grid](
+            self.target_weight_N, self.ignored_N, stats.nll_N, stats.smooth_nll_N, stats.max_N, stats.sum_N,
+            logit_N, self.row_weight_N, denominator, loss_N, loss,
+            self.M, _stride(self.row_weight_N), *self._shares(), z_loss,
+            Z_LOSS=bool(z_loss), BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+
+    def _shares(self) -> tuple[float, float]:
+        """Return what label smoothing multiplies the target's term by, and that of each class."""
+        smoothing = self.plan.options.label_smoothing
+        return 1 - smoothing, smoothing / max(self.V, 1)
+
+    def _vector(self, dtype: torch.dtype | None = None, size: Any = None) -> Tensor:
+        size = self.M if size is None else size
+        return torch.empty(size, dtype=dtype or self.plan.sum_dtype, device=self.device)
+
+
+def _stride(vector: Tensor | None) -> int:
+    return 1 if vector is None else vector.stride(0)
