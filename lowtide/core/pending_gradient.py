@@ -34,30 +34,40 @@ class PendingGradient:
     remaining: Tensor | None = None
     """The factor still to be applied; None for 1."""
 
-    @property
-    def outputs(self) -> list[Tensor]:
-        """Return what an operator returns: the tensor, and a factor of its own.
-
-        The factor is copied: gradients may share one, but an operator's outputs share no memory.
-        """
-        if self.remaining is None:
-            assert self.applied is not None
-            return [self.tensor, torch.ones_like(self.applied)]
-        return [self.tensor, self.remaining.clone()]
-
     def finished(self, like: Tensor, backend: str) -> Tensor:
         """Return the gradient of `like`, whose memory is this one's if the dtype allows it."""
         whole = scaled(self.tensor, self.remaining, like.dtype, backend, in_place=True)
         return whole.view(like.shape)
 
 
-def finish_gradient(tensor: Tensor, factor: Tensor, like: Tensor, backend: str) -> Tensor:
-    """Return the gradient of `like` in a backward pass: tensor * factor, rounded once."""
+def outputs_of(gradients: Iterable[PendingGradient]) -> list[Tensor]:
+    """Return what an operator returns of gradients: for each its tensor and the remaining factor.
+
+    An empty factor stands for 1. Gradients may share a factor, but an operator's outputs share no
+    memory: all but the first of them return a copy.
+    """
+    outputs, returned = [], set()
+    for each in gradients:
+        factor = each.tensor.new_empty(0) if each.remaining is None else each.remaining
+        outputs += [each.tensor, factor.clone() if id(factor) in returned else factor]
+        returned.add(id(each.remaining))
+    return outputs
+
+
+def finish_gradient(
+    tensor: Tensor, factor: Tensor, grad_output: Tensor, like: Tensor, backend: str
+) -> Tensor:
+    """Return the gradient of `like` in a backward pass: tensor * factor * grad_output, rounded once.
+
+    tensor and factor are an operator's outputs.
+    """
+    first, second = (factor, grad_output) if factor.numel() else (grad_output, None)
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
-        return (tensor.to(factor.dtype) * factor).to(like.dtype).reshape(like.shape)
+        whole = first if second is None else first * second
+        return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
     # A freed graph's tensors may be overwritten; a retained one's will be read again.
     in_place = not torch_private.keeps_graph()
-    return scaled(tensor, factor, like.dtype, backend, in_place=in_place).reshape(like.shape)
+    return scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place).reshape(like.shape)
 
 
 def finish_gradients(
@@ -70,7 +80,7 @@ def finish_gradients(
     """Return the gradient of each tensor, or None, from an operator's outputs: two for each."""
     each = iter(outputs)
     return tuple(
-        finish_gradient(next(each), next(each) * grad_output, like, backend)
+        finish_gradient(next(each), next(each), grad_output, like, backend)
         if grad and like is not None
         else None
         for like, grad in zip(tensors, needs_grad)
@@ -132,17 +142,31 @@ def _largest(tensor: Tensor) -> Tensor:
     return torch.maximum(tensor.amax(), -tensor.amin()).float()
 
 
-def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
-    """Write factor * tensor to out, computed in factor's dtype and rounded once to out's.
+def scale_into(
+    out: Tensor,
+    tensor: Tensor,
+    factor: Tensor,
+    backend: str,
+    *,
+    second: Tensor | None = None,
+    spent: bool = False,
+) -> None:
+    """Write factor * second * tensor to out, computed in factor's dtype and rounded once to out's.
 
-    out may be the tensor itself. `spent`: the tensor is not read again and may be overwritten.
+    out may be the tensor itself. No second factor stands for 1. `spent`: the tensor is not read
+    again and may be overwritten.
     """
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
         from lowtide.core.triton_helpers import launch_scaling
 
-        launch_scaling(out, tensor, factor)
+        launch_scaling(out, tensor, factor, second)
+        return
+    if second is not None:
+        factor = factor * second
+    if tensor.dim() == 0:
+        out.copy_(tensor * factor)
     elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
         # As a vector of one element the factor takes part in type promotion; a 0-d factor would be
         # rounded to the tensor's dtype.
@@ -161,9 +185,15 @@ def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spe
 
 
 def scaled(
-    tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool
+    tensor: Tensor,
+    factor: Tensor | None,
+    dtype: torch.dtype,
+    backend: str,
+    *,
+    second: Tensor | None = None,
+    in_place: bool,
 ) -> Tensor:
-    """Return factor * tensor, rounded once to dtype.
+    """Return factor * second * tensor, rounded once to dtype; no factor, or no second, stands for 1.
 
     The result is in the tensor's own memory if `in_place` and its dtype allow it.
     """
@@ -171,10 +201,8 @@ def scaled(
         tensor, in_place = tensor.contiguous(), True
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)
-    if tensor.dim() == 0:
-        return (tensor * factor).to(dtype)
     out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-    scale_into(out, tensor, factor, backend, spent=in_place)
+    scale_into(out, tensor, factor, backend, second=second, spent=in_place)
     return out
 
 

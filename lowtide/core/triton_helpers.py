@@ -30,9 +30,13 @@ def slope_of_tanh(room):
 
 
 @triton.jit
-def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out = factor tensor, rounded once. Grid: programs that take the blocks in turn."""
+def _scale_kernel(
+    tensor_ptr, factor_ptr, second_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute out = factor second tensor, rounded once. Grid: programs that take the blocks in turn."""
     factor = tl.load(factor_ptr)
+    if second_ptr is not None:
+        factor *= tl.load(second_ptr)
     if IN_PLACE:  # loss.backward() passes 1 as the gradient of the loss, the usual factor
         count = tl.where(factor == 1.0, 0, count)
     step = tl.num_programs(0) * BLOCK
@@ -42,14 +46,14 @@ def _scale_kernel(tensor_ptr, factor_ptr, out_ptr, count, IN_PLACE: tl.constexpr
         tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
 
 
-def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor) -> None:
-    """Write factor * tensor to out, computed in float32 and rounded once.
+def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor, second: Tensor | None = None) -> None:
+    """Write factor * second * tensor to out, computed in float32 and rounded once.
 
-    Both tensors are contiguous, and out may be the tensor itself.
+    Both tensors are contiguous, and out may be the tensor itself. No second factor stands for 1.
     """
     count, block = tensor.numel(), 4096
     if count:
         # So few programs that the launch ends at once where the factor is 1.
         grid = (min(triton.cdiv(count, block), 2048),)
         in_place = out.data_ptr() == tensor.data_ptr()
-        _scale_kernel[grid](tensor, factor, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)
+        _scale_kernel[grid](tensor, factor, second, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)

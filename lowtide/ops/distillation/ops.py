@@ -2,7 +2,7 @@
 
     distillation            the loss. For mean and sum also the wanted gradients, each as two
                             tensors: the sum of the products, or that sum rounded; and the factor
-                            still to be applied.
+                            still to be applied, empty for 1.
     distillation_backward   for reduction "none": the wanted gradients, from the upstream
                             gradient
 
@@ -26,6 +26,7 @@ from lowtide.core.operator import operator
 from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import keeps_sum, make_plan
+from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -80,8 +81,10 @@ def _(*arguments: Any) -> list[Tensor]:
         if grad and like is not None:
             rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, needs_grad))
             kept = (heads.rows, like.shape[-1]) if place == 0 else like.shape
-            outputs.append(like.new_empty(kept, dtype=like.dtype if rounded else options.sum_dtype))
-            outputs.append(like.new_empty((), dtype=options.sum_dtype))
+            tensor = like.new_empty(kept, dtype=like.dtype if rounded else options.sum_dtype)
+            remains = factor_remains(like.dtype, tensor.dtype, options.sum_dtype)
+            factor = like.new_empty((), dtype=options.sum_dtype) if remains else tensor.new_empty(0)
+            outputs += [tensor, factor]
     return outputs
 
 

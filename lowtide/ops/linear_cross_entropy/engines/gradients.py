@@ -17,6 +17,7 @@ from lowtide.core.pending_gradient import (
     PendingGradient,
     fp16_headroom_of_input,
     fp16_headroom_of_weight,
+    outputs_of,
     scale_into,
     split_factor,
 )
@@ -43,7 +44,7 @@ class Gradients:
     @property
     def outputs(self) -> list[Tensor]:
         """Return what an operator returns of them: two tensors of each that is wanted."""
-        return [output for each in self.all if each is not None for output in each.outputs]
+        return outputs_of(each for each in self.all if each is not None)
 
     def finished(self, tensors: Iterable[Tensor | None], backend: str) -> list[Tensor]:
         """Return the wanted gradients of these tensors, which are in the same order."""
@@ -123,14 +124,25 @@ def allocate_one(
     `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: each of
     its rows is multiplied by a factor anyway, and the shared factor is applied with that one.
     """
-    whole = like.dtype == sum_dtype
-    summed = summed or whole
+    kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
-    tensor = make(shape, dtype=sum_dtype if summed else like.dtype, device=like.device)
-    if summed and not (by_row and whole):
+    tensor = make(shape, dtype=kept, device=like.device)
+    if _waits(like.dtype, kept, sum_dtype, by_row=by_row):
         return PendingGradient(tensor, None, factor)
     applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
     return PendingGradient(tensor, applied, remaining)
+
+
+def _waits(dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_row: bool) -> bool:
+    """Return True if the whole factor is left for backward."""
+    return kept == sum_dtype and not (by_row and dtype == sum_dtype)
+
+
+def factor_remains(
+    dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_row: bool = False
+) -> bool:
+    """Return True if `allocate_one` leaves a factor for backward, of a gradient kept in this dtype."""
+    return dtype == torch.float16 or _waits(dtype, kept, sum_dtype, by_row=by_row)
 
 
 def keeps_input_sum(input: Tensor, options: Options) -> bool:

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.engines.gradients import keeps_input_sum
+from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains, keeps_input_sum
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
-from lowtide.ops.linear_cross_entropy.operator.planner import keeps_sum, peak_bytes, with_graph_facts
+from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight_gradient_of, with_graph_facts
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import position_bytes
@@ -43,19 +43,25 @@ def _(*arguments: Any) -> list[Tensor]:
         # The loss; then each row's maximum and sum, and for probabilities their mass.
         return [_vector(head, options), *_statistics(head, options, 2 + call_kind.probabilities)]
     number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
-    waiting = []
-    terms = len(head.inputs)
+    waiting, terms, sum_dtype = [], len(head.inputs), options.sum_dtype
+    way = None
+    if any(call_kind.needs_grad.weights) and not head.by_position:
+        way = weight_gradient_of(head, options, call_kind)
     for place, (like, grad) in enumerate(zip(head.tensors, needs_grad)):
         if like is None or not grad:
             continue
         shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
         if head.by_position:
-            dtype = kept_dtype(place, like.dtype, options.sum_dtype)
+            dtype, remains = kept_dtype(place, like.dtype, sum_dtype), False
         else:
             rounded = place < terms and not keeps_input_sum(like, options)
-            rounded = rounded or (place == terms and not keeps_sum(head, options, call_kind))
-            dtype = like.dtype if rounded else options.sum_dtype
-        waiting += [like.new_empty(shape, dtype=dtype), torch.empty_like(number)]
+            rounded = rounded or (place == terms and way != "accumulate")
+            dtype = like.dtype if rounded else sum_dtype
+            by_row = options.engine == "exponentials" and place < 2 * terms
+            by_row = by_row and (place < terms or way != "class_blocks")
+            remains = factor_remains(like.dtype, dtype, sum_dtype, by_row=by_row)
+        tensor = like.new_empty(shape, dtype=dtype)
+        waiting += [tensor, torch.empty_like(number) if remains else tensor.new_empty(0)]
     return [number, *waiting]
 
 

@@ -10,7 +10,7 @@ Each operator runs the engine in its options and chooses nothing. A backward fro
 the engine that made them; the statistics name it (engines/saved_stats.py).
 
 A pending gradient is two tensors: the sum of the products, or that sum rounded, and the factor
-still to be applied. Only the wanted gradients are returned, in the order of Head's tensors. The
+still to be applied, empty for 1. Only the wanted gradients are returned, in the order of Head's tensors. The
 first operator also takes the head of a K-dimensional loss, for a mean or sum.
 
 fake.py registers the shapes of the outputs, autograd.py the derivatives.

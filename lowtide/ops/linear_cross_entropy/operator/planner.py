@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, operand_access
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
@@ -102,13 +102,13 @@ def rows_for(head: Head, options: Options, call_kind: CallKind, rank_tokens: int
     return sizes.choose_sizes(workspace, counts).rows
 
 
-def keeps_sum(head: Head, options: Options, call_kind: CallKind) -> bool:
-    """Return True if the first weight gradient is kept as a float32 sum until backward.
+def weight_gradient_of(head: Head, options: Options, call_kind: CallKind) -> WeightGradient:
+    """Return the way to form the first weight gradient; by "accumulate" it is kept as a sum.
 
     The shapes and dtypes of the operator's outputs depend on nothing else of the plan.
     """
     _, workspace, counts = _memory(Call(head, options, call_kind))
-    return choose_weight_gradient(workspace, counts) == "accumulate"
+    return choose_weight_gradient(workspace, counts)
 
 
 def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:

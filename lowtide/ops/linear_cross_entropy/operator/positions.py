@@ -42,14 +42,13 @@ class PositionGradients:
 
     def __init__(self, head: Head, needs_grad: NeedsGrad, sum_dtype: torch.dtype) -> None:
         """Allocate the gradients; `head` is that of all positions."""
-        one = torch.ones((), dtype=sum_dtype, device=head.device)
 
         def keep(place: int, like: Tensor | None, grad: bool) -> PendingGradient | None:
             if like is None or not grad:
                 return None
             make = torch.empty if OWN[place] else torch.zeros
             dtype = kept_dtype(place, like.dtype, sum_dtype)
-            return PendingGradient(make(like.shape, dtype=dtype, device=like.device), None, one)
+            return PendingGradient(make(like.shape, dtype=dtype, device=like.device))
 
         wants = (*needs_grad.inputs, *needs_grad.weights, needs_grad.bias, needs_grad.scale)
         dx, dw, db, dscale = (keep(*each) for each in zip(range(4), head.tensors, wants))
