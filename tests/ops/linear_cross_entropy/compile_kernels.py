@@ -191,6 +191,68 @@ def _rows(kernel: str, **arguments: Any) -> Build:
     return Build("ops.linear_cross_entropy.engines.weight_gradient.row_kernels", kernel, arguments, warps=4)
 
 
+_IGNORED = {"ignored_N_ptr": "*i1"}
+
+
+def _row_loss(kernel: str, warps: int, block: int, arguments: dict[str, Any], **changes: Any) -> Build:
+    arguments = arguments | {"N": I32, "BLOCK": block} | changes
+    return Build("ops.linear_cross_entropy.engines.row_loss_triton", kernel, arguments, warps)
+
+
+def _row_vectors(**changes: Any) -> Build:
+    absent = (
+        "class_weight_V",
+        "total_weight",
+        "row_weight_N",
+        "upstream_N",
+        "smoothing_coef_N",
+        "lse_coef_N",
+    )
+    arguments = {
+        **{"label_N_ptr": I64, "target_N_ptr": I64, **_IGNORED, "invalid_target_N_ptr": None},
+        **dict.fromkeys(("target_weight_N_ptr", "softmax_coef_N_ptr", "target_coef_N_ptr"), F32),
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        **{"V": I32, "ignore_index": I32},
+        **dict.fromkeys(("label_stride", "row_weight_stride", "upstream_stride"), 1),
+        **dict.fromkeys(("target_share", "smoothing_share", "lse_share"), "fp32"),
+    }
+    return _row_loss("_row_vectors_kernel", 4, 512, arguments, **changes)
+
+
+_ALL_VECTORS = {
+    **{
+        "label_N_ptr": "*i32",
+        "invalid_target_N_ptr": "*i1",
+        "upstream_N_ptr": BF16,
+        "row_weight_N_ptr": BF16,
+    },
+    **dict.fromkeys(("class_weight_V_ptr", "total_weight_ptr"), F32),
+    **dict.fromkeys(("smoothing_coef_N_ptr", "lse_coef_N_ptr"), F32),
+    **dict.fromkeys(("label_stride", "row_weight_stride", "upstream_stride"), I32),
+}
+
+
+def _loss(**changes: Any) -> Build:
+    absent = ("smooth_nll_N", "target_logit_N", "row_weight_N", "loss_N")
+    arguments = {
+        **_IGNORED,
+        **dict.fromkeys(("target_weight_N_ptr", "nll_N_ptr", "max_N_ptr", "sum_N_ptr"), F32),
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        **{"denominator_ptr": F32, "loss_ptr": F32, "row_weight_stride": 1, "Z_LOSS": False},
+        **dict.fromkeys(("target_share", "smoothing_share", "z_loss"), "fp32"),
+    }
+    block, warps = changes.pop("BLOCK", 4096), changes.pop("warps", 16)
+    return _row_loss("_loss_kernel", warps, block, arguments, **changes)
+
+
+_ALL_LOSSES = {
+    **dict.fromkeys(("smooth_nll_N_ptr", "target_logit_N_ptr", "row_weight_N_ptr"), F32),
+    "row_weight_stride": I32,
+    "Z_LOSS": True,
+}
+_MEAN = {"target_weight_N_ptr": F32, **_IGNORED, "denominator_ptr": F32, "factor_ptr": F32}
+
+
 def _add_product(**changes: Any) -> Build:
     arguments = {
         "exp_CV": "tensordesc<bf16[64, 128]>",
@@ -238,13 +300,13 @@ BUILDS = {
     **_CHAIN),
     "scale": Build(
         "core.triton_helpers", "_scale_kernel",
-        {"tensor_ptr": F32, "factor_ptr": F32, "out_ptr": "*bf16", "count": I32, "IN_PLACE": False,
-         "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": F32, "factor_ptr": F32, "second_ptr": F32, "out_ptr": "*bf16", "count": I32,
+         "IN_PLACE": False, "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
         "core.triton_helpers", "_scale_kernel",
-        {"tensor_ptr": "*bf16", "factor_ptr": F32, "out_ptr": "*bf16", "count": "i64", "IN_PLACE": True,
-         "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": "*bf16", "factor_ptr": F32, "second_ptr": None, "out_ptr": "*bf16", "count": "i64",
+         "IN_PLACE": True, "BLOCK": 4096}, warps=8,
     ),
     "exponentials": _exponentials(),
     "exponentials, sums": _exponentials(exp_CB=None, STORE=False),
@@ -290,6 +352,20 @@ BUILDS = {
     "distances, gradient": _distance_gradient(),
     "distances, gradient, all": _distance_gradient(
         class_weight_B_ptr=F32, soft_stride=I32, SMOOTHED=True
+    ),
+    "row vectors": _row_vectors(),
+    "row vectors, all": _row_vectors(**_ALL_VECTORS),
+    "row vectors, upstream": _row_vectors(
+        **_ALL_VECTORS | dict.fromkeys(
+            ("target_N_ptr", "ignored_N_ptr", "invalid_target_N_ptr", "target_weight_N_ptr")
+        )
+    ),
+    "mean": _row_loss("_mean_kernel", 16, 4096, _MEAN, normalizer_ptr=None),
+    "mean, normaliser": _row_loss("_mean_kernel", 16, 4096, _MEAN, normalizer_ptr=F32),
+    "loss": _loss(),
+    "loss, all": _loss(**_ALL_LOSSES),
+    "loss, each row": _loss(
+        **_ALL_LOSSES, loss_N_ptr=F32, loss_ptr=None, denominator_ptr=None, BLOCK=512, warps=4
     ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, ignored_C_ptr="*i1",

@@ -12,6 +12,7 @@ gradients         memory for the gradients, and the factors still to be applied 
 part_stats        statistics of parts of the classes, gathered from the ranks and merged
 token_order       the tokens of all ranks, and sums of input gradients over the ranks
 row_loss          the loss of each row, and the coefficients of its gradient
+row_loss_triton   the same in one Triton launch each, where the backend is Triton
 saved_stats       row statistics as an operator's outputs, with the engine that made them
 gemm/             what the GEMM kernels share, in Triton and in Gluon
 weight_gradient/  accumulators of the weight gradient, and the choice of one

@@ -17,7 +17,7 @@ from lowtide.core.matmul import Operand
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
-from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector, make_rows
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     ExcludedTargetStats,
     LogitTransform,
@@ -113,3 +113,11 @@ class LossEngine(Engine):
         if self.transform.bias_V is not None:
             u_C += self.transform.bias_V[target_C]
         return self.transform.apply(u_C, in_place=False, sloped=True)
+
+
+def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
+    """Return the rows of a call; modules that import Triton are imported only here."""
+    kind = RowLoss
+    if plan.backend == "triton" and plan.agreement is None and not plan.call_kind.probabilities:
+        from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind
+    return kind(plan, head, labels)

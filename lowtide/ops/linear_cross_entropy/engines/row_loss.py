@@ -251,14 +251,6 @@ class RowLoss:
         return kind(**vectors)
 
 
-def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
-    """Return the rows of a call; modules that import Triton are imported only here."""
-    kind = RowLoss
-    if plan.backend == "triton" and plan.agreement is None and not plan.call_kind.probabilities:
-        from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind
-    return kind(plan, head, labels)
-
-
 def mean_factor(denominator: Tensor, all_ignored: Tensor) -> Tensor:
     """Return 1 / denominator. If every row is ignored, it is 1.
 

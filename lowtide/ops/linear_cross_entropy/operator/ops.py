@@ -30,8 +30,8 @@ from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_loss import make_rows, mean_factor
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
+from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, rows_for
