@@ -80,19 +80,21 @@ def step(launches, dtype, engine, way, **options):
             inputs.input, inputs.linear_weight, inputs.target, backend="triton", **options
         )
         of_forward = launches.found.total()
-        torch.autograd.grad(loss, (inputs.input, inputs.linear_weight))
+        torch.autograd.grad(loss, (inputs.input, inputs.linear_weight), torch.ones_like(loss))
     return of_forward, launches.found.total() - of_forward
 
 
 # These numbers may only fall.
 
 
-@pytest.mark.parametrize(("reduction", "forward"), [("mean", 42), ("sum", 42)])
-def test_exponentials(launches, monkeypatch, reduction, forward):
+@pytest.mark.parametrize(
+    ("reduction", "forward", "backward"), [("mean", 42, 3), ("sum", 42, 3), ("none", 26, 27)]
+)
+def test_exponentials(launches, monkeypatch, reduction, forward, backward):
     """On the CPU the harness adds the conversions of operands to float32, and of a product from it."""
     put_everywhere("cpu", monkeypatch)
     found = step(launches, torch.bfloat16, "exponentials", "single_product", reduction=reduction)
-    assert found == (forward, 3), launches.found
+    assert found == (forward, backward), launches.found
 
 
 @pytest.mark.parametrize(("options", "forward"), [({}, 8), ({"label_smoothing": 0.1, "z_loss": 0.01}, 8)])
