@@ -41,11 +41,12 @@ def _row_vectors_kernel(
     inside = rows < N
     label = tl.load(label_N_ptr + rows * label_stride, mask=inside, other=0).to(tl.int64)
     ignored = label == ignore_index
-    invalid = ((label < 0) | (label >= V)) & (label != ignore_index)
-    target = tl.where(ignored | invalid, 0, label)
+    outside = (label < 0) | (label >= V)
+    invalid = outside & (label != ignore_index)
+    target = tl.where(ignored | outside, 0, label)
     weight = tl.full((BLOCK,), 1.0, tl.float32)
     if class_weight_V_ptr is not None:
-        weight = tl.load(class_weight_V_ptr + target, mask=inside & (label == target), other=0.0)
+        weight = tl.load(class_weight_V_ptr + target, mask=inside & (outside == 0), other=0.0)
     weight = tl.where(ignored, 0.0, tl.where(invalid, float("nan"), weight))
     upstream = tl.full((BLOCK,), 1.0, tl.float32)
     if upstream_N_ptr is not None:
