@@ -80,7 +80,10 @@ def _row_vectors_kernel(
 def _mean_kernel(
     target_weight_N_ptr, ignored_N_ptr, normalizer_ptr, denominator_ptr, factor_ptr, N, BLOCK: tl.constexpr
 ):
-    """Compute a mean's denominator, unless given, and 1 / denominator; 1 without rows. Grid: (1,)."""
+    """Compute a mean's denominator, unless given, and 1 / denominator. Grid: (1,).
+
+    If every row is ignored, the denominator is NaN, as the loss in torch, and the factor is 1.
+    """
     weight = tl.zeros((BLOCK,), tl.float32)
     kept = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, N, BLOCK):
@@ -89,13 +92,13 @@ def _mean_kernel(
         kept |= (tl.load(ignored_N_ptr + rows, mask=inside, other=1) == 0).to(tl.int32)
         if normalizer_ptr is None:
             weight += tl.load(target_weight_N_ptr + rows, mask=inside, other=0.0)
+    some = tl.max(kept, 0) != 0
     if normalizer_ptr is None:
         denominator = tl.sum(weight, 0)
-        tl.store(denominator_ptr, denominator)
+        tl.store(denominator_ptr, tl.where(some, denominator, float("nan")))
     else:
         denominator = tl.load(normalizer_ptr).to(tl.float32)
-    # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
-    tl.store(factor_ptr, tl.where(tl.max(kept, 0) != 0, tl.div_rn(1.0, denominator), 1.0))
+    tl.store(factor_ptr, tl.div_rn(1.0, tl.where(some, denominator, 1.0)))
 
 
 @triton.jit(do_not_specialize=["N"])
