@@ -1,7 +1,7 @@
 """Register operators with torch.library, for the CPU and CUDA."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     def registered(function: Callable[..., Any]) -> Any:
         @functools.wraps(function)
         def run(*arguments: Any) -> Any:
-            if torch.is_grad_enabled() and any(_need_gradients(arguments)):
+            if torch.is_grad_enabled() and _need_gradients(arguments):
                 raise RuntimeError(
                     f"lowtide::{name} has no derivative of its own; call the function of lowtide that it "
                     "belongs to, which has, or this under torch.no_grad()"
@@ -46,21 +46,28 @@ def derivative(
 ) -> None:
     """Register the derivative of an operator that takes tensors or lists of them, and returns a list.
 
-    As with torch.library.register_autograd, `setup_context` gets ctx, inputs and output, and
-    `backward` gets ctx and the gradients of the output; it returns one entry per argument, a list
-    for a list. register_autograd takes 0.2 ms more of host time per step, most of it in pytrees.
+    Its tensors come first in the schema. As with torch.library.register_autograd, `setup_context`
+    gets ctx, inputs and output, and `backward` gets ctx and the gradients of the output; it returns
+    one entry per argument, a list for a list. register_autograd takes 0.2 ms more of host time per
+    step, most of it in pytrees.
     """
 
     if torch_private.below_autograd is None or torch_private.after_autograd_keyset is None:
         torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=LIBRARY)
         return
-    lists = [str(argument.type) == "List[Tensor]" for argument in operator._schema.arguments]
+    schema = [(str(argument.type), argument.default_value) for argument in operator._schema.arguments]
+    kinds = [kind for kind, _ in schema if "Tensor" in kind]
+    assert all("Tensor" in kind for kind, _ in schema[: len(kinds)])
+    defaults, lists = tuple(default for _, default in schema), [kind == "List[Tensor]" for kind in kinds]
 
     class Derivative(torch.autograd.Function):
-        # Lists are passed item by item, because autograd sees tensors only as arguments.
+        # Autograd sees tensors only as arguments of their own, so lists are passed item by item. All
+        # other arguments are passed as one, since each takes time.
         @staticmethod
-        def forward(ctx: Any, keys: Any, lengths: Sequence[int | None], *items: Any) -> tuple[Tensor, ...]:
-            arguments = _in_lists(items, lengths)
+        def forward(
+            ctx: Any, keys: Any, lengths: Sequence[int | None], others: tuple[Any, ...], *items: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            arguments = [*_in_lists(items, lengths), *others]
             with torch_private.below_autograd():
                 output = operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
             ctx.lengths = lengths
@@ -70,48 +77,54 @@ def derivative(
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
             needed = ctx.needs_input_grad
-            ctx.needs_input_grad = _in_lists(needed[2:], ctx.lengths)
+            ctx.needs_input_grad = _in_lists(needed[3:], ctx.lengths)
             try:
                 found = backward(ctx, gradients)
             finally:
                 ctx.needs_input_grad = needed  # a retained graph runs this once more
-            return (None, None, *_one_by_one(found, ctx.lengths))
+            return (None, None, None, *_one_by_one(found[: len(lists)], ctx.lengths))
 
     # Profiles and anomaly mode name a node after its class.
     name = operator._schema.name.partition("::")[2]
     function: Any = type(Derivative)(name, (Derivative,), {})  # type: ignore[misc]
 
     def run(keys: Any, *arguments: Any) -> Any:
-        if not (torch.is_grad_enabled() and any(_need_gradients(arguments))):
+        tensors = arguments[: len(lists)]
+        if not (torch.is_grad_enabled() and _need_gradients(tensors)):
             with torch_private.below_autograd():
                 return operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
         # The dispatcher leaves out arguments that have their default.
-        arguments += tuple(each.default_value for each in operator._schema.arguments[len(arguments) :])
-        lengths = [len(each) if is_list else None for each, is_list in zip(arguments, lists)]
-        return list(function.apply(keys, lengths, *_one_by_one(arguments, lengths)))
+        tensors += defaults[len(tensors) : len(lists)]
+        others = arguments[len(lists) :] + defaults[max(len(arguments), len(lists)) :]
+        lengths = [len(each) if is_list else None for each, is_list in zip(tensors, lists)]
+        return list(function.apply(keys, lengths, others, *_one_by_one(tensors, lengths)))
 
     LIBRARY.impl(operator, run, "Autograd", with_keyset=True)
 
 
-def _one_by_one(arguments: Iterable[Any], lengths: Iterable[int | None]) -> Iterator[Any]:
-    """Yield the arguments, and in place of each list that has a length its items."""
+def _one_by_one(arguments: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:
+    """Return the arguments, and in place of each list that has a length its items."""
+    items: list[Any] = []
     for argument, length in zip(arguments, lengths, strict=True):
         if length is None:
-            yield argument
+            items.append(argument)
         else:
-            yield from argument
+            items += argument
+    return items
 
 
 def _in_lists(items: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:
-    """Return the arguments that `_one_by_one` yielded item by item."""
+    """Return the arguments of which `_one_by_one` made items."""
     rest = iter(items)
     return [next(rest) if length is None else list(islice(rest, length)) for length in lengths]
 
 
-def _need_gradients(arguments: Iterable[Any]) -> Iterable[bool]:
-    """Yield requires_grad of each tensor; tensors are passed alone or in lists."""
+def _need_gradients(arguments: Iterable[Any]) -> bool:
+    """Return True if a tensor requires a gradient; tensors are passed alone or in lists."""
     for each in arguments:
         if isinstance(each, Tensor):
-            yield each.requires_grad
-        elif isinstance(each, (list, tuple)):
-            yield from _need_gradients(each)
+            if each.requires_grad:
+                return True
+        elif isinstance(each, (list, tuple)) and _need_gradients(each):
+            return True
+    return False
