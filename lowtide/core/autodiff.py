@@ -21,11 +21,11 @@ def in_transform(*tensors: Tensor | None) -> bool:
         if forward_ad._current_level >= 0:
             raise NotImplementedError("forward mode inside torch.compile: compile what is outside of it")
         return False
-    return any(
-        torch_private.is_legacy_batched(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in tensors
-        if tensor is not None
-    )
+    given = [tensor for tensor in tensors if tensor is not None]
+    if any(map(torch_private.is_legacy_batched, given)):
+        return True
+    in_forward_mode = forward_ad._current_level >= 0
+    return in_forward_mode and any(forward_ad.unpack_dual(each).tangent is not None for each in given)
 
 
 def is_differentiated(*grad_output: Tensor | None) -> bool:

@@ -103,7 +103,7 @@ def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     if one did before. The inputs get no hook: theirs would reduce and free the unit halfway, if
     they come from it themselves.
     """
-    for unit in {find_left_gathered(each) for each in parameters} - {None}:
+    for unit in {find_left_gathered(each) for each in parameters if each is not None} - {None}:
         state = unit._get_fsdp_state()
         state._lazy_init()
         state._register_pre_backward_hook(result)
@@ -155,8 +155,9 @@ def refuse_derived(name: str, tensor: Any) -> None:
     Its placements are those of a tensor-parallel weight, whose ranks have the same tokens. A copy that
     bears the mark of lowtide.shard_head is known not to be one.
     """
-    known = isinstance(tensor, nn.Parameter) or getattr(tensor, MARK, False)
-    if torch.compiler.is_compiling() or not is_dtensor(tensor) or known:
+    if torch.compiler.is_compiling() or not is_dtensor(tensor):
+        return
+    if isinstance(tensor, nn.Parameter) or getattr(tensor, MARK, False):
         return
     for _, each in _parameters():
         own = each.sharded_param
@@ -193,9 +194,10 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
     Its gradient would be this rank's alone: torch assumes that each rank has the same. So it is for
     the parameters of FSDP2 and of lowtide.shard_head.
     """
-    if torch.compiler.is_compiling():
+    root = getattr(tensor, "grad_fn", None)
+    if root is None or torch.compiler.is_compiling():
         return
-    for node in _nodes(getattr(tensor, "grad_fn", None), whole=True):
+    for node in _nodes(root, whole=True):
         variables = (each.variable for each in _nodes(node, whole=False) if hasattr(each, "variable"))
         if any(find_sharded(each) is not None or getattr(each, MARK, False) for each in variables):
             raise ArgumentError(

@@ -23,13 +23,19 @@ VECTOR_BYTES, FEWEST_MULTIPLICATIONS = 16, 1 << 30
 GATHERED_BYTES = 1 << 13
 
 
-@contextlib.contextmanager
-def on_device_of(tensor: Tensor) -> Iterator[None]:
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Make the tensor's device current and switch autocast off.
 
     Triton launches on the current device, wherever its tensors are. Autocast has been applied to
     the operands already.
     """
+    if torch.is_autocast_enabled(tensor.device.type):
+        return _without_autocast(tensor)
+    return torch.cuda.device_of(tensor)
+
+
+@contextlib.contextmanager
+def _without_autocast(tensor: Tensor) -> Iterator[None]:
     with torch.cuda.device_of(tensor), torch.autocast(tensor.device.type, enabled=False):
         yield
 

@@ -46,9 +46,13 @@ def check_arguments(
             f"got {len(inputs)} and {len(linear_weights)}"
         )
     named = {"input": inputs[0], "linear_weight": linear_weights[0], "target": target}
-    named |= {f"inputs[{k}]": tensor for k, tensor in enumerate(inputs) if k}
-    named |= {f"linear_weights[{k}]": tensor for k, tensor in enumerate(linear_weights) if k}
-    named |= {name: t for name, t in {"linear_bias": linear_bias, "weight": weight}.items() if t is not None}
+    if len(inputs) > 1:
+        named |= {f"inputs[{k}]": tensor for k, tensor in enumerate(inputs) if k}
+        named |= {f"linear_weights[{k}]": tensor for k, tensor in enumerate(linear_weights) if k}
+    if linear_bias is not None:
+        named["linear_bias"] = linear_bias
+    if weight is not None:
+        named["weight"] = weight
     if isinstance(logit_scale, Tensor):
         named["logit_scale"] = logit_scale
     check_tensors(named)

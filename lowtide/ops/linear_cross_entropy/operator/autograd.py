@@ -150,8 +150,8 @@ def refuse_sharded(options: Options) -> None:
 
 def _refuse_others(ctx: Any) -> None:
     inputs, weights, *others = ctx.needs_input_grad[: 4 + ctx.labels]
-    needed = (*inputs, *weights, *others)
-    if any(need and not grad for need, grad in zip(needed, (*ctx.needs_grad, *(False,) * ctx.labels))):
+    needed, formed = (*inputs, *weights, *others), (*ctx.needs_grad, *(False,) * ctx.labels)
+    if needed != formed and any(need and not grad for need, grad in zip(needed, formed)):
         raise RuntimeError(
             "this graph was exported where a tensor that needs a gradient now needed none; "
             "export it with gradients enabled, where all that will be trained requires one"
