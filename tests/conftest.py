@@ -1,7 +1,9 @@
+import functools
 import gc
 import importlib.util
 import os
 import signal
+import sys
 import threading
 
 # The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
@@ -86,6 +88,23 @@ def _nothing_is_zero_by_luck(monkeypatch):
     from tests.support.unwritten import poison  # torch is imported by it
 
     poison(monkeypatch.setattr)
+
+
+def _forgetting(change):
+    """Let a method of MonkeyPatch forget the plans: they depend on what tests replace."""
+
+    @functools.wraps(change)
+    def run(*arguments, **options):
+        change(*arguments, **options)
+        remembered = sys.modules.get("lowtide.ops.linear_cross_entropy.planning.remembered")
+        if remembered is not None:
+            remembered.forget()
+
+    return run
+
+
+for name in ("setattr", "undo"):
+    setattr(pytest.MonkeyPatch, name, _forgetting(getattr(pytest.MonkeyPatch, name)))
 
 
 @pytest.fixture

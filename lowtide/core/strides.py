@@ -30,7 +30,7 @@ def place(tensor: Tensor) -> int:
     """Return where a tensor begins, in elements, for the choice of the engine.
 
     While torch.compile traces, this is 0, which is aligned, because a graph does not guard storage
-    offsets. When the graph runs, `readable` in the loss's planning/operands.py copies operands
+    offsets. When the graph runs, `readable` in the loss's operator/planner.py copies operands
     that are not aligned.
     """
     return 0 if torch.compiler.is_compiling() else tensor.storage_offset()

@@ -34,13 +34,11 @@ from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, mak
 from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
-from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, rows_for
+from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.agreement import agree
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
-from lowtide.ops.linear_cross_entropy.planning.operands import readable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
@@ -209,9 +207,8 @@ def _planned(
     """
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
-    check_engine(options, head.device)
-    head = readable(head, options)
     call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
+    head = readable(head, options, call_kind)
     plan = make_plan(head, options, call_kind)
     if options.sharded:
         what = ("linear_log_probs" if log_probs else "linear_cross_entropy") + "_backward" * (

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
 from lowtide.ops.linear_cross_entropy.engines.exponentials import spec as exponentials
@@ -13,9 +15,14 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
-from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, operand_access
+from lowtide.ops.linear_cross_entropy.planning.operands import (
+    OperandAccess,
+    operand_access,
+    unreadable,
+)
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
-from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
+from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
+from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
@@ -39,39 +46,42 @@ SPECS = {
 
 
 class Choice(NamedTuple):
-    """Hold the engine of a call, and why none that is preferred to it runs the call."""
+    """Hold the facts that a compiled graph is specialised on, which forward and backward share."""
 
     engine: str
+    few_tokens: bool
+    dense: int | None
+    """The memory of the dense computation."""
     reasons: dict[str, str]
+    """Why none of the engines that are preferred to this one runs the call."""
 
 
+@remembered
 def choose_engine(call: Call) -> Choice:
     """Choose by layouts, dtypes and the device.
 
     This happens once per call, because each engine saves row statistics of its own.
     """
-    backend = choose_backend(call.options.backend, call.head.device, call.options.compute_dtype)
+    head, options = call.head, call.options
+    backend = choose_backend(options.backend, head.device, options.compute_dtype)
+    layout = call._replace(head=head.first_position) if head.by_position else call
     reasons: dict[str, str] = {}
     for engine, spec in SPECS.items():
-        reason = spec.unsupported_reason(call, backend)
-        if call.options.sharded and not spec.takes_shards:
+        reason = spec.unsupported_reason(layout, backend)
+        if options.sharded and not spec.takes_shards:
             reason = "it takes a head whose classes are not divided over ranks or into segments"
         if reason is None:
             break
         reasons[engine] = reason
-    return Choice(engine, reasons)
+    return Choice(engine, few_tokens(head), dense_workspace(call), reasons)
 
 
 def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
-    """Return the options plus the facts that a compiled graph is specialised on.
-
-    Forward and backward share them: the engine, `few_tokens`, and the memory of the dense
-    computation.
-    """
-    layout = head.first_position if head.by_position else head
-    engine = choose_engine(Call(layout, options, call_kind)).engine
-    dense = dense_workspace(Call(head, options, call_kind))
-    return options._replace(few_tokens=few_tokens(head), engine=engine, dense=dense)  # decision 0014
+    """Return the options plus the facts that a compiled graph is specialised on."""
+    choice = choose_engine(Call(head, options, call_kind))
+    return options._replace(  # decision 0014
+        few_tokens=choice.few_tokens, engine=choice.engine, dense=choice.dense
+    )
 
 
 def few_tokens(head: Head) -> bool:
@@ -79,12 +89,36 @@ def few_tokens(head: Head) -> bool:
     return may_depend_on_tokens(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
 
 
+def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
+    """Copy each operand that the engine cannot read in its layout; raise if it cannot run here."""
+    copied = _copied(Call(head, options, call_kind))
+    if not any(copied):
+        return head
+    operands = [
+        each.clone(memory_format=torch.contiguous_format) if copy else each
+        for each, copy in zip((*head.inputs, *head.weights), copied)
+    ]
+    return head.of([*operands, head.bias, head.scale])
+
+
+@remembered
+def _copied(call: Call) -> tuple[bool, ...]:
+    """Return for each input, then each weight, True if the engine cannot read it."""
+    check_engine(call.options, call.head.device)
+    return unreadable(call.head, call.options)
+
+
 def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
     """Return the plan of a call whose engine is chosen."""
-    access, workspace, counts = _memory(Call(head, options, call_kind))
+    return _plan_of(Call(head, options, call_kind))
+
+
+@remembered
+def _plan_of(call: Call) -> Plan:
+    access, workspace, counts = _memory(call)
     return Plan(
-        options=options,
-        call_kind=call_kind,
+        options=call.options,
+        call_kind=call.call_kind,
         workspace=workspace,
         compute_dtype=access.dtype,
         copies_rows=access.copies_rows,

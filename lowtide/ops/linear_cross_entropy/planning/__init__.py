@@ -8,6 +8,7 @@ call             what a call computes from a head; the names of the engines
 agreement        the ranks of a sharded head agree on a call, or raise the same error
 plan             the plan of a call: the sizes of its pieces, the way to form its weight gradient
 operands         how an engine reads its operands
+remembered       what was decided for a call, for calls that are alike
 requirements     what device and layouts allow, for several engines
 call_memory      bytes of a whole call: the dense computation, a K-dimensional loss
 byte_counts      the bytes that each part of a call takes

@@ -1,4 +1,4 @@
-"""Say how the engine of a call reads its operands, and copy those that it cannot read.
+"""Say how the engine of a call reads its operands, and which it cannot read.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -6,7 +6,6 @@ Shapes: N tokens, D_k features of term k, V classes.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input, maps_weight
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
@@ -36,24 +35,22 @@ def operand_access(call: Call) -> OperandAccess:
     return OperandAccess(dtype, _copies(head, call.options, dtype), tuple(scaled))
 
 
-def readable(head: Head, options: Options) -> Head:
-    """Copy each operand that the engine cannot read in its layout.
+def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
+    """Return for each input, then each weight, True if the engine cannot read its layout.
 
-    There is none if the engine was chosen for these tensors. But a compiled graph may get tensors
-    that begin at other addresses than the example's, and hooks may return saved tensors in another
+    No one is if the engine was chosen for these tensors. But a compiled graph may get tensors that
+    begin at other addresses than the example's, and hooks may return saved tensors in another
     layout.
     """
     if options.engine in TILED:
         dtype = _dtype(head, options)
-        inputs = tuple(
-            each if maps_input(each, copies, address) else _copied(each)
-            for each, copies in zip(head.inputs, _copies(head, options, dtype))
+        inputs = zip(head.inputs, _copies(head, options, dtype))
+        return (
+            *(not maps_input(each, copies, address) for each, copies in inputs),
+            *(not maps_weight(each, dtype, address) for each in head.weights),
         )
-        weights = tuple(each if maps_weight(each, dtype, address) else _copied(each) for each in head.weights)
-        return head._replace(inputs=inputs, weights=weights)
-    if options.engine == "cpu_exponentials" and not lies_by_rows(head.weights[0]):
-        return head._replace(weights=(_copied(head.weights[0]),))
-    return head
+    by_rows = options.engine != "cpu_exponentials" or lies_by_rows(head.weights[0])
+    return (*(False for _ in head.inputs), not by_rows, *(False for _ in head.weights[1:]))
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -83,7 +80,3 @@ def _copies(head: Head, options: Options, dtype: torch.dtype) -> tuple[bool, ...
     # On the CPU ignored rows are left out (decision 0008): a chunk copies the rows that are kept.
     selects = head.device.type != "cuda" and backend_of(options.engine) == "torch"
     return tuple(selects or copies_rows(each, dtype) for each in head.inputs)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
