@@ -88,8 +88,9 @@ def _check_mark(input: Any, linear_weight: Any) -> None:
     """Raise for a copy of a data-sharded weight, whose ranks would count as having the same tokens."""
     # A parameter is that of another head on this mesh. A DTensor says by its placements what the ranks
     # have; a graph cannot look at a mesh's attributes.
-    own = isinstance(linear_weight, torch.nn.Parameter) or not is_dtensor(linear_weight)
-    if own or is_dtensor(input) or torch.compiler.is_compiling():
+    if not is_dtensor(linear_weight) or is_dtensor(input):
+        return
+    if isinstance(linear_weight, torch.nn.Parameter) or torch.compiler.is_compiling():
         return
     if getattr(linear_weight.device_mesh, MARK, False):
         raise ArgumentError(

@@ -1,5 +1,6 @@
 """Define the plan of a call."""
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +86,7 @@ class Plan(Tiling):
     def cpu_exponentials(self) -> bool:
         return self.engine == "cpu_exponentials"
 
-    @property
+    @functools.cached_property
     def sum_dtype(self) -> torch.dtype:
         """Return float64 for float64, else float32: the dtype of logits, statistics and sums."""
         return self.options.sum_dtype
