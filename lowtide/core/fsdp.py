@@ -194,8 +194,10 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
     Its gradient would be this rank's alone: torch assumes that each rank has the same. So it is for
     the parameters of FSDP2 and of lowtide.shard_head.
     """
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 reads no grad_fn
+        return
     root = getattr(tensor, "grad_fn", None)
-    if root is None or torch.compiler.is_compiling():
+    if root is None:
         return
     for node in _nodes(root, whole=True):
         variables = (each.variable for each in _nodes(node, whole=False) if hasattr(each, "variable"))
