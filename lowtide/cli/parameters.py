@@ -15,6 +15,7 @@ from lowtide.cli.errors import describe
 from lowtide.tools import figures, files
 from lowtide.tools.environment import Device
 from lowtide.tools.errors import UserError
+from lowtide.tools.ranks import is_first
 
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
@@ -78,6 +79,8 @@ def output_directory(words: str) -> Path:
 
 
 def check_output(*paths: Path) -> None:
+    if not is_first():  # It writes nothing, and trying at once with others could fail.
+        return
     for path in paths:
         try:
             files.check_writable(path)

@@ -7,13 +7,15 @@ import typer
 from rich.console import Console
 
 from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
-from lowtide.tools.demo.compare import train_both
-from lowtide.tools.demo.config import Config, Loss, choose_sizes
+from lowtide.tools.demo.compare import check_checkpoints, configs_of, train_both
+from lowtide.tools.demo.config import Config, Loss, Parallel, choose_sizes
 from lowtide.tools.demo.loop import train as train_one
 from lowtide.tools.demo.report import draw, table
-from lowtide.tools.demo.trainer import CHECKPOINT, LOG, LOSSES
+from lowtide.tools.demo.trainer import CHECKPOINT, LOG
 from lowtide.tools.environment import Device, choose_device
+from lowtide.tools.errors import UserError
 from lowtide.tools.figures import check_picture
+from lowtide.tools.ranks import from_first, is_first, joined, launched, world_size
 
 FIGURE = "comparison.png"
 
@@ -22,6 +24,14 @@ def train(
     loss: Annotated[
         Loss, typer.Option(help="Both: the same run twice, then a table and a figure.")
     ] = Loss.lowtide,
+    parallel: Annotated[
+        Parallel | None,
+        typer.Option(
+            help="Under torchrun: ranks share the tokens, the features and classes, or the head's classes "
+            "beside tokens. Then one process, a table and a figure.",
+            show_default="one process",
+        ),
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="A text file or a directory of them.", show_default="Python's standard library"),
@@ -62,20 +72,65 @@ def train(
     tied: Annotated[bool, typer.Option("--tied", help="One matrix for embedding and head.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
 ) -> None:
-    """Train a small GPT, end with a sample of its text, and measure what the loss step costs."""
-    console = Console()
+    """Train a small GPT, end with a sample of its text, and measure what the loss step costs.
+
+    On several ranks:
+    torchrun --nproc-per-node=2 -m lowtide train --parallel data
+    """
     chosen = choose_device(device)
     sizes = choose_sizes(
         chosen, width=width, depth=depth, context=context, batch=batch, steps=steps, save_every=save_every
     )
-    config = Config(loss.value, chosen, out, data, vocab_size=vocab_size, tied=tied, seed=seed, **sizes)
-    both = loss is Loss.both
-    if both:
-        check_picture(out / FIGURE)
-        check_output(out / FIGURE)
-    check_output(*(out / each / name for each in (LOSSES if both else [loss]) for name in (CHECKPOINT, LOG)))
-    runs = train_both(config) if both else [train_one(config)]
+
+    def prepare() -> Config:
+        check_parallel(parallel, loss)
+        made = Config(
+            loss.value,
+            chosen,
+            out,
+            data,
+            vocab_size,
+            tied=tied,
+            seed=seed,
+            parallel=parallel,
+            ranks=world_size(),
+            **sizes,
+        )
+        if len(configs_of(made)) > 1:
+            check_picture(out / FIGURE)
+            check_output(out / FIGURE)
+        check_output(*(each.directory / name for each in configs_of(made) for name in (CHECKPOINT, LOG)))
+        if parallel:
+            check_checkpoints(configs_of(made))
+        return made
+
+    with joined(chosen):
+        config = from_first(prepare)
+        runs = train_both(config) if loss is Loss.both else [train_one(config)]
+    if not is_first():
+        return
+    if parallel:  # when the other ranks have ended, which so wait for nothing
+        *_, alone = configs_of(config)
+        runs.append(train_one(alone))
+    console = Console()
     console.print(table(runs))
-    if both:
+    if len(runs) > 1:
         draw(runs, out / FIGURE)
         console.print(f"figure: {out / FIGURE}", soft_wrap=True)
+
+
+def check_parallel(parallel: Parallel | None, loss: Loss) -> None:
+    if parallel is None:
+        if world_size() > 1:
+            ways = ", ".join(each.value for each in Parallel)
+            raise UserError(
+                f"torchrun has started {world_size()} processes, which would each train the same: "
+                f"give --parallel, one of {ways}, or leave torchrun out"
+            )
+    elif not launched():
+        raise UserError(
+            f"--parallel needs the ranks of torchrun: "
+            f"torchrun --nproc-per-node=2 -m lowtide train --parallel {parallel.value}"
+        )
+    elif loss is not Loss.lowtide:
+        raise UserError(f"--parallel goes together with --loss lowtide, the loss that divides: {loss.value}")

@@ -1,4 +1,7 @@
-"""Run the same training with both losses, one after the other, each in a process of its own."""
+"""Run the same training in the ways that are compared: both losses, or several ranks and one process.
+
+The losses run one after the other, each in a process of its own.
+"""
 
 import multiprocessing
 import os
@@ -10,18 +13,33 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.tools.demo.config import Config
+from lowtide.tools.demo.config import Config, Loss
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.loop import Run, train
 from lowtide.tools.demo.trainer import LOSSES, read_checkpoint
 from lowtide.tools.errors import UserError
 
 
-def train_both(config: Config) -> list[Run]:
-    configs = [replace(config, loss=loss) for loss in LOSSES]
-    corpus = load_corpus(config.data, config.vocab_size, config.context)
-    for one in configs:  # Refuse now, and not after the other loss has trained for minutes.
+def configs_of(config: Config) -> list[Config]:
+    """Return the runs that are compared, or the run itself."""
+    if config.parallel:
+        return [config, replace(config, parallel=None, ranks=1)]
+    if config.loss == Loss.both.value:
+        return [replace(config, loss=loss) for loss in LOSSES]
+    return [config]
+
+
+def check_checkpoints(configs: list[Config]) -> None:
+    """Refuse a checkpoint of another run now, and not after the others have trained for minutes."""
+    first = configs[0]
+    corpus = load_corpus(first.data, first.vocab_size, first.context)
+    for one in configs:
         read_checkpoint(one, corpus.name)
+
+
+def train_both(config: Config) -> list[Run]:
+    configs = configs_of(config)
+    check_checkpoints(configs)
     # OpenMP's threads wait by spinning, unless this is set before the process starts. On a busy
     # machine they keep each other from the cores, and a step takes ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

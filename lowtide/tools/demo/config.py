@@ -22,6 +22,12 @@ class Loss(str, Enum):
     both = "both"
 
 
+class Parallel(str, Enum):
+    data = "data"
+    tensor = "tensor"
+    shard_head = "shard_head"
+
+
 @dataclass(frozen=True)
 class Config:
     loss: str
@@ -37,17 +43,39 @@ class Config:
     save_every: int
     tied: bool
     seed: int
+    parallel: Parallel | None = None
+    """How the ranks share the run; None for one process."""
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.width % HEAD_WIDTH:
             raise UserError(
                 f"--width must be a multiple of {HEAD_WIDTH}, the width of an attention head: {self.width}"
             )
+        if self.parallel in (Parallel.data, Parallel.shard_head) and self.batch % self.ranks:
+            raise UserError(
+                f"--batch must be a multiple of the {self.ranks} ranks, which share its sequences "
+                f"evenly: {self.batch}"
+            )
+        if self.parallel is Parallel.tensor and 4 * self.width % self.ranks:
+            raise UserError(
+                f"--width must be a multiple of the {self.ranks} ranks, which divide the MLP's features "
+                f"evenly: {self.width}"
+            )
+        if self.parallel and self.parallel is not Parallel.data and self.tied:
+            raise UserError(
+                f"--tied goes together with --parallel data: an embedding needs all rows on each rank, "
+                f"and {self.parallel.value} divides them"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"{self.parallel.value} on {self.ranks} ranks" if self.parallel else self.loss
 
     @property
     def directory(self) -> Path:
         """Return where this run keeps its files; each loss has its own directory in --out."""
-        return self.out / self.loss
+        return self.out / (f"{self.parallel.value}-{self.ranks}" if self.parallel else self.loss)
 
     @property
     def tokens_per_step(self) -> int:

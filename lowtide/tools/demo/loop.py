@@ -11,6 +11,7 @@ from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import Corpus, load_corpus
 from lowtide.tools.demo.model import generate
 from lowtide.tools.demo.trainer import Step, Trainer
+from lowtide.tools.ranks import from_first, is_first
 
 SAMPLE_PROMPT = 16
 SAMPLE_TOKENS = 64
@@ -26,15 +27,23 @@ class Run:
 
 
 def train(config: Config) -> Run:
-    console = Console(highlight=False)
+    console = Console(highlight=False, quiet=not is_first())
     with console.status("reading the text"):
-        corpus = load_corpus(config.data, config.vocab_size, config.context)
-    trainer = Trainer(config, corpus)
+        corpus = from_first(lambda: load_corpus(config.data, config.vocab_size, config.context))
+    trainer = make_trainer(config, corpus)
     trainer.resume()
     run_steps(trainer, console)
-    title = f"sample after {len(trainer.history)} steps of {config.loss}"
+    title = f"sample after {len(trainer.history)} steps of {config.name}"
     console.print(Panel(sample(trainer, corpus), title=title, title_align="left"))
     return Run(config, trainer.history, trainer.validation_loss())
+
+
+def make_trainer(config: Config, corpus: Corpus) -> Trainer:
+    if config.parallel is None:
+        return Trainer(config, corpus)
+    from lowtide.tools.demo.parallel import RanksTrainer  # takes a torch with torch.distributed
+
+    return RanksTrainer(config, corpus)
 
 
 def run_steps(trainer: Trainer, console: Console) -> None:
@@ -47,14 +56,14 @@ def run_steps(trainer: Trainer, console: Console) -> None:
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(config.loss, total=config.steps, completed=len(trainer.history), state="")
+        bar = progress.add_task(config.name, total=config.steps, completed=len(trainer.history), state="")
         while len(trainer.history) < config.steps:
             trainer.step()
             progress.update(bar, advance=1, state=describe(trainer))
             done = len(trainer.history)
             if done % config.save_every == 0 or done == config.steps:
                 trainer.save()
-                console.print(f"{config.loss}  step {done}  {describe(trainer)}")
+                console.print(f"{config.name}  step {done}  {describe(trainer)}")
 
 
 def describe(trainer: Trainer) -> str:

@@ -1,4 +1,8 @@
-"""Compare runs by a table, and by a figure of the loss and of the loss step's memory."""
+"""Compare runs by a table, and by a figure of the loss and of the loss step's memory.
+
+Of two runs the first is ours, with lowtide's loss or on several ranks. The other is what it is
+compared with, with eager logits or in one process.
+"""
 
 import statistics
 from pathlib import Path
@@ -13,6 +17,8 @@ from lowtide.tools.figures import COLORS, INK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+PAIR = COLORS["eager"], COLORS["lowtide"]  # what is compared with, and ours
+
 
 def seconds_per_step(run: Run) -> float:
     """Return the median of the steps without a measured memory, because measuring takes time."""
@@ -24,6 +30,23 @@ def peak_bytes(run: Run) -> int:
     return max(step.peak_bytes or 0 for step in run.history)
 
 
+def names(runs: list[Run]) -> list[str]:
+    """Return what the runs are called: by their losses, or by their ranks where these differ."""
+    if not any(run.config.parallel for run in runs):
+        return [run.config.loss for run in runs]
+    return [count(run.config.ranks) if run.config.parallel else "one process" for run in runs]
+
+
+def count(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
+
+
+def titled(title: str, runs: list[Run]) -> str:
+    """Return a title that names how the ranks share the run, if they do."""
+    parallel = runs[0].config.parallel
+    return f"{title}, {parallel.value}" if parallel else title
+
+
 def readable(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
@@ -31,15 +54,21 @@ def readable(size: float) -> str:
 def table(runs: list[Run]) -> Table:
     """Return a row for each run; for two also the losses' difference and the ratio of the rest."""
     caption = "peak: the most that head and loss hold at once, with their gradients"
+    if runs[0].config.parallel:
+        caption += ", on one rank"
+    called = names(runs)
     if len(runs) == 2:
-        caption += "\nlast row: how far the losses are apart; eager's time and peak over lowtide's"
+        first, second = called
+        caption += f"\nlast row: how far the losses are apart; time and peak of {second} over {first}"
     summary = Table(caption=caption)
-    for column in ("loss", "final loss", "validation", "step", "tokens/s", "peak"):
-        summary.add_column(column, justify="left" if column == "loss" else "right")
-    for run in runs:
+    parallel = runs[0].config.parallel
+    summary.add_column(parallel.value if parallel else "loss")
+    for column in ("final loss", "validation", "step", "tokens/s", "peak"):
+        summary.add_column(column, justify="right")
+    for run, name in zip(runs, called):
         seconds = seconds_per_step(run)
         summary.add_row(
-            run.config.loss,
+            name,
             f"{run.history[-1].loss:.6f}",
             f"{run.validation_loss:.6f}",
             f"{seconds * 1000:,.0f} ms",
@@ -47,15 +76,15 @@ def table(runs: list[Run]) -> Table:
             readable(peak_bytes(run)),
         )
     if len(runs) == 2:
-        ours, eager = runs
+        ours, other = runs
         summary.add_section()
         summary.add_row(
-            "eager vs lowtide",
-            f"{abs(eager.history[-1].loss - ours.history[-1].loss):.1e}",
-            f"{abs(eager.validation_loss - ours.validation_loss):.1e}",
-            f"{seconds_per_step(eager) / seconds_per_step(ours):.2f}x",
+            f"{second} vs {first}",
+            f"{abs(other.history[-1].loss - ours.history[-1].loss):.1e}",
+            f"{abs(other.validation_loss - ours.validation_loss):.1e}",
+            f"{seconds_per_step(other) / seconds_per_step(ours):.2f}x",
             "",
-            f"{peak_bytes(eager) / peak_bytes(ours):.1f}x",
+            f"{peak_bytes(other) / peak_bytes(ours):.1f}x",
             style="bold",
         )
     return summary
@@ -70,37 +99,38 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def draw_losses(axes: "Axes", runs: list[Run]) -> None:
-    """Draw the losses; the curves coincide, so eager is wide and pale, and lowtide thin on top."""
-    ours, eager = runs
-    apart = max(abs(a.loss - b.loss) for a, b in zip(ours.history, eager.history))
-    names = (eager.config.loss, f"{ours.config.loss}, within {apart:.0e}")
-    for run, width, alpha, name in zip((eager, ours), (8, 1.8), (0.35, 1), names):
+    """Draw the losses; the curves coincide, so the other is wide and pale, and ours thin on top."""
+    ours, other = runs
+    first, second = names(runs)
+    apart = max(abs(a.loss - b.loss) for a, b in zip(ours.history, other.history))
+    said = (second, f"{first}, within {apart:.0e}")
+    for run, color, width, alpha, name in zip((other, ours), PAIR, (8, 1.8), (0.35, 1), said):
         axes.plot(
             [step.number for step in run.history],
             [step.loss for step in run.history],
-            color=COLORS[run.config.loss],
+            color=color,
             linewidth=width,
             alpha=alpha,
             label=name,
         )
-    axes.set(title="Training loss", xlabel="step", ylabel="nats per token")
+    axes.set(title=titled("Training loss", runs), xlabel="step", ylabel="nats per token")
     figures.names_above(axes)
 
 
 def draw_memory(axes: "Axes", runs: list[Run]) -> None:
     """Draw the memory from zero, so that heights are in proportion to bytes."""
-    ours, eager = runs
+    ours, other = runs
     low, top = sorted(map(peak_bytes, runs))
-    unit, name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
-    for run in (eager, ours):
+    unit, unit_name = (1e9, "GB") if top >= 1e9 else (1e6, "MB")
+    for run, color, name in zip((other, ours), PAIR, reversed(names(runs))):
         measured = [
             (step.number, step.peak_bytes / unit) for step in run.history if step.peak_bytes is not None
         ]
-        text = f"{run.config.loss}  {readable(peak_bytes(run))}"
-        axes.plot(
-            *zip(*measured), color=COLORS[run.config.loss], linewidth=2, marker="o", markersize=4, label=text
-        )
-    axes.set(title="Peak memory of head and loss", xlabel="step", ylabel=name, ylim=(0, 1.1 * top / unit))
+        text = f"{name}  {readable(peak_bytes(run))}"
+        axes.plot(*zip(*measured), color=color, linewidth=2, marker="o", markersize=4, label=text)
+    axes.set(
+        title="Peak memory of head and loss", xlabel="step", ylabel=unit_name, ylim=(0, 1.1 * top / unit)
+    )
     figures.names_above(axes)
     middle = sum(axes.get_xlim()) / 2
     apart = top >= 2 * low  # Otherwise there is more room below both lines than between them.
@@ -108,10 +138,10 @@ def draw_memory(axes: "Axes", runs: list[Run]) -> None:
         axes.annotate(
             "",
             xy=(middle, peak_bytes(ours) / unit),
-            xytext=(middle, peak_bytes(eager) / unit),
+            xytext=(middle, peak_bytes(other) / unit),
             arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 6, "shrinkB": 6},
         )
-    ratio = f"{peak_bytes(eager) / peak_bytes(ours):.1f}x"
+    ratio = f"{peak_bytes(other) / peak_bytes(ours):.1f}x"
     shape = f"{ours.config.tokens_per_step:,} tokens\n{ours.config.vocab_size:,} classes"
     beside = (middle, ((low + top) / 2 if apart else low / 2) / unit)
     axes.annotate(ratio, beside, (10, 4), textcoords="offset points", fontsize=15, weight="bold")

@@ -5,6 +5,7 @@ import csv
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lowtide.tools.demo.data import Corpus, batch
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.errors import UserError
+from lowtide.tools.ranks import from_first, is_first
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
 PEAK_RATE = 4e-3
@@ -56,11 +58,19 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config, self.corpus = config, corpus
         self.loss = LOSSES[config.loss]
-        self.model = GPT(config.vocab_size, config.width, config.depth, config.tied).to(config.device)
+        self.model = self.built()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            self.groups(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.history: list[Step] = []
+
+    def built(self) -> GPT:
+        config = self.config
+        return GPT(config.vocab_size, config.width, config.depth, config.tied).to(config.device)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the optimizer's groups of parameters."""
+        return [{"params": [*self.model.parameters()]}]
 
     def step(self) -> None:
         number = len(self.history)
@@ -79,13 +89,13 @@ class Trainer:
             loss.backward()
         hidden.backward(leaf.grad)
 
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(number)
         self.optimizer.step()
         self.optimizer.zero_grad()
         # Read last: on a GPU this waits for all queued work, and the clock must too.
-        value = loss.item()
+        value = self.mean(loss)
         self.history.append(Step(number, value, time.perf_counter() - started, peak.bytes if peak else None))
 
     @torch.no_grad()
@@ -95,13 +105,20 @@ class Trainer:
         for number in range(VALIDATION_BATCHES):
             tokens, targets = self.batch(self.corpus.valid, number)
             with self.precision():
-                total += self.loss(self.model(tokens), self.model.head.weight, targets).item()
+                total += self.mean(self.loss(self.model(tokens), self.model.head.weight, targets))
         return total / VALIDATION_BATCHES
 
     def batch(self, ids: Tensor, number: int) -> tuple[Tensor, Tensor]:
         config = self.config
         tokens, targets = batch(ids, rows=config.batch, context=config.context, seed=config.seed, step=number)
         return tokens.to(config.device), targets.to(config.device)
+
+    def clip_gradients(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def mean(self, loss: Tensor) -> float:
+        """Return the loss of all tokens."""
+        return loss.item()
 
     def precision(self) -> torch.autocast:
         """Return bfloat16 autocast over float32 weights on a GPU; float32 throughout on a CPU."""
@@ -110,10 +127,21 @@ class Trainer:
     def save(self) -> None:
         content = {
             "identity": self.config.identity(self.corpus.name),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            **self.state(),
             "history": [asdict(step) for step in self.history],
         }
+        if is_first():
+            self.write(content)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the model and the optimizer hold."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+    def write(self, content: dict[str, Any]) -> None:
         files.save(content, self.config.directory / CHECKPOINT)
         with files.whole_file(self.config.directory / LOG, "w") as file:
             log = csv.writer(file, lineterminator="\n")
@@ -122,12 +150,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the checkpoint, if any; refuse another run's without changing it."""
-        saved = read_checkpoint(self.config, self.corpus.name)
+        saved = from_first(lambda: read_checkpoint(self.config, self.corpus.name))
         if saved is None:
             return
         try:
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
+            self.load_state(saved)
             self.history = [Step(**step) for step in saved["history"]]
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as problem:
             raise unreadable(self.config) from problem

@@ -1,0 +1,82 @@
+"""Run a command on the ranks that torchrun starts; the first of them reads, writes and prints."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lowtide.tools.errors import UserError
+
+ResultT = TypeVar("ResultT")
+
+
+def launched() -> bool:
+    """Return True in a process that torchrun has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size() -> int:
+    """Return how many ranks torchrun has started, or 1."""
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+
+
+def is_first() -> bool:
+    """Return True on rank 0, and in a process alone."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Make the ranks of torchrun the default process group within the block.
+
+    NCCL joins cards, gloo processes on a CPU. A process alone joins nothing.
+    """
+    if not launched():
+        yield
+        return
+    if not dist.is_available():
+        raise UserError("this torch is built without torch.distributed: leave torchrun out")
+    card = None
+    if device == "cuda":
+        place, cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if place >= cards:
+            raise UserError(
+                f"torchrun has started more processes than this machine has cards: "
+                f"give --nproc-per-node={cards}, or --device cpu"
+            )
+        card = torch.device("cuda", place)
+        torch.cuda.set_device(card)
+    dist.init_process_group("nccl" if card else "gloo", device_id=card)
+    yield
+    # Not after an error: other ranks may be in a collective, and would be waited for.
+    dist.destroy_process_group()
+
+
+def from_first(run: Callable[[], ResultT]) -> ResultT:
+    """Return what `run` returns on rank 0, to all ranks.
+
+    Its error is rank 0's alone, so that it is told once; the other ranks end without one.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return run()
+    error: Exception | None = None
+    told: list[Any] = [True, None]  # whether it failed, and the result
+    if is_first():
+        try:
+            told = [False, run()]
+        except Exception as raised:
+            error = raised
+    dist.broadcast_object_list(told)
+    failed: bool
+    result: ResultT
+    failed, result = told
+    if failed:
+        dist.destroy_process_group()
+        if error is None:
+            sys.exit(0)
+        raise error
+    return result

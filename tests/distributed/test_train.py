@@ -1,0 +1,105 @@
+"""`lowtide train --parallel` under torchrun: real processes, whose losses are one process's."""
+
+import argparse
+import csv
+import inspect
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowtide.cli.train import FIGURE
+from tests.support.ranks import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+TINY = "--device cpu --data text.txt --out out --vocab-size 512 --width 64 --depth 1 --context 32 --batch 4"
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path):
+    (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
+
+
+def train(directory, *arguments, ranks=2):
+    """Two ranks run `lowtide train`; what torchrun itself warns of is no error."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory)}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *torchrun, "-m", "lowtide", "train", *TINY.split(), *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def losses(directory):
+    with open(directory / "log.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("parallel", ["data", "tensor", "shard_head"])
+def test_losses_are_one_process(tmp_path, parallel):
+    done = train(tmp_path, "--parallel", parallel, "--steps", "20")
+    assert done.returncode == 0, done.stderr
+    ranks, one = losses(tmp_path / f"out/{parallel}-2"), losses(tmp_path / "out/lowtide")
+    assert len(ranks) == len(one) == 20
+    assert max(abs(a - b) for a, b in zip(ranks, one)) <= 1e-5
+    assert one[0] - one[-1] > 0.5
+    table = done.stdout[done.stdout.index("final loss") :]
+    rows = [line.replace("│", " ").split() for line in table.splitlines() if "│" in line]
+    assert rows[0][:4] == ["2", "ranks", f"{ranks[-1]:.6f}", rows[0][3]]
+    assert rows[1][:3] == ["one", "process", f"{one[-1]:.6f}"]
+    assert abs(float(rows[0][3]) - float(rows[1][3])) <= 1e-5  # the validation
+    assert done.stdout.count(f"{parallel} on 2 ranks  step 20  ") == 1, "rank 0 alone prints"
+    assert done.stdout.count("sample after 20 steps of") == 2
+    figure = (tmp_path / "out" / FIGURE).read_bytes()
+    assert struct.unpack(">II", figure[16:24]) == (1600, 672)
+
+    # The checkpoint holds all of the model and the optimizer. Averages of gradients show a wrong scale,
+    # which Adam's steps hide.
+    saved, alone = (torch.load(tmp_path / f"out/{run}/checkpoint.pt") for run in (f"{parallel}-2", "lowtide"))
+    assert saved["model"].keys() == alone["model"].keys()
+    for place, (name, weight) in enumerate(alone["model"].items()):
+        torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-4)
+        found, expected = saved["optimizer"]["state"][name], alone["optimizer"]["state"][place]
+        for average in ("exp_avg", "exp_avg_sq"):
+            error = (found[average] - expected[average]).abs().max() / expected[average].abs().max()
+            assert error <= 1e-4, (name, average)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("options", ["data --tied", "tensor"])
+def test_resumed_run_is_the_whole_one(tmp_path, options):
+    arguments = ["--parallel", *options.split(), "--save-every", "6"]
+    for steps in ("6", "12"):
+        done = train(tmp_path, *arguments, "--steps", steps)
+        assert done.returncode == 0, done.stderr
+    assert "step 6 " not in done.stdout
+    ranks, one = losses(tmp_path / f"out/{options.split()[0]}-2"), losses(tmp_path / "out/lowtide")
+    assert len(ranks) == 12
+    assert max(abs(a - b) for a, b in zip(ranks, one)) <= 1e-5
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--parallel data --batch 5", "--batch must be a multiple of the 2 ranks"),
+        ("--steps 2", "torchrun has started 2 processes, which would each train the same: give --parallel"),
+    ],
+)
+def test_errors_are_told_once(tmp_path, arguments, said):
+    done = train(tmp_path, *arguments.split())
+    assert done.returncode == 1
+    assert done.stderr.count("lowtide train: ") == done.stderr.count(said) == 1
+    assert "lowtide/cli" not in done.stderr, "no traceback but torchrun's own"
+    assert not (tmp_path / "out").exists()
