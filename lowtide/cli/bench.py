@@ -21,7 +21,7 @@ from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from lowtide.tools.bench.attention.rows import attention_rows
 from lowtide.tools.bench.attention.table import ATTENTION
-from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
+from lowtide.tools.bench.cases import AXES, CASES, Case, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
 from lowtide.tools.bench.draw import draw as draw_figure
 from lowtide.tools.bench.heads.data import HEADS
@@ -34,7 +34,9 @@ from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter, Format
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
+from lowtide.tools.errors import UserError
 from lowtide.tools.files import growing_file
+from lowtide.tools.ranks import from_first, is_first, joined, launched, world_size
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
@@ -99,6 +101,12 @@ def linear_cross_entropy(
         Path | None,
         typer.Option(help="Its --data, if it was given one.", show_default="Python's standard library"),
     ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Under torchrun: divide the classes over so many ranks.", show_default="one process"
+        ),
+    ] = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -108,29 +116,57 @@ def linear_cross_entropy(
     Each row is one provider on one case: its median time, the ratio to the
     floor timed in turn with it, its peak memory beyond inputs, loss and
     gradients, and its errors against products in a wider dtype.
+
+    With --tp each rank has all tokens and its part of the classes, whose
+    products are its floor. The rows are lowtide's: rank 0's times, and the
+    largest peak and errors of all ranks.
     """
     on = choose_device(device)
-    trained = logits is Logits.trained
-    if trained != (checkpoint is not None):
-        raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
-    if data is not None and not trained:
-        raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
-    if trained and along:
-        raise typer.BadParameter("takes random logits: a trained head has one shape", param_hint="--sweep")
-    cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
-    known: Sequence[Provider] = PROVIDERS
-    budget_ms = BUDGET_MS
-    if along:
-        cases = [each for center in cases for each in sweep(center, [axis.value for axis in along])]
-        known = known if provider else [each for each in PROVIDERS if each.name in SWEPT]
-        budget_ms = SWEEP_BUDGET_MS
-    providers = _choose(known, provider, smoke, "--provider")
-    if checkpoint is not None:
-        cases = trained_cases(cases, checkpoint, data)
-    tables = [
-        _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
-    ]
-    _print(tables, on, smoke, out)
+    with joined(on):
+        from_first(lambda: _check_ranks(tp))
+        trained = logits is Logits.trained
+        if trained != (checkpoint is not None):
+            raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
+        if data is not None and not trained:
+            raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
+        if trained and along:
+            raise typer.BadParameter(
+                "takes random logits: a trained head has one shape", param_hint="--sweep"
+            )
+        cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
+        known: Sequence[Provider] = PROVIDERS
+        if tp is not None:
+            known = [each for each in PROVIDERS if each.distribution == "lowtide"]
+        budget_ms = BUDGET_MS
+        if along:
+            cases = [each for center in cases for each in sweep(center, [axis.value for axis in along])]
+            known = known if provider else [each for each in known if each.name in SWEPT]
+            budget_ms = SWEEP_BUDGET_MS
+        providers = _choose(known, provider, smoke, "--provider")
+        if checkpoint is not None:
+            cases = trained_cases(cases, checkpoint, data)
+        if tp is not None:
+            cases = [divided(each) for each in cases]
+        tables = [
+            _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
+        ]
+        _print(tables, on, smoke, out)
+
+
+def _check_ranks(tp: int | None) -> None:
+    ranks = world_size()
+    if tp is None and ranks > 1:
+        raise UserError(
+            f"torchrun has started {ranks} processes, which would each measure the same: "
+            f"give --tp {ranks}, or leave torchrun out"
+        )
+    if tp is not None and not launched():
+        raise UserError(
+            "--tp needs the ranks of torchrun: "
+            f"torchrun --nproc-per-node={tp} -m lowtide bench linear-cross-entropy --tp {tp}"
+        )
+    if tp is not None and tp != ranks:
+        raise UserError(f"--tp {tp}: torchrun has started {ranks}; give it --nproc-per-node={tp}")
 
 
 @app.command("heads")
@@ -332,13 +368,13 @@ def _print(
     tables: Sequence[_Table], device: str, smoke: bool, out: Path | None, form: Format = LOSS
 ) -> list[Any]:
     """Measure, print the tables and return all rows; a smoke run exits with 1 if a row failed."""
-    console = Console()
+    console = Console(quiet=not is_first())
     if not console.is_terminal:
         console.width = form.width
     every: list[Any] = []
     with contextlib.ExitStack() as stack:
         writer = None
-        if out is not None:
+        if out is not None and is_first():
             writer = CsvWriter(stack.enter_context(growing_file(out)), Environment.of(device), form)
         for table in tables:
             measured: list[Any] = []

@@ -15,6 +15,7 @@ import torch
 
 import lowtide
 from lowtide.tools.errors import UserError
+from lowtide.tools.ranks import launched, world_size
 
 ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide", "clocks", "command")
 
@@ -46,8 +47,15 @@ class Environment:
             triton=version("triton"),
             lowtide=commit() or lowtide.__version__,
             clocks=clocks(device),
-            command=shlex.join(["lowtide", *sys.argv[1:]]),
+            command=shlex.join([*launcher(), *sys.argv[1:]]),
         )
+
+
+def launcher() -> list[str]:
+    """Return the words that start this command."""
+    if not launched():
+        return ["lowtide"]
+    return ["torchrun", f"--nproc-per-node={world_size()}", "-m", "lowtide"]
 
 
 def choose_device(asked: Device) -> str:

@@ -51,9 +51,14 @@ def joined(device: str) -> Iterator[None]:
         card = torch.device("cuda", place)
         torch.cuda.set_device(card)
     dist.init_process_group("nccl" if card else "gloo", device_id=card)
-    yield
-    # Not after an error: other ranks may be in a collective, and would be waited for.
-    dist.destroy_process_group()
+    ended = False
+    try:
+        yield
+        ended = True
+    finally:
+        # After an error NCCL would wait for ranks that are in a collective.
+        if dist.is_initialized() and (ended or card is None):
+            dist.destroy_process_group()
 
 
 def from_first(run: Callable[[], ResultT]) -> ResultT:

@@ -3,17 +3,14 @@
 import argparse
 import csv
 import inspect
-import os
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lowtide.cli.train import FIGURE
-from tests.support.ranks import ROOT
+from tests.support.ranks import torchrun
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -26,19 +23,8 @@ def _text(tmp_path):
     (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
 
 
-def train(directory, *arguments, ranks=2):
-    """Two ranks run `lowtide train`; what torchrun itself warns of is no error."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory)}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *torchrun, "-m", "lowtide", "train", *TINY.split(), *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def train(directory, *arguments):
+    return torchrun(directory, "train", *TINY.split(), *arguments)
 
 
 def losses(directory):

@@ -49,6 +49,21 @@ def run_ranks(
     return [{each.pop("kind"): each for each in rank} for rank in found]
 
 
+def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
+    """`lowtide` with these arguments under torchrun, in a directory that also has its cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory)}
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *launch, "-m", "lowtide", *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
 def as_rank(run: Callable[[str, int], Result]) -> None:
     """Joins the group and prints what run(kind, rank) returns, as JSON, a line for each kind."""
     store, place, *kinds = sys.argv[1:]

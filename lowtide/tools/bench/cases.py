@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.tools.environment import dtype_name
@@ -33,17 +34,41 @@ class Case:
     logits: str = "random"
     largest_logit: float | None = None  # None for random logits.
     softcap: float | None = None
+    ranks: int = 1
+    """The ranks that the classes are divided over, with `rank` the place of this one."""
+    rank: int = 0
 
     @property
     def shape(self) -> str:
-        return f"{self.tokens} x {self.features} x {self.classes} {self.dtype_name} on {self.device}"
+        shape = f"{self.tokens} x {self.features} x {self.classes} {self.dtype_name} on {self.device}"
+        return shape + f", classes over {self.ranks} ranks" * (self.ranks > 1)
+
+    @property
+    def own_classes(self) -> slice:
+        """Return the classes of this rank, by the rule of torch.chunk."""
+        size = -(-self.classes // self.ranks)
+        return slice(min(self.rank * size, self.classes), min((self.rank + 1) * size, self.classes))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return what tells lowtide that the classes are divided."""
+        if self.ranks == 1:
+            return {}
+        return {
+            "group": dist.group.WORLD,
+            "first_class": self.own_classes.start,
+            "num_classes": self.classes,
+        }
 
     @property
     def dtype_name(self) -> str:
         return dtype_name(self.dtype)
 
     def inputs(self, requires_grad: bool) -> Inputs:
-        """Return hidden states, head and targets, equal in every run; logits have unit variance."""
+        """Return hidden states, head and targets, equal in every run; logits have unit variance.
+
+        They are those of all classes, also where these are divided.
+        """
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
         input_ND = torch.randn(self.tokens, self.features, dtype=self.dtype, **on)
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
@@ -70,6 +95,12 @@ def sweep(center: Case, axes: Collection[str]) -> list[Case]:
                 case = replace(center, **changed)
             cases[case.name] = case
     return list(cases.values())
+
+
+def divided(case: Case) -> Case:
+    """Return the case with its classes divided over the ranks of the default process group."""
+    ranks = dist.get_world_size()
+    return replace(case, name=f"{case.name}-tp{ranks}", ranks=ranks, rank=dist.get_rank())
 
 
 CASES = (

@@ -11,6 +11,8 @@ would take too long.
 Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. A second
 floor, that of the next multiples of 8, takes its turn as well. Otherwise the two floors are one.
 
+If the classes are divided over ranks, the floor is that of this rank's own classes.
+
 A plain entry, if given, takes its turn between the two, and shows what each entry costs over it.
 Entries then compute different things; instead of errors, all results are checked to be finite.
 
@@ -28,12 +30,14 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
 from lowtide.tools.bench.providers import Call, Entry, Unavailable
+from lowtide.tools.ranks import from_first
 
 ALIGNMENT = 8
 FLOOR_CHUNK = 4096
@@ -119,17 +123,21 @@ class _Bench:
 
     def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
         self.case, self.mode, self.budget_ms = case, mode, budget_ms
-        self.inputs = case.inputs(requires_grad=mode is Mode.STEP)
+        whole = case.inputs(requires_grad=mode is Mode.STEP)
+        self.inputs = own_inputs(case, whole)
         self.plain = plain.call(case, self.inputs) if plain else None
-        self.truth = None if plain else exact(*self.inputs, mode, case.softcap)
+        self.truth = None if plain else own_results(case, exact(*whole, mode, case.softcap))
         # What takes its turn before each entry.
         self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode)}
-        if case.features % ALIGNMENT or case.classes % ALIGNMENT:
+        if any(size % ALIGNMENT for size in self.inputs[1].shape):
             self.beside["aligned"] = floor(*aligned(*self.inputs), mode)
         if self.plain:
             self.beside["plain"] = partial(self.step, self.plain)
             # Compile and tune it before it is timed, with or without a row of its own.
             self.step(self.plain)
+        if case.ranks > 1:  # The last: no rank's step waits for another's floor.
+            together = torch.zeros(1, device=case.device)
+            self.beside["ranks"] = partial(dist.all_reduce, together)
 
     def measure(self, call: Call) -> Figures:
         # The first call compiles and tunes; it and the next two also warm up what is timed
@@ -143,10 +151,10 @@ class _Bench:
         del outputs
 
         calls, rounds = dict(self.beside), MIN_ROUNDS
-        if once_ms <= SLOW_MS:
+        if from_first(lambda: once_ms <= SLOW_MS):
             calls["step"] = partial(self.step, call)
             round_ms = sum(span for (span,) in alternate(calls.values(), 1, self.case.device))
-            rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms)))
+            rounds = from_first(lambda: max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms))))
         spans = dict(zip(calls, alternate(calls.values(), rounds, self.case.device), strict=True))
         step_ms = [ms / call.losses for ms in spans.get("step", [once_ms] * len(spans["floor"]))]
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
@@ -156,7 +164,7 @@ class _Bench:
             *beside.get("aligned", beside["floor"]),
         )
         if not self.plain:
-            return figures
+            return figures if self.case.ranks == 1 else of_all_ranks(figures)
         plain_median, over = beside["plain"]
         return replace(figures, plain_ms=plain_median, over_plain=over - 1)
 
@@ -175,6 +183,28 @@ class _Bench:
         if not all(result.isfinite().all() for result in results):
             raise FloatingPointError("a result is not finite")
         return ()
+
+
+def own_inputs(case: Case, whole: Inputs) -> Inputs:
+    """Return the inputs with this rank's rows of the head alone."""
+    input_ND, weight_VD, target_N = whole
+    if case.ranks > 1:
+        own_VD = weight_VD.detach()[case.own_classes].clone()
+        weight_VD = own_VD.requires_grad_(weight_VD.requires_grad)
+    return input_ND, weight_VD, target_N
+
+
+def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the results with this rank's rows of dW alone; the rest is the same on all ranks."""
+    return (*results[:2], *(grad_VD[case.own_classes] for grad_VD in results[2:]))
+
+
+def of_all_ranks(figures: Figures) -> Figures:
+    """Return this rank's times, with the largest peak and the largest errors of all ranks."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, figures)
+    errors = tuple(map(max, zip(*(each.errors for each in ranks), strict=True)))
+    return replace(figures, peak_bytes=max(each.peak_bytes for each in ranks), errors=errors)
 
 
 @torch.no_grad()

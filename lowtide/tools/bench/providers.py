@@ -93,7 +93,7 @@ def lowtide_provider(name: str, workspace: int | None, kind: type[Provider] = Pr
         from lowtide import linear_cross_entropy
 
         loss = partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
-        return partial(loss, workspace=workspace)
+        return partial(loss, workspace=workspace, **case.arguments)
 
     return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
 
