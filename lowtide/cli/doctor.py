@@ -174,7 +174,7 @@ def linear_cross_entropy(
     z_loss: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
     weight: Annotated[bool, typer.Option("--weight", help="With class weights.")] = False,
     row_weight: Annotated[
-        bool, typer.Option("--row-weight", help="With weights of rows, which change nothing.")
+        bool, typer.Option("--row-weight", help="With weights of rows, which no plan depends on.")
     ] = False,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
@@ -183,12 +183,20 @@ def linear_cross_entropy(
     probabilities: Annotated[
         DType | None, typer.Option(help="Of a target of class probabilities.", show_default="class indices")
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_SIZE, help="That the classes are divided over: a DTensor, or group=."),
+    ] = 1,
+    tokens_sharded: Annotated[
+        bool, typer.Option("--tokens-sharded", help="The ranks divide the tokens as well.")
+    ] = False,
 ) -> None:
     """Show how linear_cross_entropy computes a call, and in what pieces.
 
     Options have the names of the function's arguments. A z-loss, row weights
     and a logit scale are part of the coefficients of a row: they change none of
-    what is shown.
+    what is shown, but what --tokens-sharded moves. With --ranks it says what a
+    rank holds, and which collectives move how many bytes.
     """
     call = of_loss.Call(
         tokens,
@@ -208,6 +216,9 @@ def linear_cross_entropy(
         backend=backend,
         autocast=None if autocast is None else autocast.torch,
         probabilities=None if probabilities is None else probabilities.torch,
+        row_weight=row_weight,
+        ranks=ranks,
+        tokens_sharded=tokens_sharded,
     )
     found = call.describe()
     title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"

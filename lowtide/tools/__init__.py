@@ -5,11 +5,12 @@ No operator imports these modules.
 Modules, in the order of imports:
 
 * errors: the error that a user can correct.
+* ranks: the processes of torchrun, of which the first reads, writes and prints.
 * files: files that are either complete or absent; tables and dictionaries from them.
 * environment: versions, card and commit, for every table.
 * figures: the common look of figures.
 * eager: the loss with all logits, which every tool compares with.
-* demo: a small GPT and its training, with eager logits or lowtide's loss.
+* demo: a small GPT and its training, with eager logits, lowtide's loss, or on several ranks.
 * estimate: the peak memory of a training step, computed on fake tensors.
 * profile: memory over time, recorded from the allocator.
 * doctor: what this machine has, and how it computes a call.

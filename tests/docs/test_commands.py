@@ -11,7 +11,7 @@ typer = pytest.importorskip("typer")
 
 from lowtide.cli import make_app  # noqa: E402
 
-BEFORE = r"(?:    |\$ )?(?:OMP_NUM_THREADS=1 |\.venv/bin/)?"
+BEFORE = r"(?:    |\$ )?(?:OMP_NUM_THREADS=1 |\.venv/bin/|torchrun --nproc-per-node=\d+ -m )?"
 COMMAND = re.compile(rf"^{BEFORE}(lowtide [^\n|`]*?)(?:  +#.*)?$", re.MULTILINE)
 
 

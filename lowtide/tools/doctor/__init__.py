@@ -4,6 +4,7 @@ Modules, in the order of imports:
 
 * environment: versions, devices and switches.
 * cpu: the CPU's bfloat16 units, compiler and threads.
+* collectives: what a call of a divided head moves.
 * linear_cross_entropy: the engine and the plan of a call of the loss.
 * attention: the backend of a call of attention, and why.
 * selftest: fifty calls, compared with torch in float64.

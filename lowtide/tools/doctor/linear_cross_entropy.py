@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine, make_plan, with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.tools.doctor.collectives import Collective, collectives
 from lowtide.tools.environment import dtype_name
 
 WEIGHT_GRADIENTS = {
@@ -38,7 +40,8 @@ KERNELS = {
 class Call:
     """Hold what the plan of a call depends on, by the names of the function's arguments.
 
-    A z-loss, row weights and a logit scale that is a number change nothing in it.
+    A z-loss, row weights and a logit scale that is a number change nothing in it. N and V count the
+    tokens and classes of all ranks.
     """
 
     N: int
@@ -59,6 +62,20 @@ class Call:
     backend: str = "auto"
     autocast: torch.dtype | None = None
     probabilities: torch.dtype | None = None
+    row_weight: bool = False
+    ranks: int = 1
+    """How many ranks the classes are divided over."""
+    tokens_sharded: bool = False
+
+    @property
+    def own_classes(self) -> int:
+        """Return the classes of a rank; the last rank may have fewer."""
+        return -(-self.V // self.ranks)
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the most tokens that a rank passes."""
+        return -(-self.N // self.ranks) if self.tokens_sharded else self.N
 
     def plan(self) -> Plan:
         """Return the plan; raise any error that the call itself would raise."""
@@ -72,16 +89,26 @@ class Call:
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
                 "here that is 'cpu'"
             )
+        if self.tokens_sharded and (self.ranks == 1 or self.probabilities is not None):
+            raise ArgumentError(
+                "tokens_sharded must go together with several ranks, and with targets that are classes"
+            )
+        if self.ranks > 1 and self.backend == "reference":
+            raise ArgumentError(
+                "backend must be 'auto', 'triton' or 'torch' where classes are divided over ranks, got "
+                "'reference'"
+            )
         wants = self.gradients
         needs_grad = NeedsGrad((wants,), (wants,), wants and self.bias, False)
         casts = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
         with FakeTensorMode(), torch.no_grad(), casts:
-            input_ND, weight_VD = self._empty(self.N, self.D), self._empty(self.V, self.D)
-            bias_V = self._empty(self.V) if self.bias else None
-            target = torch.empty(self.N, dtype=torch.int64, device=self.device)
+            N, V = self.own_tokens, self.own_classes
+            input_ND, weight_VD = self._empty(N, self.D), self._empty(V, self.D)
+            bias_V = self._empty(V) if self.bias else None
+            target = torch.empty(N, dtype=torch.int64, device=self.device)
             if self.probabilities is not None:
-                target = torch.empty(self.N, self.V, dtype=self.probabilities, device=self.device)
-            class_weight_V = self._empty(self.V) if self.weight else None
+                target = torch.empty(N, V, dtype=self.probabilities, device=self.device)
+            class_weight_V = self._empty(V) if self.weight else None
             check_arguments(
                 *((input_ND,), (weight_VD,), target, bias_V, class_weight_V),
                 *(self.logit_scale, self.softcap, self.workspace, self.backend),
@@ -98,10 +125,14 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
+                shard=self._shard() if self.ranks > 1 else None,
             )
             call_kind = CallKind(needs_grad, False, self.probabilities, self.weight)
             scale = scale_of(self.logit_scale, input_ND)
             return PlannedCall(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
+
+    def _shard(self) -> VocabShard:
+        return VocabShard(ranks=self.ranks, num_classes=self.V, tokens_sharded=self.tokens_sharded)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -111,8 +142,9 @@ class Call:
         if self.backend == "reference":
             self._given()
             return {"engine": "reference", "why": "it is named: all logits at once"}
-        plan = self.plan()
-        chunks = -(-self.N // plan.rows) if self.N else 0
+        plan, rows = self.plan(), self.rows()
+        tokens = self.own_tokens * self.ranks if self.tokens_sharded else self.N
+        chunks = -(-tokens // rows) if tokens else 0
         found = {"engine": plan.engine, "kernels": KERNELS.get(plan.engine, "Triton")}
         reasons = choose_engine(self._given()).reasons
         # Engines of the other kind of target and of the other device go without saying.
@@ -126,8 +158,8 @@ class Call:
         if self.workspace is None:
             found["workspace"] += ", the default"
         found["products in"] = dtype_name(plan.compute_dtype)
-        found["rows"] = f"{plan.rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
-        if plan.operand_classes < self.V:
+        found["rows"] = f"{rows} a chunk, {chunks} chunk{'s' * (chunks != 1)}"
+        if plan.operand_classes < self.own_classes:
             why = f"from {dtype_name(self.dtype)} to {dtype_name(plan.compute_dtype)}"
             found["weight"] = f"copied {plan.operand_classes} classes at a time, {why}"
         if self.gradients:
@@ -139,7 +171,33 @@ class Call:
                 block_classes=plan.block_classes,
                 block_rows=plan.block_rows,
             )
+        if self.ranks > 1:
+            found[f"{self.ranks} ranks"] = self.divided()
         return found
+
+    def rows(self) -> int:
+        """Return the tokens of a chunk, of all ranks together."""
+        rows = self.plan().rows
+        if not self.tokens_sharded:
+            return rows
+        return max(1, min(rows // self.ranks, self.own_tokens)) * self.ranks
+
+    def divided(self) -> str:
+        """Return what a rank has and what it moves, in a line."""
+        tokens = f"{self.own_tokens:,} of {self.N:,} tokens" if self.tokens_sharded else "all tokens"
+        has = f"each has {self.own_classes:,} of {self.V:,} classes and {tokens}"
+        return f"{has}; moves: {', '.join(map(str, self.collectives()))}"
+
+    def collectives(self) -> list[Collective]:
+        """Return what a divided call moves, in the order of docs/howto/divided_head.md."""
+        return collectives(
+            self.plan(),
+            tokens=self.N,
+            rank_tokens=self.own_tokens,
+            features=self.D,
+            chunk=self.rows(),
+            row_weight=self.row_weight,
+        )
 
 
 # The head of Llama 3 8B, and enough tokens for its loss to matter.

@@ -1,0 +1,79 @@
+"""Say what a call of a head that is divided over ranks moves: docs/howto/divided_head.md in figures.
+
+Shapes: N tokens of all ranks, with those that fill up where ranks have other numbers; D features.
+"""
+
+from typing import NamedTuple
+
+from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+
+INDEX_BYTES = 8
+
+
+class Collective(NamedTuple):
+    """Hold what is issued `times` times in a step, with the bytes of a rank's part in all of them."""
+
+    kind: str
+    what: str
+    times: int
+    bytes: int
+
+    def __str__(self) -> str:
+        times = f"{self.times} x " if self.times > 1 else ""
+        return f"{times}{self.kind} of {self.what} ({readable(self.bytes)})"
+
+
+def readable(size: int) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.3g} {unit}"
+    return f"{size} bytes"
+
+
+def collectives(
+    plan: Plan, *, tokens: int, rank_tokens: int, features: int, chunk: int, row_weight: bool
+) -> list[Collective]:
+    """Return the collectives of a call and, if it has gradients, of its backward.
+
+    Args:
+        plan: of a rank that has the most tokens; its options say how the classes are divided.
+        tokens: those of all ranks; no row is ignored.
+        rank_tokens: the most that a rank passes.
+        features: D.
+        chunk: the tokens of a chunk, of all ranks.
+        row_weight: True if the call has row weights.
+    """
+    options, kind = plan.options, plan.call_kind
+    own, ranks, number = options.tokens_sharded, options.ranks, options.sum_dtype.itemsize
+    # Class probabilities hold weights and smoothing themselves.
+    weights = kind.class_weights and not kind.probabilities
+    smoothing = options.label_smoothing > 0 and not kind.probabilities
+    n = rank_tokens
+    N = n * ranks if own else n
+    chunks = -(-N // chunk)
+    # The loss of each row has a backward of its own, which computes the logits again.
+    again = plan.needs_grad.some and options.reduction == "none"
+    calls = 1 + again
+    agreements = calls * (2 if own and tokens % ranks else 1)
+    vectors = calls * row_weight + 3 * again  # the upstream gradient, and a maximum and a sum of each row
+    statistics = 3 + smoothing + kind.probabilities
+    gradients = plan.needs_grad.inputs[0]
+    found = [
+        Collective("gather", "the agreement", agreements, agreements * MESSAGE_BYTES),
+        Collective("gather", "targets", calls * own, calls * INDEX_BYTES * n),
+        Collective("gather", "vectors of rows", vectors * own, vectors * number * n),
+        Collective("sum", "the targets' weights", calls * weights, calls * number * N),
+        Collective("gather", "the shards' totals", calls * smoothing, calls * number),
+        Collective(
+            "gather", "tokens", calls * chunks * own, calls * plan.compute_dtype.itemsize * features * n
+        ),
+        Collective("gather", "statistics", chunks, statistics * number * N),
+        Collective(
+            "sum and scatter" if own else "sum",
+            "the input's gradient",
+            chunks * gradients,
+            number * features * N,
+        ),
+    ]
+    return [each for each in found if each.times]

@@ -1,0 +1,69 @@
+"""What `lowtide doctor` says that a divided call moves is what its ranks issue, call by call."""
+
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.doctor_ranks import CALLS, PLAIN
+from tests.support.commands import invoke, said
+from tests.support.ranks import run_ranks
+
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_ranks("tests.distributed.doctor_ranks", tmp_path_factory.mktemp("ranks") / "store", [*CALLS])
+
+
+@needs_gloo
+@pytest.mark.parametrize("kind", CALLS)
+def test_collectives_and_bytes(results, kind):
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+        assert rank[kind]["counted"] == rank[kind]["told"]
+
+
+def test_bytes_are_those_of_the_documents():
+    """The table of docs/howto/divided_head.md, for N 120, D 16 and V 501 on two ranks."""
+    call = replace(PLAIN, workspace=2**20)  # one chunk
+    moved = {each.what: (each.kind, each.times, each.bytes) for each in call.collectives()}
+    assert moved == {
+        "the agreement": ("gather", 1, 2048),
+        "statistics": ("gather", 1, 12 * 120),
+        "the input's gradient": ("sum", 1, 4 * 16 * 120),
+    }
+
+
+def test_one_line():
+    sizes = ("--tokens", "120", "--features", "16", "--classes", "501", "--dtype", "float32")
+    call = ("doctor", "linear-cross-entropy", "--device", "cpu", *sizes, "--workspace", "1MiB", "--ranks")
+    line = said(invoke(*call, "2"))
+    assert (
+        "2 ranks each has 251 of 501 classes and all tokens; moves: gather of the agreement (2 KiB), " in line
+    )
+    assert "gather of statistics (1.41 KiB), sum of the input's gradient (7.5 KiB)" in line
+    assert "not cpu_exponentials" in line
+    line = said(invoke(*call, "3", "--tokens-sharded"))
+    assert "3 ranks each has 167 of 501 classes and 40 of 120 tokens; moves: " in line
+    assert "gather of targets (320 bytes)" in line
+    assert "sum and scatter of the input's gradient (7.5 KiB)" in line
+    assert "ranks" not in said(invoke(*call, "1"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tokens-sharded",), "tokens_sharded must go together with several ranks"),
+        (("--tokens-sharded", "--ranks", "2", "--probabilities", "float32"), "targets that are classes"),
+        (("--ranks", "2", "--backend", "reference"), "backend must be 'auto', 'triton' or 'torch'"),
+        (("--ranks", "0"), "should be greater than or equal to 1"),
+    ],
+)
+def test_call_refused(options, message):
+    done = invoke("doctor", "linear-cross-entropy", "--device", "cpu", *options)
+    assert done.exit_code in (1, 2)
+    assert message in said(done)
