@@ -36,7 +36,7 @@ from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.files import growing_file
-from lowtide.tools.ranks import from_first, is_first, joined, launched, world_size
+from lowtide.tools.ranks import check_alone, check_launched, from_first, is_first, joined, world_size
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
@@ -154,19 +154,12 @@ def linear_cross_entropy(
 
 
 def _check_ranks(tp: int | None) -> None:
-    ranks = world_size()
-    if tp is None and ranks > 1:
-        raise UserError(
-            f"torchrun has started {ranks} processes, which would each measure the same: "
-            f"give --tp {ranks}, or leave torchrun out"
-        )
-    if tp is not None and not launched():
-        raise UserError(
-            "--tp needs the ranks of torchrun: "
-            f"torchrun --nproc-per-node={tp} -m lowtide bench linear-cross-entropy --tp {tp}"
-        )
-    if tp is not None and tp != ranks:
-        raise UserError(f"--tp {tp}: torchrun has started {ranks}; give it --nproc-per-node={tp}")
+    if tp is None:
+        check_alone(f"--tp {world_size()}")
+        return
+    check_launched("--tp", f"bench linear-cross-entropy --tp {tp}", ranks=tp)
+    if tp != world_size():
+        raise UserError(f"--tp {tp}: torchrun has started {world_size()}; give it --nproc-per-node={tp}")
 
 
 @app.command("heads")

@@ -15,7 +15,7 @@ from lowtide.tools.demo.trainer import CHECKPOINT, LOG
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.figures import check_picture
-from lowtide.tools.ranks import from_first, is_first, joined, launched, world_size
+from lowtide.tools.ranks import check_alone, check_launched, from_first, is_first, joined, world_size
 
 FIGURE = "comparison.png"
 
@@ -121,16 +121,8 @@ def train(
 
 def check_parallel(parallel: Parallel | None, loss: Loss) -> None:
     if parallel is None:
-        if world_size() > 1:
-            ways = ", ".join(each.value for each in Parallel)
-            raise UserError(
-                f"torchrun has started {world_size()} processes, which would each train the same: "
-                f"give --parallel, one of {ways}, or leave torchrun out"
-            )
-    elif not launched():
-        raise UserError(
-            f"--parallel needs the ranks of torchrun: "
-            f"torchrun --nproc-per-node=2 -m lowtide train --parallel {parallel.value}"
-        )
-    elif loss is not Loss.lowtide:
+        check_alone(f"--parallel, one of {', '.join(each.value for each in Parallel)}")
+        return
+    check_launched("--parallel", f"train --parallel {parallel.value}")
+    if loss is not Loss.lowtide:
         raise UserError(f"--parallel goes together with --loss lowtide, the loss that divides: {loss.value}")

@@ -29,6 +29,23 @@ def is_first() -> bool:
     return not launched() or os.environ["RANK"] == "0"
 
 
+def check_launched(option: str, example: str, ranks: int = 2) -> None:
+    """Raise a UserError where torchrun is missing; `example` is the command with the option."""
+    if not launched():
+        raise UserError(
+            f"{option} needs the ranks of torchrun: torchrun --nproc-per-node={ranks} -m lowtide {example}"
+        )
+
+
+def check_alone(option: str) -> None:
+    """Raise a UserError where torchrun has started several ranks, without the option for them."""
+    if world_size() > 1:
+        raise UserError(
+            f"torchrun has started {world_size()} processes, which would each do the same: "
+            f"give {option}, or leave torchrun out"
+        )
+
+
 @contextlib.contextmanager
 def joined(device: str) -> Iterator[None]:
     """Make the ranks of torchrun the default process group within the block.

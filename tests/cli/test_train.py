@@ -122,6 +122,12 @@ def test_killed_run_resumes(tmp_path):
         ("--data image.bin --loss both", 1, "image.bin is not UTF-8 text"),
         ("--data text.txt --vocab-size 60000", 1, "the text allows a vocabulary of"),
         ("--data text.txt --loss dense", 2, "'dense' is not one of"),
+        (
+            "--parallel data",
+            1,
+            "--parallel needs the ranks of torchrun: torchrun --nproc-per-node=2 -m lowtide",
+        ),
+        ("--parallel pipeline", 2, "'pipeline' is not one of"),
         pytest.param(
             "--data text.txt --device cuda",
             1,

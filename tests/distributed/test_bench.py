@@ -52,7 +52,10 @@ def test_needs_torchrun():
 
 @pytest.mark.extended
 def test_other_number_of_ranks(tmp_path):
-    for options, said in ((("--tp", "3"), "--tp 3: torchrun has started 2;"), ((), "measure the same")):
+    for options, said in (
+        (("--tp", "3"), "--tp 3: torchrun has started 2;"),
+        ((), "which would each do the same: give --tp 2, or leave torchrun out"),
+    ):
         done = torchrun(tmp_path, *BENCH, *options)
         assert done.returncode == 1
         assert done.stderr.count(said) == 1

@@ -80,7 +80,10 @@ def test_resumed_run_is_the_whole_one(tmp_path, options):
     ("arguments", "said"),
     [
         ("--parallel data --batch 5", "--batch must be a multiple of the 2 ranks"),
-        ("--steps 2", "torchrun has started 2 processes, which would each train the same: give --parallel"),
+        (
+            "--steps 2",
+            "torchrun has started 2 processes, which would each do the same: give --parallel, one of data",
+        ),
     ],
 )
 def test_errors_are_told_once(tmp_path, arguments, said):

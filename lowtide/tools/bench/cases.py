@@ -103,6 +103,20 @@ def divided(case: Case) -> Case:
     return replace(case, name=f"{case.name}-tp{ranks}", ranks=ranks, rank=dist.get_rank())
 
 
+def own_inputs(case: Case, whole: Inputs) -> Inputs:
+    """Return the inputs with this rank's rows of the head alone."""
+    input_ND, weight_VD, target_N = whole
+    if case.ranks > 1:
+        own_VD = weight_VD.detach()[case.own_classes].clone()
+        weight_VD = own_VD.requires_grad_(weight_VD.requires_grad)
+    return input_ND, weight_VD, target_N
+
+
+def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the results with this rank's rows of dW alone; the rest is the same on all ranks."""
+    return (*results[:2], *(grad_VD[case.own_classes] for grad_VD in results[2:]))
+
+
 CASES = (
     Case("A", 16384, 2048, 131072, torch.bfloat16, "cuda"),
     Case("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),

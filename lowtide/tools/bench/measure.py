@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs, own_inputs, own_results
 from lowtide.tools.bench.providers import Call, Entry, Unavailable
 from lowtide.tools.ranks import from_first
 
@@ -183,20 +183,6 @@ class _Bench:
         if not all(result.isfinite().all() for result in results):
             raise FloatingPointError("a result is not finite")
         return ()
-
-
-def own_inputs(case: Case, whole: Inputs) -> Inputs:
-    """Return the inputs with this rank's rows of the head alone."""
-    input_ND, weight_VD, target_N = whole
-    if case.ranks > 1:
-        own_VD = weight_VD.detach()[case.own_classes].clone()
-        weight_VD = own_VD.requires_grad_(weight_VD.requires_grad)
-    return input_ND, weight_VD, target_N
-
-
-def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the results with this rank's rows of dW alone; the rest is the same on all ranks."""
-    return (*results[:2], *(grad_VD[case.own_classes] for grad_VD in results[2:]))
 
 
 def of_all_ranks(figures: Figures) -> Figures:

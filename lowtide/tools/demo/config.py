@@ -70,7 +70,11 @@ class Config:
 
     @property
     def name(self) -> str:
-        return f"{self.parallel.value} on {self.ranks} ranks" if self.parallel else self.loss
+        return f"{self.parallel.value} on {self.ranks_name}" if self.parallel else self.loss
+
+    @property
+    def ranks_name(self) -> str:
+        return f"{self.ranks} rank{'s' * (self.ranks != 1)}" if self.parallel else "one process"
 
     @property
     def directory(self) -> Path:

@@ -34,17 +34,7 @@ def names(runs: list[Run]) -> list[str]:
     """Return what the runs are called: by their losses, or by their ranks where these differ."""
     if not any(run.config.parallel for run in runs):
         return [run.config.loss for run in runs]
-    return [count(run.config.ranks) if run.config.parallel else "one process" for run in runs]
-
-
-def count(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks != 1)}"
-
-
-def titled(title: str, runs: list[Run]) -> str:
-    """Return a title that names how the ranks share the run, if they do."""
-    parallel = runs[0].config.parallel
-    return f"{title}, {parallel.value}" if parallel else title
+    return [run.config.ranks_name for run in runs]
 
 
 def readable(size: float) -> str:
@@ -113,7 +103,9 @@ def draw_losses(axes: "Axes", runs: list[Run]) -> None:
             alpha=alpha,
             label=name,
         )
-    axes.set(title=titled("Training loss", runs), xlabel="step", ylabel="nats per token")
+    parallel = ours.config.parallel
+    title = "Training loss" + (f", {parallel.value}" if parallel else "")
+    axes.set(title=title, xlabel="step", ylabel="nats per token")
     figures.names_above(axes)
 
 
@@ -129,7 +121,10 @@ def draw_memory(axes: "Axes", runs: list[Run]) -> None:
         text = f"{name}  {readable(peak_bytes(run))}"
         axes.plot(*zip(*measured), color=color, linewidth=2, marker="o", markersize=4, label=text)
     axes.set(
-        title="Peak memory of head and loss", xlabel="step", ylabel=unit_name, ylim=(0, 1.1 * top / unit)
+        title=("A rank's peak of" if ours.config.parallel else "Peak memory of") + " head and loss",
+        xlabel="step",
+        ylabel=unit_name,
+        ylim=(0, 1.1 * top / unit),
     )
     figures.names_above(axes)
     middle = sum(axes.get_xlim()) / 2

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from lowtide.tools.demo.config import Parallel
 from lowtide.tools.demo.loop import Run
 from lowtide.tools.demo.report import draw, peak_bytes, seconds_per_step, table
 from lowtide.tools.demo.trainer import Step
@@ -54,6 +55,32 @@ def test_table(runs):
         "1.60x",
         "15.0x",
     ]
+
+
+@pytest.fixture
+def on_ranks(runs):
+    """The same history of two ranks, and of one process."""
+    config = replace(runs[0].config, parallel=Parallel.shard_head, ranks=2)
+    return [replace(runs[0], config=config), replace(runs[1], config=runs[0].config)]
+
+
+def test_table_of_ranks(on_ranks):
+    paper = Console(file=io.StringIO(), width=100)
+    paper.print(table(on_ranks))
+    lines = [line for line in paper.file.getvalue().splitlines() if "│" in line]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    assert [row[0] for row in rows] == ["2 ranks", "one process", "one process vs 2 ranks"]
+    assert rows[2][1:] == ["1.0e-05", "1.0e-05", "1.60x", "", "15.0x"]
+    assert "shard_head" in paper.file.getvalue()
+    assert "on one rank" in paper.file.getvalue()
+
+
+def test_figure_of_ranks(on_ranks, tmp_path, monkeypatch):
+    drawing = drawn(monkeypatch, lambda path: draw(on_ranks, path), tmp_path / "comparison.png")
+    drawing.check()
+    words = [text for text, _ in drawing.words]
+    for text in ("Training loss, shard_head", "one process", "2 ranks, within 1e-05", "2 ranks  80.0 MB"):
+        assert text in words
 
 
 def test_figure_size(runs, tmp_path):
