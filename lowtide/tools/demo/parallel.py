@@ -34,9 +34,12 @@ class RanksTrainer(Trainer):
             divide(model, mesh)
             return model
         own = shard_head(model, mesh, head=model.head) if parallel is Parallel.shard_head else set()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params=own)  # with the embedding, and else the head
+        units = [*model.blocks]
+        if not own and not self.config.tied:
+            units.append(model.head)  # its loss has a backward of its own
+        for unit in units:
+            fully_shard(unit, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=own)
         return model
 
     def groups(self) -> list[dict[str, Any]]:
