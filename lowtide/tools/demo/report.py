@@ -43,15 +43,14 @@ def readable(size: float) -> str:
 
 def table(runs: list[Run]) -> Table:
     """Return a row for each run; for two also the losses' difference and the ratio of the rest."""
-    caption = "peak: the most that head and loss hold at once, with their gradients"
-    if runs[0].config.parallel:
-        caption += ", on one rank"
+    parallel = runs[0].config.parallel
+    where = " on a rank" if parallel else ""
+    caption = f"peak: the most that head and loss hold at once{where}, with their gradients"
     called = names(runs)
     if len(runs) == 2:
         first, second = called
         caption += f"\nlast row: how far the losses are apart; time and peak of {second} over {first}"
     summary = Table(caption=caption)
-    parallel = runs[0].config.parallel
     summary.add_column(parallel.value if parallel else "loss")
     for column in ("final loss", "validation", "step", "tokens/s", "peak"):
         summary.add_column(column, justify="right")

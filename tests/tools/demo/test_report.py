@@ -72,7 +72,7 @@ def test_table_of_ranks(on_ranks):
     assert [row[0] for row in rows] == ["2 ranks", "one process", "one process vs 2 ranks"]
     assert rows[2][1:] == ["1.0e-05", "1.0e-05", "1.60x", "", "15.0x"]
     assert "shard_head" in paper.file.getvalue()
-    assert "on one rank" in paper.file.getvalue()
+    assert "hold at once on a rank" in paper.file.getvalue()
 
 
 def test_figure_of_ranks(on_ranks, tmp_path, monkeypatch):
