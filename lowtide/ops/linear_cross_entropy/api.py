@@ -101,8 +101,10 @@ def linear_cross_entropy(
             weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
             such option.)
         normalizer: what `"mean"` divides the sum by in place of its own count: a number above 0, or
-            a 0-d tensor on the input's device or the CPU. Nothing waits for it, but the ranks of a
-            divided head compare theirs. The tokens of an accumulated batch (Trainer's
+            a 0-d tensor on the input's device or the CPU, of 0 where no token counts: the loss is
+            NaN then, and its gradients 0. A tensor below 0, infinite or NaN is an error on the CPU.
+            On CUDA, and in a graph, it divides the sum as it is: nothing waits for it, but the
+            ranks of a divided head compare theirs. The tokens of an accumulated batch (Trainer's
             `num_items_in_batch`), or, where gradients are averaged over ranks,
             :func:`lowtide.tokens_per_rank`. It takes no gradient. Of a rank whose rows are all
             ignored the loss is 0 then. With "sum" and "none" it is an error. (torch has no such
