@@ -134,6 +134,11 @@ def gathers_head(function: Function) -> Function:
                 "tokens_sharded=True is for a head whose classes stay divided, got a linear_weight that "
                 "FSDP2 gathers: leave tokens_sharded out, or divide the classes by lowtide.shard_head"
             )
+        if place is not None and bias_place is None and is_dtensor(bias):
+            raise ArgumentError(
+                "linear_bias must be a parameter that FSDP2 shards with linear_weight, got a DTensor that is "
+                "none, as a copy is; pass the parameter itself"
+            )
         if place is None or (bias_place is not None and bias_place.unit is not place.unit):
             raise ArgumentError(
                 "linear_weight and linear_bias must be parameters of one FSDP2 unit, which gathers both, got "

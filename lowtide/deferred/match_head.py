@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred.expression import Apply, Linear, Node, Vector
-from lowtide.deferred.sharded import detached
+from lowtide.deferred.sharded import detached, takes_vector
 
 # float16 inputs can be multiplied by a float in this range and keep most of theirs.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6
@@ -127,7 +127,7 @@ def _divided(head: LinearHead, divisor: object) -> LinearHead | None:
 
 def _shifted(head: LinearHead, bias_V: Tensor) -> LinearHead | None:
     """Add a bias, unless there is a scale already, by which it would have to be divided."""
-    if head.cap is not None or not _is_one(head.factor):
+    if head.cap is not None or not _is_one(head.factor) or not takes_vector(head.weights[0], head.bias):
         return None
     return head._replace(bias=_sum_of_biases(head, head.bias, bias_V))
 

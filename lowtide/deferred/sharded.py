@@ -10,9 +10,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowtide.core.collectives import is_dtensor
+from lowtide.core.errors import ArgumentError
+from lowtide.core.fsdp import find_sharded
 from lowtide.ops.linear_cross_entropy.data_sharded import gathered, is_data_sharded, marked_as
 
 
@@ -54,8 +57,13 @@ def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
 
 
 def copied(bias: Tensor | None) -> Tensor | None:
-    """Return a copy of a bias that is divided as the bias is."""
-    return None if bias is None else marked_as(bias, bias.clone())
+    """Return a copy of a bias that is divided as the bias is.
+
+    One that an FSDP2 unit has to gather stays the parameter, by which the unit is found.
+    """
+    if bias is None or find_sharded(bias) is not None:
+        return bias
+    return marked_as(bias, bias.clone())
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -63,13 +71,28 @@ def detached(tensor: Tensor) -> Tensor:
     return marked_as(tensor, tensor.detach())
 
 
+def takes_vector(weight: Tensor, bias: Tensor | None) -> bool:
+    """Return True if a vector of all classes can be added to the bias of a head."""
+    return not is_dtensor(bias) and (not is_dtensor(weight) or find_sharded(weight) is not None)
+
+
 def whole(tensor: Any, input: Tensor) -> Any:
     """Return all classes of a weight or bias, if there is one; all ranks have to call it.
 
     A head of `lowtide.shard_head` is cast to the dtype of hidden states, as FSDP2's policy does.
+
+    Raises:
+        ArgumentError: for a parameter that trains and that an FSDP2 unit has sharded. Nobody would
+            reduce its gradient.
     """
     if not is_dtensor(tensor):
         return tensor
     if is_data_sharded(tensor):
         return gathered(tensor).to(input.dtype)
+    if torch.is_grad_enabled() and tensor.requires_grad and find_sharded(tensor) is not None:
+        raise ArgumentError(
+            "these logits need the whole head, which FSDP2 has sharded here, outside of the forward of its "
+            "unit: compute them in the forward of that unit, or keep it gathered until backward, by "
+            "fully_shard(..., reshard_after_forward=False)"
+        )
     return tensor.full_tensor()  # every rank has the same hidden states, and so the same gradient

@@ -67,6 +67,12 @@ def by_logits(model, hidden, targets, normalizer):
     return summed(model.head(hidden).flatten(0, 1), targets.flatten()) / normalizer
 
 
+def by_shifted_logits(model, hidden, targets, normalizer):
+    """A scale, then a shift: no head that the operators take."""
+    logits = model.head(hidden) * 1.5 + torch.linspace(0, 1, V)
+    return summed(logits.flatten(0, 1), targets.flatten()) / normalizer
+
+
 def by_module(model, hidden, targets, normalizer):
     return model.criterion(hidden, targets, normalizer=normalizer)
 
@@ -89,6 +95,7 @@ LOSSES = {
     "log-probs": by_log_probs,
     "chunked": by_chunks,
     "deferred": by_logits,
+    "deferred by chunks": by_shifted_logits,
     "eager": by_logits,
     "module": by_module,
     "full_tensor": by_full_tensor,
@@ -246,11 +253,13 @@ def run_rounded(case, loss_of, where, rank):
 
 
 def run_refused(case, what, where, rank):
-    model = small(where, bias=what == "bias")
+    model = small(where, bias="bias" in what)
     weight, given = model.head.weight, {}
     hidden, targets = torch.randn(T, D), torch.randint(V, (T,))
     if what == "full_tensor":
         weight = weight.full_tensor().contiguous() * 1
+    elif what == "bias copy":
+        given = {"linear_bias": model.head.bias * 1}
     elif what == "bias":
         given = {"linear_bias": model.head.bias.full_tensor()}
     elif what == "shard_head":
@@ -281,9 +290,10 @@ def run(kind, rank):
     targets[:, :, 0, 0] = -100  # ranks count differently
     if "mixed" in options:
         targets[:, :, 0, :, 1:] = -100
-    inner, whole = build(loss_kind, options), build("module" if loss_kind == "module" else "eager", options)
+    own = loss_kind in ("module", "deferred by chunks")
+    inner, whole = build(loss_kind, options), build(loss_kind if own else "eager", options)
     model = sharded(inner, options)
-    deferral = lowtide.defer_logits(model, head=inner.head) if loss_kind == "deferred" else None
+    deferral = lowtide.defer_logits(model, head=inner.head) if "deferred" in loss_kind else None
     collectives = Collectives()
     for turn in range(2):  # gradients accumulate over both, collectives are those of the second
         collectives.counts = dict.fromkeys(collectives.counts, 0)

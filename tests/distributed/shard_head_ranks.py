@@ -314,16 +314,22 @@ def not_a_member(kind, rank, mesh):
 
 
 def deferred_by_chunks(kind, rank, mesh):
-    """Losses without a fused form have the values and gradients of all ranks' tokens, too."""
-    for weight in (None, CLASS_WEIGHT.double()):
+    """Losses without a fused form have the values and gradients of all ranks' tokens, too. A vector of all
+    classes is no part of a divided bias."""
+    for weight, bias, scale in (
+        (None, "bias", 1.5),
+        (CLASS_WEIGHT.double(), "bias", 1.5),
+        (None, "", 1),
+        (None, "bias", 1),
+    ):
         for reduction in ("mean", "sum"):
-            head, alone, (x, y), (xs, ys) = divided_head("bias, ignored", rank, mesh)
+            head, alone, (x, y), (xs, ys) = divided_head(f"{bias}, ignored", rank, mesh)
             lowtide.defer_logits(head, head=head)
             x, xs = x.clone().requires_grad_(), xs.clone().requires_grad_()
             shift = torch.linspace(0, 1, V, dtype=x.dtype)
-            logits = head(x) * 1.5 + shift
+            logits = head(x) * scale + shift
             found = F.cross_entropy(logits, y, weight, reduction=reduction)
-            real = F.linear(xs, alone.weight, alone.bias) * 1.5 + shift
+            real = F.linear(xs, alone.weight, alone.bias) * scale + shift
             truth = F.cross_entropy(real, ys, weight, reduction=reduction)
             truth = truth / RANKS if reduction == "sum" else truth
             for each in (found, truth):

@@ -27,6 +27,7 @@ ONCE = [
     *("chunked, own, default, accumulated, no reshard", "chunked, own, default, outside"),
     *("deferred, own, kept", "deferred, root, default", "deferred, with norm, kept", "deferred, tied, kept"),
     *("deferred, root, default, bias", "deferred, root, default, accumulated, no reshard"),
+    *("deferred, root, kept, outside, bias", "deferred by chunks, root, kept, outside, bias"),
     *("chunked, own, default, adapted", "deferred, own, kept, adapted", "deferred, root, default, adapted"),
 ]
 TWICE = [
@@ -34,6 +35,8 @@ TWICE = [
     *("parameter, own, reshard, accumulated, no reshard", "parameter, tied, reshard"),
     *("chunked, own, reshard", "chunked, with norm, kept", "deferred, root, reshard"),
 ]
+# The root unit is freed after its forward, and gathered again for the loss, twice for backward.
+OUTSIDE = ["deferred, root, reshard, outside", "deferred, root, reshard, outside, bias"]
 # The head is gathered already, and no gradient comes to it through the unit's own hooks.
 GATHERED = [
     f"{case}, {loss}, {where}"
@@ -46,6 +49,7 @@ ROUNDED = ["rounded, parameter, own", "rounded, log-probs, own", "rounded, chunk
 MISTAKEN = {  # by what they say
     "refused, full_tensor, own": "linear_weight must be the parameter itself",
     "refused, bias, own": "linear_bias must be the parameter itself",
+    "refused, bias copy, own": "linear_bias must be a parameter that FSDP2 shards with linear_weight",
     "refused, shard_head, own": "linear_weight must be the parameter itself",
     "refused, tokens_sharded, own": "lowtide.shard_head",
     "refused, detached, own": "taken for a tensor-parallel weight",
@@ -53,6 +57,8 @@ MISTAKEN = {  # by what they say
 MIXED = ["parameter, own, default, mixed", "chunked, own, default, mixed", "deferred, own, kept, mixed"]
 RAISING = {  # by what they say
     "fused full_tensor, own, kept": r"its gradient would be that of this rank's tokens alone",
+    "deferred by chunks, root, reshard, outside": "these logits need the whole head, which FSDP2 has sharded",
+    "deferred by chunks, root, reshard, outside, bias": "compute them in the forward of that unit",
     "chunked, root, reshard, outside": r"head.weight is sharded by FSDP2 here, outside of the forward",
 }
 FORBIDDEN = ["full_tensor, own, reshard", "full_tensor, root, default", "partial full_tensor, own, reshard"]
@@ -67,12 +73,12 @@ def largest(found):
 def results(tmp_path_factory):
     """Of all scenarios, by rank. Those that raise come last, as they leave FSDP's hooks halfway."""
     eager = ["eager, own, kept, mixed", *FORBIDDEN]
-    kinds = [*ONCE, *TWICE, *MIXED, *eager, *GATHERED, *STALE, *ROUNDED, *MISTAKEN, *RAISING]
+    kinds = [*ONCE, *TWICE, *OUTSIDE, *MIXED, *eager, *GATHERED, *STALE, *ROUNDED, *MISTAKEN, *RAISING]
     store = tmp_path_factory.mktemp("ranks") / "store"
     return run_ranks("tests.distributed.fsdp_ranks", store, kinds)
 
 
-@pytest.mark.parametrize("kind", [*ONCE, *TWICE])
+@pytest.mark.parametrize("kind", [*ONCE, *TWICE, *OUTSIDE])
 def test_exact(results, kind):
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]
@@ -151,7 +157,7 @@ def test_every_arrangement(tmp_path, loss):
     for rank in run_ranks("tests.distributed.fsdp_ranks", tmp_path / "store", kinds):
         for kind, found in rank.items():
             if _raises(kind):
-                said = ("fully_shard", "convert all torch.Tensor", "linear_bias must be a plain tensor")
+                said = ("fully_shard", "convert all torch.Tensor")
                 assert any(each in found["raised"] for each in said), kind
             else:
                 assert "raised" not in found, (kind, found)
@@ -164,9 +170,6 @@ def _raises(kind):
     loss, *given = kind.split(", ")
     freed, outside = "kept" not in given, "outside" in given
     if "root" in given:
-        # Of a head that deferred its logits the bias is not gathered there.
-        return (
-            (loss == "chunked" or (loss == "deferred" and "bias" in given)) and outside and "reshard" in given
-        )
+        return loss == "chunked" and outside and "reshard" in given
     several = "with norm" in given or "tied" in given
     return loss == "deferred" and freed and not (several and outside)

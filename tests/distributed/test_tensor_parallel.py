@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 
 FUSED = [
     *("gathered", "gathered, bias", "gathered, logsumexp", "loss parallel", "loss parallel, bias"),
-    "transformers",
+    *("gathered, shifted", "gathered, shifted, bias", "transformers"),
 ]
 REAL = ["gathered, real"]
 LOCAL = "local"

@@ -413,7 +413,11 @@ t, x, w = torch.arange(4), torch.randn(4, 3), torch.randn(5, 3)
         ({"normalizer": torch.tensor(1j)}, ValueError, "a 0-d tensor of one, got torch.complex64"),
         ({"normalizer": torch.tensor(1.0, device="meta")}, ValueError, "must be on input's device (cpu)"),
         ({"normalizer": torch.tensor(1.0, requires_grad=True)}, ValueError, "pass normalizer.detach()"),
-        ({"normalizer": torch.tensor(-3.0)}, ValueError, "a finite number above 0, or 0 for no token, got -3.0"),
+        (
+            {"normalizer": torch.tensor(-3.0)},
+            ValueError,
+            "a finite number above 0, or 0 for no token, got -3.0",
+        ),
         ({"normalizer": torch.tensor(-3)}, ValueError, "a finite number above 0, or 0 for no token, got -3"),
         ({"normalizer": torch.tensor(torch.nan)}, ValueError, "above 0, or 0 for no token, got nan"),
         ({"normalizer": torch.tensor(torch.inf)}, ValueError, "above 0, or 0 for no token, got inf"),
