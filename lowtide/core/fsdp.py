@@ -20,6 +20,7 @@ from lowtide.core.errors import ArgumentError
 
 METHOD = "_lowtide_method"
 MARK = "_lowtide_tokens_differ"  # of a parameter of lowtide.shard_head
+RESHAPED = "_lowtide_parameter"  # of a parameter in another shape
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -154,6 +155,18 @@ def gathers_head(function: Function) -> Function:
     return run  # type: ignore[return-value]
 
 
+def reshaped(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a parameter with its first dimension in this shape, which still counts as one."""
+    found: Tensor = parameter.unflatten(0, shape)
+    if is_dtensor(parameter) and is_parameter(parameter) and not torch.compiler.is_compiling():
+        setattr(found, RESHAPED, True)
+    return found
+
+
+def is_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, nn.Parameter) or getattr(tensor, RESHAPED, False)
+
+
 def refuse_derived(name: str, tensor: Any) -> None:
     """Raise for a DTensor that is computed from a parameter that FSDP2 shards, as by detach().
 
@@ -162,7 +175,7 @@ def refuse_derived(name: str, tensor: Any) -> None:
     """
     if torch.compiler.is_compiling() or not is_dtensor(tensor):
         return
-    if isinstance(tensor, nn.Parameter) or getattr(tensor, MARK, False):
+    if is_parameter(tensor) or getattr(tensor, MARK, False):
         return
     for _, each in _parameters():
         own = each.sharded_param

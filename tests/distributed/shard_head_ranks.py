@@ -8,6 +8,7 @@ import copy
 import functools
 import re
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
 from tests.distributed.fsdp_ranks import Collectives
@@ -343,6 +345,35 @@ def deferred_by_chunks(kind, rank, mesh):
     return {}
 
 
+def positions(kind, rank, mesh):
+    """A K-dimensional criterion: as one process where each rank has whole classes, and under FSDP2; else a
+    sentence on all ranks."""
+    P = 3
+    for bias, classes, way in product((False, True), (V, V + 1), ("shard_head", "tensor parallel", "fsdp")):
+        torch.manual_seed(0)
+        criterion = lowtide.LinearCrossEntropyLoss(D, classes, out_features=(P,), bias=bias).double()
+        alone, linear = copy.deepcopy(criterion), criterion.linear
+        xs, ys = torch.randn(sum(ROWS), D, dtype=torch.float64), torch.randint(classes, (sum(ROWS), P))
+        x, y = (xs, ys) if way == "tensor parallel" else (each.split(ROWS)[rank] for each in (xs, ys))
+        if way == "fsdp":
+            fully_shard(linear, mesh=mesh)
+        elif way == "shard_head":
+            lowtide.shard_head(criterion, mesh, head=linear)
+        else:
+            parallelize_module(criterion, mesh, {"linear": ColwiseParallel()})
+        if way != "fsdp" and classes % RANKS:
+            refused("as many whole classes on each rank, got 37 classes", criterion, x, y)
+            continue
+        normalizer = ys.numel() / (RANKS if way == "fsdp" else 1)
+        options = {"normalizer": normalizer} if way == "fsdp" else {}
+        for loss in (criterion(x, y, **options), alone(xs, ys)):
+            loss.backward()
+        for name, each in alone.linear.named_parameters():
+            found = whole(dict(linear.named_parameters())[name].grad)
+            torch.testing.assert_close(found, each.grad, rtol=1e-12, atol=1e-15, msg=f"{way} {name}")
+    return {}
+
+
 def z_loss(kind, rank, mesh):
     """The mean over all ranks' tokens, by its normaliser."""
     head, alone, (x, y), (xs, ys) = divided_head("z-loss", rank, mesh)
@@ -359,6 +390,7 @@ def z_loss(kind, rank, mesh):
 
 
 OTHERS = {
+    "positions": positions,
     "z-loss": z_loss,
     "deferred by chunks": deferred_by_chunks,
     "not a member": not_a_member,

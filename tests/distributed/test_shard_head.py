@@ -23,7 +23,15 @@ EXACT = [
 ]
 MIXED = ["mixed", "none, mixed", "deferred, mixed"]
 SAME = ["as fsdp", "checkpointed", "assigned"]
-HELD = ["known", "padded and refused", "wrong on one rank", "not a member", "deferred by chunks", "z-loss"]
+HELD = [
+    "known",
+    "padded and refused",
+    "wrong on one rank",
+    "not a member",
+    "deferred by chunks",
+    "z-loss",
+    "positions",
+]
 
 
 @pytest.fixture(scope="module")

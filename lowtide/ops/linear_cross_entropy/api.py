@@ -11,7 +11,7 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
-from lowtide.ops.linear_cross_entropy.data_sharded import takes_data_sharded_head
+from lowtide.ops.linear_cross_entropy.data_sharded import by_class, takes_data_sharded_head
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
@@ -369,6 +369,22 @@ def linear_log_probs(
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 
+@gathers_head
+def _loss_of_positions(
+    input: Tensor,
+    linear_weight: Tensor,  # [V d1 ... dK, D]
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None,
+    logits_shape: tuple[int, ...],
+    **options: Any,
+) -> Tensor:
+    """Compute a K-dimensional loss of a linear layer's parameters; those of FSDP2 are gathered first."""
+    weight = by_class("linear_weight", linear_weight, logits_shape)
+    bias = None if linear_bias is None else by_class("linear_bias", linear_bias, logits_shape)
+    return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """Own the head `.linear` (:class:`torch.nn.Linear`), and compute :func:`linear_cross_entropy`.
 
@@ -469,19 +485,11 @@ class LinearCrossEntropyLoss(nn.Module):
                 f"input must have shape [..., {linear_weight.shape[-1]}], in_features of this module, "
                 f"got {list(input.shape)}"
             )
+        given = {"weight": self.weight, "row_weight": row_weight, "normalizer": normalizer, **self.options}
         if len(self.logits_shape) > 1:
-            linear_weight = linear_weight.unflatten(0, self.logits_shape)
-            linear_bias = None if linear_bias is None else linear_bias.unflatten(0, self.logits_shape)
-        return linear_cross_entropy(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=self.weight,
-            row_weight=row_weight,
-            normalizer=normalizer,
-            **self.options,
-        )
+            given["logits_shape"] = self.logits_shape
+            return _loss_of_positions(input, linear_weight, target, linear_bias=linear_bias, **given)
+        return linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, **given)
 
     def extra_repr(self) -> str:
         said = {

@@ -11,6 +11,7 @@ Shapes: V classes, of which V_r are this rank's; N tokens of this rank; P ranks.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
+from lowtide.core.fsdp import is_parameter, reshaped
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
 MARK = "_lowtide_tokens_differ"
@@ -43,6 +45,24 @@ def marked_as(tensor: Tensor, copy: Tensor) -> Tensor:
     if is_data_sharded(tensor):
         mark(copy)
     return copy
+
+
+def by_class(name: str, parameter: Any, logits_shape: tuple[int, ...]) -> Tensor:
+    """Return a linear layer's parameter [V d1 ... dK, ...] as [V, d1, ..., dK, ...].
+
+    A divided one stays divided, and marked. Raise unless each rank has whole classes.
+    """
+    V, *positions = logits_shape
+    if is_dtensor(parameter):
+        divided = [place for place, each in enumerate(parameter.placements) if each.is_shard(0)]
+        ranks = math.prod(parameter.device_mesh.size(place) for place in divided)
+        if V % ranks:
+            raise ArgumentError(
+                f"{name} of a K-dimensional loss must have as many whole classes on each rank, got {V} "
+                f"classes of positions {positions} over {ranks} ranks; leave this head to FSDP2, or pass "
+                "each rank's own rows and group to lowtide.linear_cross_entropy"
+            )
+    return marked_as(parameter, reshaped(parameter, logits_shape))
 
 
 def check_whole(name: str, tensor: Tensor) -> None:
@@ -90,7 +110,7 @@ def _check_mark(input: Any, linear_weight: Any) -> None:
     # have; a graph cannot look at a mesh's attributes.
     if not is_dtensor(linear_weight) or is_dtensor(input):
         return
-    if isinstance(linear_weight, torch.nn.Parameter) or torch.compiler.is_compiling():
+    if is_parameter(linear_weight) or torch.compiler.is_compiling():
         return
     if getattr(linear_weight.device_mesh, MARK, False):
         raise ArgumentError(
