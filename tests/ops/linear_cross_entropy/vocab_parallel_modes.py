@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 if __name__ == "__main__" and "triton" in sys.argv:
@@ -276,6 +277,40 @@ def extremes() -> None:
         assert loss.isnan()
         loss.backward()
         assert not any(each.grad.any() for each in leaves)
+
+
+def ignored_rows() -> None:
+    """What an ignored row holds, NaN or infinity, reaches no result and no gradient, as in one process."""
+    place, inputs = Place(), made(bias=True, logit_scale=True)
+    groups = [dist.new_group([rank]) for rank in range(place.ranks)]
+    alone = {"group": groups[place.rank], "first_class": 0, "num_classes": V}
+    target = inputs.target.clone()
+    target[::3] = -100
+    dirty = inputs.input.detach().clone()
+    dirty[::6], dirty[3::6] = torch.nan, torch.inf
+    every = slice(None)
+    for tokens, classes, given in (
+        (place.tokens, place.classes, {"group": place.group, "tokens_sharded": True}),
+        (every, place.classes, {"group": place.group}),
+        (every, every, {**alone, "tokens_sharded": True}),
+    ):
+        for reduction, workspace in product(("mean", "sum", "none", "log-probs"), (None, 30_000)):
+            results = []
+            for x in (inputs.input.detach(), dirty):
+                leaves = [place.leaf(x, tokens)]
+                leaves += [place.leaf(each, classes) for each in (inputs.linear_weight, inputs.linear_bias)]
+                leaves.append(place.leaf(inputs.logit_scale))
+                options = {"linear_bias": leaves[2], "logit_scale": leaves[3], "workspace": workspace} | given
+                if reduction == "log-probs":
+                    found = lowtide.linear_log_probs(*leaves[:2], target[tokens], **options)
+                    result = found.log_prob + 0.1 * found.entropy + 0.1 * found.logsumexp
+                else:
+                    options["reduction"] = reduction
+                    result = lowtide.linear_cross_entropy(*leaves[:2], target[tokens], **options)
+                results.append([result.detach(), *torch.autograd.grad(result.sum(), leaves)])
+            for clean, found in zip(*results):
+                assert clean.isfinite().all()
+                close(found, clean)
 
 
 def module_and_sequences() -> None:

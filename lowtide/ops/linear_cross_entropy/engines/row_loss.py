@@ -31,14 +31,15 @@ class RowLoss:
     """Hold the labels of each kept row.
 
     On the CPU these are the rows that are not ignored. On CUDA they are all rows, because counting
-    would wait for the device.
+    would wait for the device. Where ranks have tokens of their own they are all rows, too, and those
+    of `cleared_N` are to be read as zeros.
     """
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
         self.plan, self.device = plan, head.device
         self.N, self.V = head.tokens, plan.options.num_classes or head.classes
         self.own_classes, self.order = head.classes, None
-        if plan.agreement is not None and plan.options.tokens_sharded:
+        if plan.agreement is not None and plan.options.tokens_sharded and plan.agreement.group.size > 1:
             self.order = TokenOrder(plan.agreement, self.device)
         self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
         self._set_rows(labels)
@@ -50,7 +51,7 @@ class RowLoss:
             self.row_weight_N = self._of_kept_as_sums(labels.row_weight.flatten())
 
     def _set_target(self, target: Tensor) -> None:
-        self.soft_NV, self.kept_rows = None, None
+        self.soft_NV, self.kept_rows, self.cleared_N = None, None, None
         if self.plan.call_kind.probabilities:
             self.soft_NV = target.reshape(self.N, self.own_classes)
             self.M = self.N
@@ -64,8 +65,10 @@ class RowLoss:
             target_N = self.order.gather(target_N, ignore_index)
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
-        leaves_out = self.device.type == "cpu" and self.plan.backend == "torch" and self.order is None
-        if leaves_out and bool(ignored_N.any()):
+        leaves_out = self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any())
+        if leaves_out and self.order is not None:
+            self.cleared_N = ignored_N  # ranks take equally many rows, so they stay, without their numbers
+        elif leaves_out:
             self.kept_rows = (~ignored_N).nonzero()[:, 0]
             target_N, ignored_N = target_N[self.kept_rows], ignored_N[self.kept_rows]
         self.M = target_N.shape[0]

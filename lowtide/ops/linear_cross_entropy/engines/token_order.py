@@ -49,8 +49,11 @@ class TokenOrder:
         return slice(min(first, self.n), min(last, self.n)), last - first
 
 
-def begin_rows(operand: Operand, rows: slice, order: TokenOrder | None) -> Wait:
-    """Begin to gather the chunk's rows of an operand; without an order every rank has them."""
+def begin_rows(operand: Operand, rows: slice, order: TokenOrder | None, cleared_N: Tensor | None) -> Wait:
+    """Begin to gather the chunk's rows of an operand; without an order every rank has them.
+
+    Those of `cleared_N` become zeros: a NaN times a coefficient of 0 would reach dW.
+    """
     if order is None:
         return lambda: operand.rows(rows)
     own, c = order.own_rows(rows)
@@ -58,7 +61,12 @@ def begin_rows(operand: Operand, rows: slice, order: TokenOrder | None) -> Wait:
     if x_cD.shape[0] < c:
         x_cD = torch.cat([x_cD, x_cD.new_zeros(c - x_cD.shape[0], x_cD.shape[1])])
     wait = order.group.gather(x_cD)
-    return lambda: wait().flatten(0, 1)
+
+    def tokens() -> Tensor:
+        x_CD = wait().flatten(0, 1)
+        return x_CD if cleared_N is None else x_CD.masked_fill_(cleared_N[rows, None], 0)
+
+    return tokens
 
 
 class SummedRows:

@@ -76,7 +76,7 @@ def _logits(
     buffers = [engine.chunk_buffer(gradient) for _ in chunks[: 1 + take_stats]]
 
     def begin(rows: slice) -> list[Callable[[], Tensor]]:
-        return [begin_rows(operand, rows, order) for operand in engine.operands]
+        return [begin_rows(operand, rows, order, engine.rows.cleared_N) for operand in engine.operands]
 
     ahead = begin(chunks[0]) if chunks else []
     before: tuple[Any, Merge] | None = None
