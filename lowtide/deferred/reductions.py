@@ -6,6 +6,7 @@ a time.
 Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked of each.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from lowtide.deferred.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition.head import normalized
+from lowtide.ops.linear_cross_entropy.planning import agreement
 from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 
 NO_CLASS = -(1 << 63)  # No class has this index.
@@ -113,13 +115,21 @@ def _loss(
             )
         return NotImplemented
     else:
-        loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
+        with _raising_together(mesh, target):
+            loss = chunks.cross_entropy(node, target, weight, ignore_index, **options)
     if mesh is not None and reduction != "none":
         if reduction == "mean":
             loss = normalized(loss, _tokens_per_rank(mesh, target, weight, ignore_index))
         loss = mean_of_losses(loss, mesh)
     loss = input.head_call.counts.on(loss, FUSED_LOSS)
     return loss.view(input.rows) if options["reduction"] == "none" else loss
+
+
+def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Raise a rank's error, as of a target that is no class, on all ranks that share the loss."""
+    if mesh is None:
+        return contextlib.nullcontext()
+    return agreement.raising_together(mesh.get_group().group_name, target.device)
 
 
 def _tokens_per_rank(mesh: Any, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -301,6 +301,17 @@ def wrong_on_one_rank(kind, rank, mesh):
     y[0] = y[0] if rank else V
     with pytest.raises(IndexError, match="target must hold classes"):
         loss_of(head.weight, y, weight=CLASS_WEIGHT.to(x.dtype))
+    counts = [(y, {"weight": CLASS_WEIGHT}), (y if rank else y.double(), {}), (y if rank else [y, 3], {})]
+    for target, given in counts:
+        with pytest.raises((IndexError, ValueError, TypeError)) as raised:
+            lowtide.tokens_per_rank(target, **given)
+        assert ("another rank of the group raised" in str(raised.value)) == bool(rank)
+    assert lowtide.tokens_per_rank(y).item() == (sum(ROWS) - 1) / RANKS
+    lowtide.defer_logits(head, head=head)
+    for options in ({}, {"reduction": "sum"}, {"weight": CLASS_WEIGHT.to(x.dtype)}):
+        with pytest.raises((IndexError, ValueError)) as raised:
+            F.cross_entropy(head(x) * 1.5 + 1, y, **options)
+        assert ("rank 0 of the group raised" in str(raised.value)) == bool(rank)
     return {}
 
 

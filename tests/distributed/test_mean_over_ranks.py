@@ -66,6 +66,17 @@ def test_without_a_group():
     assert half.dtype == torch.float32
 
 
+def test_compiled():
+    """One graph, where a target that is no class makes NaN."""
+    target, weight = torch.tensor([3, -100, 1, 0]), torch.tensor([1.0, 2.0, 3.0, 5.0])
+    own = torch.compile(lowtide.tokens_per_rank, backend="aot_eager", fullgraph=True)
+    assert own([target, target[:2]]).item() == 4
+    assert own(target, weight=weight).item() == 8
+    assert own(target + 1, weight=weight).isnan()
+    with pytest.raises(IndexError, match="target must hold classes from 0 to 3"):
+        lowtide.tokens_per_rank(target + 1, weight=weight)
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [

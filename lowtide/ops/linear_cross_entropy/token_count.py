@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Union
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy.definition.validation import check_ignore_index
+from lowtide.ops.linear_cross_entropy.definition.validation import check_classes, check_ignore_index
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+WIDE = torch.float64  # the same on all ranks, whatever their arguments; exact to 2^53 tokens
 
 
 def tokens_per_rank(
@@ -56,16 +59,61 @@ def tokens_per_rank(
         weight: the class weights of the loss. The result is then the mean total of the targets'
             weights per rank, what `"mean"` divides by beside class weights.
 
-    Communication: one all-reduce of 8 bytes, also under torch.compile. The host does not wait.
+    Communication: one all-reduce of 16 bytes, also under torch.compile. The host does not wait on
+    CUDA.
 
     Precision: counts are exact before the division. The result has torch's default dtype, or with
     `weight` that of its sum, float32 or float64.
 
     Raises:
         ValueError, TypeError: for class probabilities and other arguments that do not fit. Each is
-            also a RuntimeError.
+            also a RuntimeError. On the CPU the other ranks raise an error, too; on CUDA and in a
+            graph their result is NaN.
+        IndexError: for a target that is no class of `weight`, on the CPU. On CUDA the result of all
+            ranks is NaN.
     """
-    targets = [target] if isinstance(target, Tensor) else list(target)
+    groups = _groups(group)
+    try:
+        counts = _counts(target, ignore_index, weight)
+    except Exception:
+        given = [each for each in tree_leaves((target, weight)) if isinstance(each, Tensor)]
+        _sum_over(groups, torch.tensor([0.0, 1.0], dtype=WIDE, device=given[0].device if given else "cpu"))
+        raise
+    own = counts[1]
+    total, wrong = _sum_over(groups, counts)
+    dtype = torch.get_default_dtype() if weight is None else _sum_dtype(weight)
+    if counts.device.type != "cpu" or torch.compiler.is_compiling():  # to look would be to wait
+        total = total.masked_fill(wrong > 0, torch.nan)
+    elif wrong > 0:
+        if weight is not None and own > 0:
+            check_classes(
+                torch.cat([each.flatten() for each in _targets(target)]), len(weight), _ignored(ignore_index)
+            )
+        raise ArgumentError(
+            "another rank of the group raised an error in tokens_per_rank, or has targets that are no class; "
+            "its own error says more"
+        )
+    ranks = 1
+    for each in groups:
+        ranks *= dist.get_world_size(each)
+    return (total / ranks).to(dtype)
+
+
+def _targets(target: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [target] if isinstance(target, Tensor) else list(target)
+
+
+def _ignored(ignore_index: int | None) -> int:
+    return -100 if ignore_index is None else ignore_index
+
+
+def _sum_dtype(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _counts(target: Tensor | Sequence[Tensor], ignore_index: int | None, weight: Tensor | None) -> Tensor:
+    """Return how many targets count, or the sum of their class weights; and how many are no class."""
+    targets = _targets(target)
     named = {f"target[{k}]": each for k, each in enumerate(targets)}
     check_tensors(named if weight is None else named | {"weight": weight})
     check_ignore_index(ignore_index)
@@ -79,23 +127,25 @@ def tokens_per_rank(
                 f"{name} must hold class indices, got {each.dtype}; of class probabilities every row counts: "
                 "pass torch.zeros(rows, dtype=torch.long)"
             )
-    groups = _groups(group)
-    ignored = -100 if ignore_index is None else ignore_index
-    total = torch.stack([_counted(each, ignored, weight) for each in targets]).sum()
-    ranks = 1
-    for each in groups:
-        dist.all_reduce(total, group=each)
-        ranks *= dist.get_world_size(each)
-    return total / ranks
+    return torch.stack([_counted(each, _ignored(ignore_index), weight) for each in targets]).sum(0)
 
 
 def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor:
-    """Return how many targets count, or the sum of their class weights."""
-    counted = target.long() != ignore_index  # a narrower dtype would wrap ignore_index
+    target = target.long()  # a narrower dtype would wrap ignore_index
+    counted = target != ignore_index
     if weight is None:
-        return counted.sum()
-    own = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    return own[target.long().masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+        return torch.stack([counted.sum(), counted.new_zeros((), dtype=torch.long)]).to(WIDE)
+    wrong = counted & ((target < 0) | (target >= len(weight)))
+    own = weight.detach().to(_sum_dtype(weight))
+    of_target = own[target.masked_fill(~counted | wrong, 0)].masked_fill(~counted | wrong, 0)
+    return torch.stack([of_target.sum().to(WIDE), wrong.sum().to(WIDE)])
+
+
+def _sum_over(groups: "list[ProcessGroup | None]", counts: Tensor) -> Tensor:
+    total = counts.clone()
+    for each in groups:
+        dist.all_reduce(total, group=each)
+    return total
 
 
 def _groups(group: Union["ProcessGroup", "DeviceMesh", None]) -> "list[ProcessGroup | None]":

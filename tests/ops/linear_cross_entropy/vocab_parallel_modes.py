@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -182,7 +183,7 @@ def ways_to_differentiate() -> None:
 def raised(call: Any) -> str:
     try:
         call()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
     return "nothing was raised"
 
@@ -509,6 +510,37 @@ def later_calls() -> None:
     assert f"one row of 5000 logits, and vectors of {3000 * place.ranks} tokens" in message
     assert ("rank 0 of the group raised" in message) == (place.rank > 0)
     close(loss(), expected.mean())
+
+
+def errors_of_backward() -> None:
+    """What raises on the last rank alone, before the ranks agree, is told to those that wait for it."""
+    place, inputs = Place(), made()
+    w, last = inputs.linear_weight.detach()[place.classes], place.ranks - 1
+
+    def begun(reduction: str, part: slice, **given: Any) -> tuple[Tensor, Tensor]:
+        x = place.leaf(inputs.input, part) * 1
+        call = (x, w, inputs.target[part])
+        if reduction == "log-probs":
+            return x, lowtide.linear_log_probs(*call, group=place.group, **given).log_prob.sum()
+        given["reduction"] = reduction
+        return x, lowtide.linear_cross_entropy(*call, group=place.group, **given).sum()
+
+    everywhere = ((slice(None), {}), (place.tokens, {"tokens_sharded": True}))
+    for reduction, (part, given) in product(("none", "log-probs"), everywhere):
+        x, loss = begun(reduction, part, **given)
+        if place.rank == last:
+            x.data.zero_()
+            x.mul_(2)
+        message = raised(loss.backward)
+        assert "modified by an inplace operation" in message
+        assert (f"rank {last} of the group raised an error" in message) == (place.rank != last)
+        x, loss = begun(reduction, part, **given)
+        message = raised(partial(torch.autograd.grad, loss, x, create_graph=place.rank == last))
+        assert "no create_graph=True" in message
+        close(begun(reduction, part, **given)[1].detach(), loss.detach())
+    x, loss = begun("mean", slice(None))  # whose backward has no collective, so nobody is told
+    message = raised(partial(torch.autograd.grad, loss, x, create_graph=place.rank == last))
+    assert ("no create_graph=True" in message) == (place.rank == last)
 
 
 # Collectives and memory.

@@ -12,6 +12,7 @@ A backward that is itself differentiated, or batched, runs higher_order.py from 
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
+from lowtide.ops.linear_cross_entropy.planning import agreement
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 
 
@@ -60,9 +62,17 @@ def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> Non
 
 
 def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    grad_output, options, needs_grad = gradients[0], ctx.options, ctx.needs_grad
+    grad_output = gradients[0]
     if grad_output is None:
-        return _arguments(ctx, (None,) * len(needs_grad))
+        return _arguments(ctx, (None,) * len(ctx.needs_grad))
+    if ctx.options.reduction != "none":  # no rank waits for another
+        return _gradients_of_loss(ctx, grad_output)
+    with _telling_errors(ctx.options, grad_output):
+        return _gradients_of_loss(ctx, grad_output)
+
+
+def _gradients_of_loss(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+    options, needs_grad = ctx.options, ctx.needs_grad
     _refuse_others(ctx)
     head, labels, rest = _saved(ctx)
     if is_differentiated(grad_output):
@@ -84,9 +94,15 @@ def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -
 
 
 def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    grad_output, options, needs_grad = gradients[:3], ctx.options, ctx.needs_grad
-    if all(each is None for each in grad_output):
-        return _arguments(ctx, (None,) * len(needs_grad))
+    given = [each for each in gradients[:3] if each is not None]
+    if not given:
+        return _arguments(ctx, (None,) * len(ctx.needs_grad))
+    with _telling_errors(ctx.options, given[0]):
+        return _gradients_of_log_probs(ctx, gradients[:3])
+
+
+def _gradients_of_log_probs(ctx: Any, grad_output: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    options, needs_grad = ctx.options, ctx.needs_grad
     _refuse_others(ctx)
     head, (target, *_), statistics = _saved(ctx)
     if is_differentiated(*grad_output):
@@ -135,6 +151,13 @@ def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...
     terms, others = ctx.terms, ctx.labels + 1 + len(ctx.options)
     weights = gradients[terms : 2 * terms]
     return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
+
+
+def _telling_errors(options: Options, like: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Tell the ranks of a sharded head, which wait in a backward of their own, of an error in this one."""
+    if not options.group or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return agreement.telling_errors(options.group, like.device)
 
 
 def refuse_sharded(options: Options) -> None:

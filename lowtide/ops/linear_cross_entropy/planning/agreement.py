@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.collectives import Group
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
@@ -103,14 +103,32 @@ def agree(
 
 @contextlib.contextmanager
 def telling_errors(name: str, device: torch.device) -> Iterator[None]:
-    """Tell the other ranks of an error of the arguments, if they wait for this one in `agree`."""
+    """Tell the other ranks of an error of this block, if they wait for this one in `agree`."""
     before = _count
     try:
         yield
-    except (ArgumentError, ArgumentTypeError) as error:
+    except Exception as error:
         if _count == before:
-            _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
+            _tell(name, error, device)
         raise
+
+
+@contextlib.contextmanager
+def raising_together(name: str, device: torch.device) -> Iterator[None]:
+    """Raise an error of this block on all ranks, each of which waits for the others at its end.
+
+    It must not be opened where `agree` is called.
+    """
+    try:
+        yield
+    except Exception as error:
+        _tell(name, error, device)
+        raise
+    _exchange(Group(name), {}, device)
+
+
+def _tell(name: str, error: Exception, device: torch.device) -> None:
+    _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
 
 
 def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
