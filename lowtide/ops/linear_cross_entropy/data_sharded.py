@@ -217,7 +217,7 @@ class _MeanOfLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return mean.view_as(mean)
+        return mean.clone()  # as the result of an FSDP2 unit a view would lose hooks to `loss += ...`
 
     @staticmethod
     @once_differentiable
@@ -226,10 +226,10 @@ class _MeanOfLosses(torch.autograd.Function):
         others = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
         dist.all_gather(others, gradient.contiguous(), group=ctx.group)
         gradients_P = torch.stack(others)
-        differ = ~((gradients_P == gradient) | (gradients_P.isnan() & gradient.isnan())).all()
+        alike = ((gradients_P == gradient) | (gradients_P.isnan() & gradient.isnan())).all()
         if gradient.is_cuda:  # to look would be to wait
-            return (gradient * ctx.group.size()).masked_fill(differ, torch.nan), None
-        if differ:
+            return (gradient * ctx.group.size()).masked_fill(~alike, torch.nan), None
+        if not alike:
             raise RuntimeError(
                 "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
                 f"which share the head's gradient, got upstream gradients {gradients_P.tolist()}; pass "
