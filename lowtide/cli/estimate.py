@@ -20,7 +20,7 @@ from lowtide.tools.estimate.training import measure as measured_peak
 
 OF_A_MODEL = (
     *("batch", "length", "dtype", "optimizer", "checkpointing", "workspace"),
-    *("measure", "csv"),
+    *("fsdp", "shard_head", "measure", "csv"),
 )
 
 
@@ -32,7 +32,7 @@ def estimate(
             help="A config.json, the directory of one, demo-cpu or demo-cuda; or a file that --csv wrote."
         ),
     ],
-    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences of a step.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences of a step, on each rank.")] = 1,
     length: Annotated[
         list[int] | None,
         typer.Option(min=2, max=MOST_TOKENS, help="Tokens of a sequence; repeatable.", show_default="8192"),
@@ -49,6 +49,13 @@ def estimate(
         bool, typer.Option("--checkpointing", help="Keep one hidden state a layer, and compute it again.")
     ] = False,
     workspace: Annotated[int | None, workspace_option("For lowtide's loss")] = None,
+    fsdp: Annotated[
+        int,
+        typer.Option(min=1, max=MOST, metavar="RANKS", help="FSDP2 over so many ranks, layer by layer."),
+    ] = 1,
+    shard_head: Annotated[
+        bool, typer.Option("--shard-head", help="With lowtide.shard_head where the loss is lowtide's.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(parser=output_picture, metavar="FILE", help="Draw the bars to this file, .png or .svg."),
@@ -66,8 +73,13 @@ def estimate(
     The step runs on fake tensors: no GPU, no data, no memory, no network. The
     numbers are what CUDA's allocator would hold for tensors at the highest
     moment of a step: weights, gradients, optimizer states, activations, logits.
+    With --fsdp they are those of one rank, and no other rank is started.
     """
     console = Console()
+    if fsdp > 1:
+        refuse_given(context, ("measure",), "runs one process, and --fsdp asks for several ranks")
+    else:
+        refuse_given(context, ("shard_head",), "divides the head over ranks: give --fsdp, too")
     if model.endswith(".csv"):
         refuse_given(context, OF_A_MODEL, f"is for a model, and {model} is shown as it was written")
         found = read(Path(model))
@@ -75,7 +87,10 @@ def estimate(
     else:
         used = dtype or usual_dtype(model)
         pairs = (
-            _made(Setting(model, batch, each, used, optimizer, checkpointing, workspace), measure)
+            _made(
+                Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head),
+                measure,
+            )
             for each in length or [8192]
         )
     results: list[Result] = []

@@ -92,6 +92,25 @@ def test_built_in_model(tmp_path):
         assert f"Invalid value for {option[0]}: is for a model" in said(done)
 
 
+def test_ranks(tmp_path):
+    """The number of ranks is a part of the table, the CSV and its title."""
+    table = tmp_path / "table.csv"
+    done = invoke("demo-cpu", "--length", 64, "--fsdp", 4, "--shard-head", "--csv", table)
+    assert done.exit_code == 0, done.output
+    assert "1 x 64 tokens, float32, adamw, on each of 4 ranks, shard_head: 8.8 million" in said(done)
+    again = invoke(table)
+    assert again.exit_code == 0, again.output
+    assert again.output == done.output
+    for option, reason in (
+        (("demo-cpu", "--shard-head"), "--shard-head: divides the head over ranks: give --fsdp"),
+        (("demo-cpu", "--fsdp", 2, "--measure"), "--measure: runs one process, and --fsdp asks"),
+        ((table, "--fsdp", 2), "--fsdp: is for a model"),
+    ):
+        done = invoke(*option)
+        assert done.exit_code == 2
+        assert f"Invalid value for {reason}" in said(done)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_shapes_match_allocator(tmp_path):

@@ -122,12 +122,19 @@ class Operators(TorchDispatchMode):
         self.waiting = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # it calls operators on its local tensors, which come here
         if func.namespace == "lowtide" and (results := self._on_device(func, args)) is not None:
             return results
         if func is aten._local_scalar_dense.default:  # item(): any number will do.
             return 1.0 if args[0].is_floating_point() else 1
         if self._scales(func, args, kwargs or {}):
             return args[0].detach()
+        if func.name() == "c10d::_reduce_scatter_base_" and self.device == "cpu":
+            whole = torch.empty_like(args[1])  # Gloo's, which sums all parts before it takes one.
+            results = func(*args, **kwargs or {})
+            del whole
+            return results
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             _grad, query, key, value = args[:4]
             sums = query.new_empty(query.shape, dtype=torch.float32)  # The sum of dQ.

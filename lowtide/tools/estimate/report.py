@@ -67,7 +67,9 @@ def _title(setting: Setting) -> str:
 
 def _how(setting: Setting) -> str:
     how = [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
-    return ", ".join(how)
+    if setting.fsdp > 1:
+        how.append(f"on each of {setting.fsdp} ranks")
+    return ", ".join([*how, *["shard_head"] * setting.shard_head])
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

@@ -8,6 +8,8 @@ from enum import Enum
 import torch
 from torch import nn
 
+from lowtide.core.collectives import is_dtensor
+
 
 class Dtype(str, Enum):
     bfloat16 = "bfloat16"
@@ -30,10 +32,12 @@ class Optimizer(str, Enum):
 
     def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer, fused where torch has that: no temporaries of the model's size."""
+        parameters = list(parameters)
         if self is Optimizer.adamw:
             return torch.optim.AdamW(parameters, fused=True)
         if self is Optimizer.sgd:
-            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=True)
+            fused = not any(map(is_dtensor, parameters))  # for which torch has no fused one
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=fused)
         return torch.optim.Adafactor(parameters, foreach=False)
 
 
@@ -51,6 +55,8 @@ class Setting:
     optimizer: Optimizer = Optimizer.adamw
     checkpointing: bool = False
     workspace: int | None = None  # In bytes, for lowtide.
+    fsdp: int = 1  # Ranks of FSDP2.
+    shard_head: bool = False  # Of lowtide.
 
     @property
     def tokens(self) -> int:

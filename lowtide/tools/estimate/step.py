@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
 from lowtide.tools.estimate.cuda import Functions, Operators
+from lowtide.tools.estimate.fsdp import imagined, shard
 from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tracker import OPTIMIZER, Tracker
@@ -56,8 +57,12 @@ def estimate(
     with ExitStack() as stack:
         report("building the model")
         stack.enter_context(_errors_are_raised_alone())
+        if setting.fsdp > 1:
+            stack.enter_context(imagined(setting.fsdp))
         stack.enter_context(FakeTensorMode())
         model = fake(setting)
+        if setting.fsdp > 1:
+            shard(model.module, setting, loss)
         stack.enter_context(masks_as_on_data(model.module))
         tracker = Tracker(model.module, model.classes)
         stack.enter_context(tracker)

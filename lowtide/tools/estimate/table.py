@@ -14,9 +14,10 @@ from lowtide.tools.estimate.tracker import CATEGORIES
 
 OUT_OF_MEMORY = "out of memory"
 SETTING = ("model", "batch", "length", "dtype", "optimizer", "checkpointing", "workspace")
+RANKS = ("fsdp", "shard_head")  # Of older files one rank.
 HELD = {category: f"{category}_bytes" for category in CATEGORIES}
 OWN = ("loss", *HELD.values(), "when", "measured_bytes", "copy_of_logits", "hidden_states", "parameters")
-COLUMNS = (*ENVIRONMENT, *SETTING, *OWN)
+COLUMNS = (*ENVIRONMENT, *SETTING, *RANKS, *OWN)
 
 
 def write(results: Iterable[Result], path: Path) -> None:
@@ -62,6 +63,8 @@ def _result(row: dict[str, str]) -> Result:
         Optimizer(row["optimizer"]),
         row["checkpointing"] == "True",
         int(row["workspace"]) if row["workspace"] else None,
+        int(row.get("fsdp", 1)),
+        row.get("shard_head") == "True",
     )
     estimate = Estimate(
         setting,

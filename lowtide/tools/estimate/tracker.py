@@ -7,14 +7,24 @@ knows only its own categories (decision 0029).
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowtide.core.collectives import is_dtensor
+
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS = "activations", "logits"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS)
+
+# Operators of FSDP2 whose arguments are weights to gather, or gradients to reduce.
+OF_FSDP = {
+    "fsdp::all_gather_copy_in": WEIGHTS,
+    "fsdp::split_with_sizes_copy": WEIGHTS,
+    "fsdp::chunk_cat": GRADIENTS,
+}
 
 GRAIN = 512  # The unit in which CUDA's caching allocator counts.
 
@@ -30,7 +40,12 @@ class Tracker(TorchDispatchMode):
     def __init__(self, module: nn.Module, classes: int) -> None:
         super().__init__()
         self.classes = classes
-        self.matrices = {each.shape: each.dtype.itemsize for each in module.parameters() if each.dim() > 1}
+        self.matrices = {
+            shape: each.dtype.itemsize
+            for each in module.parameters()
+            for shape in (each.shape, _local(each).shape)
+            if each.dim() > 1
+        }
         self.phase, self.when = "", ""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.held)
@@ -42,10 +57,10 @@ class Tracker(TorchDispatchMode):
 
     def put(self, tensor: Tensor, category: str) -> None:
         """Assign the tensor's storage to this category from now on, whatever it was before."""
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         entry = self._known.get(storage)
         if entry is None:
-            entry = self._known[storage] = [category, -(-storage.nbytes() // GRAIN) * GRAIN]
+            entry = self._known[storage] = [category, _bytes(storage)]
             weakref.finalize(storage, self._free, entry).atexit = False
         else:
             self.held[entry[0]] -= entry[1]
@@ -59,13 +74,42 @@ class Tracker(TorchDispatchMode):
         self.peak = dict(self.held)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__name__ == "DTensor" for each in types):
+            return NotImplemented  # it calls operators on its local tensors, which come here
         results = func(*args, **kwargs or {})
         for each in tree_leaves(results):
             if isinstance(each, Tensor) and not each.is_meta and each.untyped_storage() not in self._known:
                 self.put(each, self._category(each))
+        for each in tree_leaves((args, kwargs) if func.name() in OF_FSDP else ()):
+            if isinstance(each, Tensor):
+                self.put(each, OF_FSDP[func.name()])
+        self._compare()
+        return results
+
+    def __enter__(self) -> "Tracker":
+        # FSDP2 frees a gathered weight by its storage's size, which is no operator.
+        self._resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = tracker._resize(storage, size)
+            if (entry := tracker._known.get(storage)) is not None:
+                tracker.held[entry[0]] += _bytes(storage) - entry[1]
+                entry[1] = _bytes(storage)
+                tracker._compare()
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _compare(self) -> None:
+        """Keep what is held if it is the most so far."""
         if sum(self.held.values()) > sum(self.peak.values()):
             self.peak, self.when = dict(self.held), self.phase
-        return results
 
     def _free(self, entry: list) -> None:
         category, size = entry
@@ -76,3 +120,13 @@ class Tracker(TorchDispatchMode):
         if size is not None:
             return WEIGHTS if tensor.dtype.itemsize < size else GRADIENTS
         return LOGITS if self.classes in tensor.shape else ACTIVATIONS
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return own
+
+
+def _bytes(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // GRAIN) * GRAIN

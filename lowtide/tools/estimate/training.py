@@ -8,6 +8,7 @@ import torch
 
 from lowtide import defer_logits
 from lowtide.tools.errors import UserError
+from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import Model, build
 from lowtide.tools.estimate.setting import Loss, Setting
 
@@ -22,6 +23,8 @@ def training(
     """
     with torch.device(device), contextlib.ExitStack() as stack:
         model = build(setting)
+        if setting.fsdp > 1:
+            shard(model.module, setting, loss)
         optimizer = setting.optimizer.of(model.module.parameters())
         tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
         if loss is Loss.lowtide:
