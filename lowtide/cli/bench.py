@@ -123,16 +123,20 @@ def linear_cross_entropy(
     """
     on = choose_device(device)
     with joined(on):
-        from_first(lambda: _check_ranks(tp))
         trained = logits is Logits.trained
-        if trained != (checkpoint is not None):
-            raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
-        if data is not None and not trained:
-            raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
-        if trained and along:
-            raise typer.BadParameter(
-                "takes random logits: a trained head has one shape", param_hint="--sweep"
-            )
+
+        def check() -> None:
+            _check_ranks(tp)
+            if trained != (checkpoint is not None):
+                raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
+            if data is not None and not trained:
+                raise typer.BadParameter("goes together with --logits trained", param_hint="--data")
+            if trained and along:
+                raise typer.BadParameter(
+                    "takes random logits: a trained head has one shape", param_hint="--sweep"
+                )
+
+        from_first(check)
         cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
         known: Sequence[Provider] = PROVIDERS
         if tp is not None:

@@ -24,6 +24,11 @@ def _keep_always() -> bool:
     return True
 
 
+def _many_modes() -> int:
+    """Count on a mode: numbers that only a check would read are not read."""
+    return 1
+
+
 def _hooks_unknown(_: bool = True) -> tuple[None, None]:
     """Count on hooks of saved tensors, whose owner is not known."""
     return None, None
@@ -53,6 +58,9 @@ keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph") or _keep_
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks") or _hooks_unknown
 backward_id: Any = _find("_C._current_graph_task_id") or object
 """Without it each answer is another one: no pass of backward is known to be the one that began."""
+
+dispatch_modes = _find("_C._len_torch_dispatch_stack") or _many_modes
+"""The number of modes that see each operation, as make_fx's and those of fake tensors do."""
 
 current_level = _find("_C._functorch.maybe_current_level") or _level_unknown
 is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transform

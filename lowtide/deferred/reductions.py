@@ -127,7 +127,7 @@ def _loss(
 
 def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextManager[None]:
     """Raise a rank's error, as of a target that is no class, on all ranks that share the loss."""
-    if mesh is None:
+    if mesh is None or target.device.type != "cpu":  # only there a look at the targets raises
         return contextlib.nullcontext()
     return agreement.raising_together(mesh.get_group().group_name, target.device)
 

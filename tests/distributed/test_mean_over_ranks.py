@@ -5,6 +5,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
 from tests.support.ranks import run_ranks
@@ -75,6 +77,18 @@ def test_compiled():
     assert own(target + 1, weight=weight).isnan()
     with pytest.raises(IndexError, match="target must hold classes from 0 to 3"):
         lowtide.tokens_per_rank(target + 1, weight=weight)
+
+
+def test_traced():
+    """Where numbers are not to be read, the result is what it is without a look at them."""
+    target, weight = torch.tensor([3, -100, 1, 0]), torch.tensor([1.0, 2.0, 3.0, 5.0])
+    with FakeTensorMode() as mode:
+        fake = lowtide.tokens_per_rank(mode.from_tensor(target), weight=mode.from_tensor(weight))
+    assert (fake.shape, fake.dtype) == ((), torch.float32)
+    graph = make_fx(lambda target: lowtide.tokens_per_rank(target, weight=weight))(target)
+    assert graph(target).item() == 8
+    assert graph(target + 1).isnan()
+    assert torch.vmap(lowtide.tokens_per_rank)(target.view(2, 2)).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,14 @@ def linear_cross_entropy(
             weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
             such option.)
         normalizer: what `"mean"` divides the sum by in place of its own count: a number above 0, or
-            a 0-d tensor on the input's device or the CPU, of 0 where no token counts: the loss is
-            NaN then, and its gradients 0. A tensor below 0, infinite or NaN is an error on the CPU.
-            On CUDA, and in a graph, it divides the sum as it is: nothing waits for it, but the
-            ranks of a divided head compare theirs. The tokens of an accumulated batch (Trainer's
-            `num_items_in_batch`), or, where gradients are averaged over ranks,
-            :func:`lowtide.tokens_per_rank`. It takes no gradient. Of a rank whose rows are all
-            ignored the loss is 0 then. With "sum" and "none" it is an error. (torch has no such
-            option.)
+            a 0-d tensor on the input's device or the CPU. Take the tokens of an accumulated batch
+            (Trainer's `num_items_in_batch`), or, where gradients are averaged over ranks,
+            :func:`lowtide.tokens_per_rank`. Rows that are all ignored have the loss 0 and
+            gradients of 0. A tensor of 0 is for no token at all: such rows have the loss NaN then,
+            and gradients of 0. A tensor below 0, infinite or NaN is an error on the CPU. On CUDA,
+            and in a graph, it divides the sum as it is: nothing waits for it, but the ranks of a
+            divided head compare theirs. It takes no gradient. With "sum" and "none" it is an error.
+            (torch has no such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             64 MiB on the CPU. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold

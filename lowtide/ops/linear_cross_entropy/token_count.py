@@ -1,5 +1,6 @@
 """Count the tokens of all ranks for a mean over them."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Union
@@ -11,7 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy.definition.validation import check_classes, check_ignore_index
+from lowtide.ops.linear_cross_entropy.definition.validation import (
+    can_be_read,
+    check_classes,
+    check_ignore_index,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,13 +81,14 @@ def tokens_per_rank(
     try:
         counts = _counts(target, ignore_index, weight)
     except Exception:
-        given = [each for each in tree_leaves((target, weight)) if isinstance(each, Tensor)]
-        _sum_over(groups, torch.tensor([0.0, 1.0], dtype=WIDE, device=given[0].device if given else "cpu"))
+        # A process without CPU collectives tells them by its card, whatever the arguments are.
+        with contextlib.suppress(Exception):
+            _sum_over(groups, torch.tensor([0.0, 1.0], dtype=WIDE, device=_device(target, weight)))
         raise
     own = counts[1]
     total, wrong = _sum_over(groups, counts)
     dtype = torch.get_default_dtype() if weight is None else _sum_dtype(weight)
-    if counts.device.type != "cpu" or torch.compiler.is_compiling():  # to look would be to wait
+    if not can_be_read(wrong):  # on CUDA to look would be to wait
         total = total.masked_fill(wrong > 0, torch.nan)
     elif wrong > 0:
         if weight is not None and own > 0:
@@ -97,6 +103,15 @@ def tokens_per_rank(
     for each in groups:
         ranks *= dist.get_world_size(each)
     return (total / ranks).to(dtype)
+
+
+def _device(*arguments: object) -> torch.device:
+    """Return the device of the first tensor among the arguments, on which the other ranks reduce."""
+    for each in tree_leaves(arguments):
+        if isinstance(each, Tensor):
+            return each.device
+    nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def _targets(target: Tensor | Sequence[Tensor]) -> list[Tensor]:

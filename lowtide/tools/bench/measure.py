@@ -93,6 +93,9 @@ def rows(
     torch.set_float32_matmul_precision("highest")
     bench = cache(partial(_Bench, case, mode, plain, budget_ms))
     for provider in providers:
+        if case.ranks > 1:  # an error ends this rank, and torchrun the others, which would wait for it
+            yield Row(case, mode, provider, bench().measure(provider.call(case, bench().inputs)))
+            continue
         outcome = attempted(lambda: bench().measure(provider.call(case, bench().inputs)), case.device)  # noqa: B023
         yield Row(case, mode, provider, *outcome)
 

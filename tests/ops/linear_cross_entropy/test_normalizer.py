@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -200,6 +202,20 @@ def test_sums_are_divided_by_a_tensor_beside_them(device, normalizer, probabilit
         fused(inputs, normalizer=normalizer, backend="reference")
     assert divisors
     assert all(isinstance(each, torch.Tensor) and each.device.type == device for each in divisors)
+
+
+def test_number_not_read_while_traced(device):
+    """A graph of make_fx divides by the normaliser that it is given."""
+    inputs = make_inputs(device=device)
+    target = inputs.target
+
+    def loss(input, weight, normalizer):
+        return lowtide.linear_cross_entropy(input, weight, target, normalizer=normalizer)
+
+    leaves = inputs.input.detach(), inputs.linear_weight.detach()
+    graph = make_fx(loss)(*leaves, torch.tensor(9.0))
+    exact = F.cross_entropy(leaves[0] @ leaves[1].t(), target, reduction="sum") / 5
+    torch.testing.assert_close(graph(*leaves, torch.tensor(5.0)), exact, rtol=1e-5, atol=0)
 
 
 def test_waits_for_nothing(device):

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
 from lowtide.core.checks import (
     DTYPES,
@@ -140,16 +141,17 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
         raise ArgumentError(
             "normalizer takes no gradient, got a tensor that requires one; pass normalizer.detach()"
         )
-    if _can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
+    if can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
         raise ArgumentError(
             f"normalizer must be a finite number above 0, or 0 for no token, got {normalizer.item()}"
         )
 
 
-def _can_be_read(tensor: Tensor) -> bool:
-    """Return True for a tensor whose numbers the CPU has, outside of graphs and transforms."""
+def can_be_read(tensor: Tensor) -> bool:
+    """Return True for a tensor whose numbers the CPU has, outside of graphs, transforms and modes."""
     plain = type(tensor) is Tensor and tensor.device.type == "cpu"  # a fake one has a type of its own
-    return plain and not torch.compiler.is_compiling() and not in_transform(tensor)
+    traced = torch.compiler.is_compiling() or torch_private.dispatch_modes() > 0
+    return plain and not traced and not in_transform(tensor)
 
 
 def check_ignore_index(ignore_index: object) -> None:

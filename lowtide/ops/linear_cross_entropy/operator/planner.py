@@ -90,7 +90,7 @@ def few_tokens(head: Head) -> bool:
 
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
-    """Copy each operand that the engine cannot read in its layout; raise if it cannot run here."""
+    """Copy each operand that the engine cannot read in its layout; raise if the engine cannot run here."""
     copied = _copied(Call(head, options, call_kind))
     if not any(copied):
         return head

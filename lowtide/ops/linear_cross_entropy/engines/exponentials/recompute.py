@@ -1,6 +1,6 @@
 """Reduce the partial sums of half tiles, and recompute the row tiles that are marked, in Triton.
 
-A row tile is marked if the reference of one of its rows was too low or not finite. Marks are
+A row tile is marked if the reference of one of its rows was too low or infinite. Marks are
 [1 + row tiles]: whether any tile is marked, then the same for each. `target_logits` in
 row_kernels.py clears them.
 
