@@ -83,7 +83,7 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise UserError(f"{path} is no name for a picture: give one that ends in {' or '.join(ENDINGS)}")
     if find_spec("matplotlib") is None:
-        raise UserError("figures need matplotlib; install it with: pip install 'lowtide[plot]'")
+        raise UserError("figures need matplotlib; install it with: pip install '.[plot]' in lowtide's clone")
 
 
 def save(figure: "Figure", path: Path) -> None:
