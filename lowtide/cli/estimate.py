@@ -20,7 +20,7 @@ from lowtide.tools.estimate.training import measure as measured_peak
 
 OF_A_MODEL = (
     *("batch", "length", "dtype", "optimizer", "checkpointing", "workspace"),
-    *("fsdp", "shard_head", "measure", "csv"),
+    *("fsdp", "shard_head", "tp", "measure", "csv"),
 )
 
 
@@ -56,6 +56,12 @@ def estimate(
     shard_head: Annotated[
         bool, typer.Option("--shard-head", help="With lowtide.shard_head where the loss is lowtide's.")
     ] = False,
+    tp: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MOST, metavar="RANKS", help="Tensor parallelism over so many ranks, by the tp_plan."
+        ),
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(parser=output_picture, metavar="FILE", help="Draw the bars to this file, .png or .svg."),
@@ -73,13 +79,16 @@ def estimate(
     The step runs on fake tensors: no GPU, no data, no memory, no network. The
     numbers are what CUDA's allocator would hold for tensors at the highest
     moment of a step: weights, gradients, optimizer states, activations, logits.
-    With --fsdp they are those of one rank, and no other rank is started.
+    With --fsdp or --tp they are those of one rank, and no other rank is started.
     """
     console = Console()
     if fsdp > 1:
         refuse_given(context, ("measure",), "runs one process, and --fsdp asks for several ranks")
+        refuse_given(context, ("tp",), "divides the model alone, without --fsdp")
     else:
         refuse_given(context, ("shard_head",), "divides the head over ranks: give --fsdp, too")
+    if tp > 1:
+        refuse_given(context, ("measure",), "runs one process, and --tp asks for several ranks")
     if model.endswith(".csv"):
         refuse_given(context, OF_A_MODEL, f"is for a model, and {model} is shown as it was written")
         found = read(Path(model))
@@ -88,7 +97,7 @@ def estimate(
         used = dtype or usual_dtype(model)
         pairs = (
             _made(
-                Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head),
+                Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head, tp),
                 measure,
             )
             for each in length or [8192]

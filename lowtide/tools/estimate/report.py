@@ -67,8 +67,9 @@ def _title(setting: Setting) -> str:
 
 def _how(setting: Setting) -> str:
     how = [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
-    if setting.fsdp > 1:
-        how.append(f"on each of {setting.fsdp} ranks")
+    if setting.ranks > 1:
+        kind = "tensor-parallel " if setting.tp > 1 else ""
+        how.append(f"on each of {setting.ranks} {kind}ranks")
     return ", ".join([*how, *["shard_head"] * setting.shard_head])
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -32,13 +33,15 @@ class Optimizer(str, Enum):
 
     def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer, fused where torch has that: no temporaries of the model's size."""
-        parameters = list(parameters)
+        by_kind = sorted(parameters, key=is_dtensor)
+        # Apart, for torch's operations take no lists of divided and whole parameters.
+        groups = [{"params": [*each]} for _, each in groupby(by_kind, is_dtensor)]
         if self is Optimizer.adamw:
-            return torch.optim.AdamW(parameters, fused=True)
+            return torch.optim.AdamW(groups, fused=True)
         if self is Optimizer.sgd:
-            fused = not any(map(is_dtensor, parameters))  # for which torch has no fused one
-            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, fused=fused)
-        return torch.optim.Adafactor(parameters, foreach=False)
+            fused = not any(map(is_dtensor, by_kind))  # for which torch has no fused one
+            return torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=fused)
+        return torch.optim.Adafactor(groups, foreach=False)
 
 
 class Loss(str, Enum):
@@ -57,7 +60,12 @@ class Setting:
     workspace: int | None = None  # In bytes, for lowtide.
     fsdp: int = 1  # Ranks of FSDP2.
     shard_head: bool = False  # Of lowtide.
+    tp: int = 1  # Ranks of tensor parallelism.
 
     @property
     def tokens(self) -> int:
         return self.batch * self.length
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp

@@ -7,15 +7,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
 from lowtide.tools.estimate.cuda import Functions, Operators
-from lowtide.tools.estimate.fsdp import imagined, shard
+from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
+from lowtide.tools.estimate.ranks import imagined
 from lowtide.tools.estimate.setting import Loss, Setting
+from lowtide.tools.estimate.tensor_parallel import divide
 from lowtide.tools.estimate.tracker import OPTIMIZER, Tracker
 
 Report = Callable[[str], None]
@@ -57,12 +59,14 @@ def estimate(
     with ExitStack() as stack:
         report("building the model")
         stack.enter_context(_errors_are_raised_alone())
-        if setting.fsdp > 1:
-            stack.enter_context(imagined(setting.fsdp))
+        if setting.ranks > 1:
+            stack.enter_context(imagined(setting))
         stack.enter_context(FakeTensorMode())
         model = fake(setting)
         if setting.fsdp > 1:
             shard(model.module, setting, loss)
+        if setting.tp > 1:
+            divide(model.module, setting)
         stack.enter_context(masks_as_on_data(model.module))
         tracker = Tracker(model.module, model.classes)
         stack.enter_context(tracker)
@@ -123,18 +127,32 @@ def _modules_reported(module: nn.Module, report: Report) -> Iterator[None]:
 def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> None:
     parameters = [each for each in model.module.parameters() if each.requires_grad]
     optimizer = setting.optimizer.of(parameters)
+    tokens_BT = torch.zeros(setting.batch, setting.length, dtype=torch.long)
+    if setting.tp > 1:  # Gradients, and so momenta, may be divided otherwise than their parameters.
+        _differentiate(setting, model, tokens_BT, tracker, report)
+    else:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
     tracker.start("optimizer")
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     for states in optimizer.state.values():
         for each in states.values():
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, Tensor):
                 tracker.put(each, OPTIMIZER)
-    tokens_BT = torch.zeros(setting.batch, setting.length, dtype=torch.long)
     tracker.forget_peak()
 
+    _differentiate(setting, model, tokens_BT, tracker, report)
+    tracker.start("optimizer")
+    report("optimizer")
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _differentiate(
+    setting: Setting, model: Model, tokens_BT: Tensor, tracker: Tracker, report: Report
+) -> None:
+    """Run forward and backward."""
     tracker.start("forward")
     with setting.dtype.precision("cpu"):
         loss = model.loss(tokens_BT)
@@ -145,8 +163,3 @@ def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> Non
     root, upstream = get_gradient_edge(loss), torch.ones_like(loss)
     del loss
     torch.autograd.backward(root, upstream)
-    del root
-    tracker.start("optimizer")
-    report("optimizer")
-    optimizer.step()
-    optimizer.zero_grad()

@@ -14,7 +14,7 @@ from lowtide.tools.estimate.tracker import CATEGORIES
 
 OUT_OF_MEMORY = "out of memory"
 SETTING = ("model", "batch", "length", "dtype", "optimizer", "checkpointing", "workspace")
-RANKS = ("fsdp", "shard_head")  # Of older files one rank.
+RANKS = ("fsdp", "shard_head", "tp")  # Of older files one rank.
 HELD = {category: f"{category}_bytes" for category in CATEGORIES}
 OWN = ("loss", *HELD.values(), "when", "measured_bytes", "copy_of_logits", "hidden_states", "parameters")
 COLUMNS = (*ENVIRONMENT, *SETTING, *RANKS, *OWN)
@@ -65,6 +65,7 @@ def _result(row: dict[str, str]) -> Result:
         int(row["workspace"]) if row["workspace"] else None,
         int(row.get("fsdp", 1)),
         row.get("shard_head") == "True",
+        int(row.get("tp", 1)),
     )
     estimate = Estimate(
         setting,

@@ -11,6 +11,7 @@ from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import Model, build
 from lowtide.tools.estimate.setting import Loss, Setting
+from lowtide.tools.estimate.tensor_parallel import divide
 
 
 @contextlib.contextmanager
@@ -25,6 +26,8 @@ def training(
         model = build(setting)
         if setting.fsdp > 1:
             shard(model.module, setting, loss)
+        if setting.tp > 1:
+            divide(model.module, setting)
         optimizer = setting.optimizer.of(model.module.parameters())
         tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
         if loss is Loss.lowtide:

@@ -67,7 +67,7 @@ def test_picture_labels_inside(pair, tmp_path, monkeypatch, tokens):
 
 def test_file_round_trip(pair, tmp_path):
     eager, ours = pair
-    whole = Setting("a.json", 2, 64, Dtype.autocast, Optimizer.sgd, True, 2**20)
+    whole = Setting("a.json", 2, 64, Dtype.autocast, Optimizer.sgd, True, 2**20, tp=8)
     other = Result(replace(ours.estimate, setting=whole))
     path = tmp_path / "deeper" / "estimate.csv"
     write([eager, ours, other], path)
