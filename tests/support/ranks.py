@@ -4,9 +4,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,27 +28,28 @@ def run_ranks(
     Python's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *options, "-m", module, f"file://{store}", f"{rank}/{ranks}", *kinds],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    process = subprocess.Popen(
+        [sys.executable, *options, "-m", module, str(store), str(ranks), *kinds],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        outputs = [process.communicate(timeout=200) for process in processes]
+        _, errors = process.communicate(timeout=200)
     finally:
-        for process in processes:
-            process.kill()
-    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out, _ in outputs]
-    errors = "".join(error for _, error in outputs)
-    assert all(process.returncode == 0 for process in processes), errors
+        with suppress(ProcessLookupError):  # where all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    outputs = [_output(store, rank).read_text() for rank in range(ranks)]
+    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outputs]
     assert all(len(each) == len(kinds) for each in found), errors
     return [{each.pop("kind"): each for each in rank} for rank in found]
+
+
+def _output(store: Path, rank: int) -> Path:
+    return store.with_name(f"{store.name}.{rank}")
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
@@ -65,9 +68,24 @@ def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess
 
 
 def as_rank(run: Callable[[str, int], Result]) -> None:
-    """Joins the group and prints what run(kind, rank) returns, as JSON, a line for each kind."""
-    store, place, *kinds = sys.argv[1:]
-    rank, ranks = map(int, place.split("/"))
+    """Each rank joins the group and prints what run(kind, rank) returns, as JSON, a line for each kind. The
+    ranks are forked off here: what they import takes longer than most scenarios."""
+
+    store, ranks, *kinds = sys.argv[1:]
+    processes = []
+    for rank in range(int(ranks)):
+        process = os.fork()
+        if process == 0:
+            with open(_output(Path(store), rank), "w") as file:
+                os.dup2(file.fileno(), sys.stdout.fileno())
+            _join(run, f"file://{store}", rank, int(ranks), kinds)
+            return
+        processes.append(process)
+    statuses = [os.waitpid(process, 0)[1] for process in processes]
+    sys.exit(any(statuses))
+
+
+def _join(run: Callable[[str, int], Result], store: str, rank: int, ranks: int, kinds: Sequence[str]) -> None:
     torch.set_num_threads(1)
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=minute)
