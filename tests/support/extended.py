@@ -1,35 +1,66 @@
 """Decides which cases `make test` leaves to `make test-extended`; CI runs both.
 
 A test with several lists of parameters runs for each combination of their values: that is most of the suite,
-and most of its time. `make test` takes, of each such test, cases in which every value of every list occurs;
-the others are `extended`, and so are tests that carry the mark because they take seconds.
+and most of its time. `make test` takes, of each such test, few cases in which every value of every list
+occurs; the others are `extended`, and so are tests and values that carry the mark because they take seconds.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from zlib import crc32
 
 import pytest
 
 LEFT_OUT = ("extended", "every_build")
+Values = set[tuple[object, ...]]
+
+
+def all_extended_but(kept: Collection[object], values: Iterable[object]) -> list[object]:
+    """Values of a parameter, those marked `extended` that are not kept: their cases take long."""
+    values = list(values)
+    assert all(value in values for value in kept)
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.extended) for value in values]
+
+
+def asked(request: pytest.FixtureRequest, name: str, kinds: Iterable[str]) -> list[str]:
+    """Of these kinds, those that a test to be run has as a parameter of this name, in the fixture's file."""
+    given = {
+        item.callspec.params.get(name)
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    return [kind for kind in kinds if kind in given]
 
 
 def mark_extended(items: Iterable[pytest.Item]) -> None:
     """Mark the cases whose values all occur in others, in the same way in every run and process."""
-    covered: set[tuple[object, ...]] = set()
+    grids: dict[object, list[tuple[pytest.Item, Values]]] = defaultdict(list)
     # In an order without meaning, or the first value of each list would be in most of those that stay.
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
-        if any(item.get_closest_marker(name) for name in LEFT_OUT):
-            continue
         values = _values(item)
-        if values and values <= covered:
+        if values and not any(item.get_closest_marker(name) for name in LEFT_OUT):
+            # Cases for a card are another grid: it may be absent.
+            test = item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None
+            grids[test].append((item, values))
+    for cases in grids.values():
+        _mark_all_but_few(cases)
+
+
+def _mark_all_but_few(cases: list[tuple[pytest.Item, Values]]) -> None:
+    """Of the cases of one test, keep first those with the most values that no kept case has."""
+    covered: Values = set()
+    kept: set[str] = set()
+    for new in range(max(len(values) for _, values in cases), 0, -1):
+        for item, values in cases:
+            if len(values - covered) == new:
+                kept.add(item.nodeid)
+                covered |= values
+    for item, _ in cases:
+        if item.nodeid not in kept:
             item.add_marker("extended")
-        covered |= values
 
 
-def _values(item: pytest.Item) -> set[tuple[object, ...]]:
-    """The values of a case, each with its list. Those of cases for a card are others: it may be absent."""
+def _values(item: pytest.Item) -> Values:
+    """The values of a case, each with the place of its list."""
     spec = getattr(item, "callspec", None)
-    if spec is None:
-        return set()
-    test = item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None
-    return {(test, place, value) for place, value in enumerate(spec._idlist)}
+    return set() if spec is None else set(enumerate(spec._idlist))
