@@ -17,18 +17,29 @@ def invoke(*arguments):
     return in_this_process("doctor", *arguments)
 
 
+@pytest.mark.extended
 def test_machine_and_table(plain_environment):
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "doctor"], capture_output=True, text=True, env=plain_environment
     )
     assert done.returncode == 0, done.stderr
-    assert torch.__version__ in done.stdout
-    assert "triton" in done.stdout
-    assert done.stdout.startswith("linear_cross_entropy, 8,192 x 4,096 x 128,256, backend='auto'")
+    assert_machine_and_table(done.stdout)
+
+
+def test_machine_and_table_of_this_process():
+    done = invoke()
+    assert done.exit_code == 0, done.output
+    assert_machine_and_table(done.stdout)
+
+
+def assert_machine_and_table(printed):
+    assert torch.__version__ in printed
+    assert "triton" in printed
+    assert printed.startswith("linear_cross_entropy, 8,192 x 4,096 x 128,256, backend='auto'")
     names = ("bfloat16 on cpu", "bfloat16 units", "C++ compiler", "OMP_WAIT_POLICY", "lowtide", "K ≠ E")
-    places = [done.stdout.index(f"\n  {name} ") for name in names]
+    places = [printed.index(f"\n  {name} ") for name in names]
     assert places == sorted(places)
-    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
     for row in table():
         assert " ".join(row) in lines
 

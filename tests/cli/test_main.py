@@ -7,13 +7,19 @@ import pytest
 
 import lowtide
 from lowtide.cli import main
+from tests.support.commands import invoke
 
 
+@pytest.mark.extended
 def test_version():
     command = [sys.executable, "-m", "lowtide", "--version"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout == f"lowtide {lowtide.__version__}\n"
+
+
+def test_version_of_this_process():
+    assert invoke("--version").stdout == f"lowtide {lowtide.__version__}\n"
 
 
 def test_help_without_arguments(monkeypatch, capsys):

@@ -54,14 +54,25 @@ def read(out):
     return timeline(snapshot)
 
 
+@pytest.mark.extended
 def test_script_runs_as_main(script, tmp_path):
     done = lowtide("--out", tmp_path / "out", script, "a", "--out", "b", 3)
     assert done.returncode == 3, done.stderr
-    assert "arguments ['a', '--out', 'b', '3'] __main__" in done.stdout
-    assert "peak: 4.00 MiB" in done.stdout
+    assert_ran_as_main(done.stdout, tmp_path)
+
+
+def test_script_runs_as_main_in_this_process(script, tmp_path):
+    done = invoke("--out", tmp_path / "out", script, "a", "--out", "b", 3)
+    assert done.exit_code == 3, done.stderr
+    assert_ran_as_main(done.stdout, tmp_path)
+
+
+def assert_ran_as_main(printed, tmp_path):
+    assert "arguments ['a', '--out', 'b', '3'] __main__" in printed
+    assert "peak: 4.00 MiB" in printed
     line = read(tmp_path / "out")
     assert line.peak == 4 * 2**20
-    assert str(tmp_path / "out" / "memory.pickle") in done.stdout
+    assert str(tmp_path / "out" / "memory.pickle") in printed
 
 
 def test_script_failing_keeps_record(script, tmp_path):

@@ -164,6 +164,7 @@ def test_both_losses_refuse_other_run_first(tmp_path):
     assert not (tmp_path / "there/lowtide").exists()
 
 
+@pytest.mark.extended
 def test_killed_comparison_ends_child(tmp_path):
     endless = ("--data", "text.txt", "--steps", "100000", "--save-every", "1")
     process = lowtide_train(*endless, "--loss", "both", "--out", "killed")

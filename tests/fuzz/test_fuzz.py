@@ -150,6 +150,7 @@ def test_crash_is_a_finding():
     assert all("SIGABRT" in each.text and "wants=" in each.description for each in found)
 
 
+@pytest.mark.extended
 def test_timeout_is_a_finding():
     pool, found = pool_of("lowtide.linear_cross_entropy = lambda *a, **k: time.sleep(600)", timeout=2.0)
     begin = time.monotonic()

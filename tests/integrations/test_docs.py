@@ -8,6 +8,7 @@ import torch
 
 from lowtide.integrations.transformers import register_attention
 from lowtide.memory import peak_memory
+from tests.support.extended import all_extended_but
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +47,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["Gemma 2", pytest.param("gpt-oss", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("name", all_extended_but([], MODELS))
 def test_page_attention_memory(name):
     register_attention()
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager")

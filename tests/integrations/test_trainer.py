@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.support.extended import all_extended_but
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from lowtide.integrations.transformers import TransformersDeferralCallback  # noqa: E402
@@ -83,7 +85,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", all_extended_but(["plain", "accumulation", "metrics", "masked"], CASES))
 def test_run(name, tmp_path):
     options = CASES[name]
     eager, _ = trained(tmp_path, False, **options)
@@ -117,6 +119,7 @@ def test_run_resumed(tmp_path):
         assert torch.equal(ours, want)
 
 
+@pytest.mark.extended
 def test_run_resumed_without_callback(tmp_path):
     """From a checkpoint of a deferred run, not deferred any more: the run that never was."""
     options = {"save_strategy": "steps", "save_steps": 2}

@@ -5,7 +5,7 @@ one with much switched on, and of the most used the plain one; not each subset o
 What it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take
 three times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability;
 when a kernel, its tiles or Triton change, `make test-builds` runs that too (decision 0052). `make test` has
-the builds for Hopper alone, and of a kernel that Hopper does not run those for other cards.
+a build of each kernel: the first that is for Hopper, or the first for other cards where there is none.
 """
 
 import gc
@@ -30,13 +30,13 @@ def cases(builds, left_out):
     kernels = {(builds[name].kernel, capability) for name, capability in every}
     assert kernels == {(builds[name].kernel, capability) for name, capability in set(every) - left}
     kept = set(every) - left
-    of_hopper = {builds[name].kernel for name, capability in kept if capability == 90}
+    of_hopper_first = sorted((each for each in every if each in kept), key=lambda each: each[1] != 90)
+    first = {builds[name].kernel: (name, capability) for name, capability in reversed(of_hopper_first)}
 
     def marks(name: str, capability: int) -> tuple[pytest.MarkDecorator, ...]:
         if (name, capability) in left:
             return (pytest.mark.every_build,)
-        on_another_card = capability != 90 and builds[name].kernel in of_hopper
-        return (pytest.mark.extended,) if on_another_card else ()
+        return () if first[builds[name].kernel] == (name, capability) else (pytest.mark.extended,)
 
     return [pytest.param(*each, marks=marks(*each)) for each in every]
 

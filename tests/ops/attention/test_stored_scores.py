@@ -11,6 +11,7 @@ from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
 from lowtide.ops.attention.definition.operands import Sizes
 from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -129,7 +130,7 @@ def test_values(device, monkeypatch, name, room):
     assert len(found) == strips_of_keys * batches * (1 if shared_heads else case.key.shape[2])
 
 
-@pytest.mark.parametrize("name", ["plain", "bias [1, H, M, N]"])
+@pytest.mark.parametrize("name", all_extended_but(["bias [1, H, M, N]"], ["plain", "bias [1, H, M, N]"]))
 def test_same_call_same_bits(device, monkeypatch, name):
     """And, but for the query, of which strips of keys are a sum, whatever the room is."""
     skip_unless_runnable("triton", device)

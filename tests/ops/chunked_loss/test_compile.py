@@ -18,6 +18,7 @@ from tests.ops.chunked_loss.helpers import (
     leaves,
     make,
 )
+from tests.support.extended import all_extended_but
 from tests.support.loss import no_synchronisation
 
 # Of torch.compile itself.
@@ -34,7 +35,7 @@ def _afresh():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_extended_but(["gradient_in_forward"], MODES))
 def test_compile_step_breaks_graph(device, mode):
     """What comes before and after is compiled, with its backward; the chunks are not."""
     head, hidden, labels = make(device=device)
@@ -63,7 +64,7 @@ def test_compile_step_breaks_graph(device, mode):
     assert not any("cross_entropy" in each for each in others)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_extended_but(["recompute"], MODES))
 def test_compile_step_memory(device, mode):
     """And the compiled dense step does not."""
     N, C, D, V = 512, 16, 8, 4096

@@ -72,7 +72,9 @@ def test_build_killed(tmp_path, cache, when):
     kept(cache)
 
 
-@pytest.mark.parametrize(("when", "timeout"), [("--version", 1.0), ("-shared", 5.0)])
+@pytest.mark.parametrize(
+    ("when", "timeout"), [("--version", 1.0), pytest.param("-shared", 5.0, marks=pytest.mark.extended)]
+)
 def test_compiler_hangs(tmp_path, cache, when, timeout):
     slow = f"sleep 100 & echo $! > {tmp_path}/pid; wait"
     hangs = compiler(tmp_path, f'case "$*" in *{when}*) {slow};; *) exec $GXX "$@";; esac')

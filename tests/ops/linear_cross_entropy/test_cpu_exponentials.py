@@ -13,6 +13,7 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cp
 from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.doctor.linear_cross_entropy import Call
+from tests.support.extended import all_extended_but
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
 
 BF16 = torch.bfloat16
@@ -194,7 +195,7 @@ def off(monkeypatch, wanted=True):
         yield
 
 
-@pytest.mark.parametrize("made_off", [False, True])
+@pytest.mark.parametrize("made_off", all_extended_but([True], [False, True]))
 def test_compile(monkeypatch, made_off):
     """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
     head are summed in float32 on one way, and in part in the gradient's memory on the other."""

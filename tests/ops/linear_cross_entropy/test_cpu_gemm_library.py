@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.core.cpu_gemm import gemm
 from tests.ops.linear_cross_entropy.small_library import compile_strange
+from tests.support.extended import all_extended_but
 
 needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
 
@@ -76,7 +77,7 @@ def script(path, text: str) -> str:
 
 
 @needs_products
-@pytest.mark.parametrize("how", ["fails", "makes another thing"])
+@pytest.mark.parametrize("how", all_extended_but(["makes another thing"], ["fails", "makes another thing"]))
 def test_compiler_fails(tmp_path, how):
     made = "exit 1" if how == "fails" else "echo no > object.o; echo no > linked.so"
     compiler = script(tmp_path / "c++", f'case "$*" in *--version*) ;; *) {made};; esac')
@@ -105,6 +106,7 @@ def test_build_by_two_processes(tmp_path):
     assert [path.suffix for path in (tmp_path / "lowtide").iterdir()] == [".so"]  # nothing else is left
 
 
+@pytest.mark.extended
 @needs_products
 def test_cache_behind_link_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -149,6 +151,7 @@ def test_library_damaged_or_writable_by_others(tmp_path):
     assert_one_warning(err, f"{path.parent} is open to others: its mode 0755 must be 0700; correct that")
 
 
+@pytest.mark.extended
 @needs_products
 def test_cache_exchanged_during_build(tmp_path):
     """In a directory that others may write to, another user exchanges the place when the compiler has run.

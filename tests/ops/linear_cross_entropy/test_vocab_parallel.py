@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -45,10 +46,13 @@ MEASURED = ("collectives_of_a_step", "peak")
 def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks(MODES, store, [*SCENARIOS, *MEASURED, "killed"], ranks=request.param)
+    kinds = [*asked(request, "scenario", SCENARIOS), *MEASURED, "killed"]
+    return run_ranks(MODES, store, kinds, ranks=request.param)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", all_extended_but([each for each in SCENARIOS if each != "compiled"], SCENARIOS)
+)
 def test_scenario(results, scenario):
     """Each asserts what it finds, on every rank."""
     for rank in results:

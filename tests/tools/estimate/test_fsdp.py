@@ -35,6 +35,7 @@ def test_estimate_matches_two_processes(tmp_path):
     compare(tmp_path, DEMO)
 
 
+@pytest.mark.extended
 def test_estimate_of_transformers_matches_two_processes(tmp_path, config):
     pytest.importorskip("transformers")
     path = config(TINY_LLAMA)
