@@ -17,9 +17,12 @@ Values = set[tuple[object, ...]]
 
 def all_extended_but(kept: Collection[object], values: Iterable[object]) -> list[object]:
     """Values of a parameter, those marked `extended` that are not kept: their cases take long."""
-    values = list(values)
-    assert all(value in values for value in kept)
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.extended) for value in values]
+    marked = []
+    for value in values:
+        several = value if isinstance(value, tuple) else (value,)
+        marked.append(value if value in kept else pytest.param(*several, marks=pytest.mark.extended))
+    assert all(value in marked for value in kept)
+    return marked
 
 
 def asked(request: pytest.FixtureRequest, name: str, kinds: Iterable[str]) -> list[str]:

@@ -104,14 +104,16 @@ OF_BATCHES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "room"),
-    [
-        *((name, ROOMS[0]) for name in WHOLE_HEADS),
-        *((name, ROOMS[1]) for name in CASES),
-        *((name, ROOMS[2]) for name in OF_BATCHES),
-    ],
-)
+VALUES = [
+    *((name, ROOMS[0]) for name in WHOLE_HEADS),
+    *((name, ROOMS[1]) for name in CASES),
+    *((name, ROOMS[2]) for name in OF_BATCHES),
+]
+# Each case in one room, that of one key head where it has several.
+ONCE = dict([*VALUES[len(WHOLE_HEADS) :], *VALUES[: len(WHOLE_HEADS)]])
+
+
+@pytest.mark.parametrize(("name", "room"), all_extended_but(ONCE.items(), VALUES))
 def test_values(device, monkeypatch, name, room):
     skip_unless_runnable("triton", device)
     case = case_of(name, device)

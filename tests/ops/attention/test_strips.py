@@ -55,9 +55,10 @@ def room(monkeypatch):
 IN_ONE = ("plain", "several groups", "sequences without keys", "bias of all scores, soft cap")
 
 
-@pytest.mark.parametrize(
-    ("name", "of"), [*((name, "128 keys") for name in CASES), *((name, "one strip") for name in IN_ONE)]
-)
+VALUES = [*((name, "128 keys") for name in CASES), *((name, "one strip") for name in IN_ONE)]
+
+
+@pytest.mark.parametrize(("name", "of"), all_extended_but(dict(VALUES).items(), VALUES))
 def test_values(device, room, name, of):
     skip_unless_runnable("triton", device)
     room(of)
