@@ -68,7 +68,8 @@ def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
 def check_workspace(workspace: object) -> None:
     """Check that the workspace is a number of bytes or None."""
     if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
-        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}")
+        hint = "; 256 MiB are 256 * 2**20" if isinstance(workspace, str) else ""
+        raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}{hint}")
 
 
 def check_softcap(name: str, softcap: object) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError
+from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import (
     Backend,
     Head,
@@ -59,7 +60,7 @@ def call_of(
     check_target_dtype(target)
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
-    _check_shapes(input, target, linear_bias, V, dims, sharded=shard is not None)
+    _check_shapes(input, linear_weight, target, linear_bias, sharded=shard is not None)
     check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
     N, D = input.shape[0], linear_weight.shape[-1]
     check_arguments(  # of one position, and there may be none
@@ -95,8 +96,9 @@ def call_of(
 
 
 def _check_shapes(
-    input: Tensor, target: Tensor, linear_bias: Tensor | None, V: int, dims: list[int], *, sharded: bool
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, *, sharded: bool
 ) -> None:
+    V, *dims = linear_weight.shape[:-1]
     if sharded and 0 in dims:
         raise ArgumentError(f"linear_weight must have at least one position, got dimensions {dims}")
     if input.dim() != 2:
@@ -106,7 +108,10 @@ def _check_shapes(
         )
     expected = [input.shape[0], V, *dims] if target.is_floating_point() else [input.shape[0], *dims]
     if list(target.shape) != expected:
-        raise ArgumentError(f"target must have shape {expected}, got {list(target.shape)}")
+        raise ArgumentError(
+            f"target must have shape {expected}, got {list(target.shape)}"
+            + advice.for_target(input, linear_weight, target, expected)
+        )
     if linear_bias is not None and list(linear_bias.shape) != [V, *dims]:
         raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
     if (

@@ -418,7 +418,12 @@ t, x, w = torch.arange(4), torch.randn(4, 3), torch.randn(5, 3)
         ({"reduction": "sum"}, ValueError, "normalizer is what reduction='mean' divides the sum by"),
         ({"reduction": "none"}, ValueError, "leave normalizer out and divide the result"),
         ({"normalizer": 0}, ValueError, "normalizer must be a finite number above 0, got 0"),
-        ({"normalizer": -3.0}, ValueError, "normalizer must be a finite number above 0, got -3.0"),
+        (
+            {"normalizer": -3.0},
+            ValueError,
+            "normalizer must be a finite number above 0, got -3.0; "
+            "pass lowtide.tokens_per_rank(target), or leave it out",
+        ),
         ({"normalizer": float("nan")}, ValueError, "normalizer must be a finite number above 0, got nan"),
         ({"normalizer": float("inf")}, ValueError, "normalizer must be a finite number above 0, got inf"),
         ({"normalizer": 1 << 2000}, ValueError, "normalizer must be a number that a float can hold"),
@@ -432,7 +437,7 @@ t, x, w = torch.arange(4), torch.randn(4, 3), torch.randn(5, 3)
         (
             {"normalizer": torch.tensor(-3.0)},
             ValueError,
-            "a finite number above 0, or 0 for no token, got -3.0",
+            "a finite number above 0, or 0 for no token, got -3.0; pass lowtide.tokens_per_rank(target), or",
         ),
         ({"normalizer": torch.tensor(-3)}, ValueError, "a finite number above 0, or 0 for no token, got -3"),
         ({"normalizer": torch.tensor(torch.nan)}, ValueError, "above 0, or 0 for no token, got nan"),

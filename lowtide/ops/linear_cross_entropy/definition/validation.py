@@ -24,6 +24,7 @@ from lowtide.core.checks import (
     listed,
 )
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 
 REDUCTIONS = get_args(Reduction)
@@ -127,7 +128,10 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
         if not torch.compiler.is_compiling():  # its look at an integer's bits would compile each anew
             check_number("normalizer", normalizer)
         if not 0 < normalizer < math.inf:  # type: ignore[operator]
-            raise ArgumentError(f"normalizer must be a finite number above 0, got {normalizer}")
+            raise ArgumentError(
+                f"normalizer must be a finite number above 0, got {normalizer}; "
+                "pass lowtide.tokens_per_rank(target), or leave it out"
+            )
         return
     check_tensors({"normalizer": normalizer})
     if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
@@ -143,7 +147,8 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
         )
     if can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
         raise ArgumentError(
-            f"normalizer must be a finite number above 0, or 0 for no token, got {normalizer.item()}"
+            f"normalizer must be a finite number above 0, or 0 for no token, got {normalizer.item()}; "
+            "pass lowtide.tokens_per_rank(target), or leave it out"
         )
 
 
@@ -205,8 +210,10 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     invalid = ((target < 0) | (target >= V)) & (target != ignore_index)
     if bool(invalid.any()):
         classes = f"classes from 0 to {V - 1}" if V else "no class, as linear_weight has none,"
+        found = int(target[invalid][0])
         raise IndexError(
-            f"target must hold {classes} or ignore_index ({ignore_index}), got {target[invalid][0].item()}"
+            f"target must hold {classes} or ignore_index ({ignore_index}), got {found}"
+            + advice.for_class(found)
         )
 
 
@@ -256,7 +263,7 @@ def check_term(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> 
     if linear_weight.dim() != 2 or linear_weight.shape[1] != D:
         raise ArgumentError(
             f"{names[1]} must have shape [V, {D}] to match {names[0]} {list(input.shape)}, "
-            f"got {list(linear_weight.shape)}; pass the weight of a torch.nn.Linear as it is, without .T"
+            f"got {list(linear_weight.shape)}{advice.for_weight(names, input, linear_weight)}"
         )
 
 
@@ -280,15 +287,18 @@ def _check_shapes(
         raise ArgumentError(
             f"target must have shape {[*leading, V]} where it holds class probabilities, "
             f"got {list(target.shape)}"
+            + advice.for_target(inputs[0], linear_weights[0], target, [*leading, V])
         )
     # One row without a batch may have a target of shape [1], as in torch, unless V = 1: then that
     # is a probability.
     one_class = len(leading) == 0 and target.shape == (1,) and V != 1
     if not (probabilities or one_class or target.shape == leading):
+        what = advice.for_target(inputs[0], linear_weights[0], target, leading)
+        if target.shape == (*leading, V):
+            what = "; class probabilities must be of a floating-point dtype"
         raise ArgumentError(
             f"target must have shape {list(leading)}, that of input without the last dimension, "
-            f"got {list(target.shape)}; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
-            + ("; class probabilities must be of a floating-point dtype" * (target.shape == (*leading, V)))
+            f"got {list(target.shape)}" + what
         )
     for name, vector in (("linear_bias", linear_bias), ("weight", weight)):
         if vector is not None and vector.shape != (V,):

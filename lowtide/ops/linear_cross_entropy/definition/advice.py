@@ -1,0 +1,57 @@
+"""Say what to do about shapes that do not fit: the advice at the end of an error.
+
+It is chosen by what would make the call fit.
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+INPUT_FIRST = "; input comes first: pass (input, linear_weight, target)"
+
+
+def for_weight(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> str:
+    """Advise on a weight that does not take the input's features."""
+    if linear_weight.dim() == 2 and linear_weight.shape[0] == input.shape[-1]:
+        # The shapes are those of hidden states with weight.T, and of logits with the weight.
+        return (
+            f"; {names[0]} is what goes into the head, not its logits, and {names[1]} the weight of a "
+            "torch.nn.Linear as it is, without .T"
+        )
+    return f"; pass the weight of the head that {names[0]} goes into, as torch.nn.Linear has it"
+
+
+def for_target(input: Tensor, linear_weight: Tensor, target: Tensor, expected: Sequence[int]) -> str:
+    """Advise on a target that has not the expected shape; its dtype says what it holds."""
+    given, expected = list(target.shape), list(expected)
+    rows = list(linear_weight.shape[:-1])  # of an input that is passed second
+    if input.dim() == 2 and given == (
+        [*rows, input.shape[0]] if target.is_floating_point() and len(given) > len(rows) else rows
+    ):
+        return INPUT_FIRST
+    probabilities = [*expected, linear_weight.shape[0]] if target.is_floating_point() else expected
+    for shape in (expected, probabilities):
+        if target.numel() == math.prod(shape) and _same_order(given, shape):
+            return f"; pass target.reshape({', '.join(map(str, shape)) or '()'})"
+    if target.dim() == 2 and given[::-1] == expected:
+        return "; pass target.T, as the first dimension of input is the target's second"
+    if input.dim() == 2 and not target.is_floating_point() and target.numel() == math.prod(rows):
+        return INPUT_FIRST
+    if linear_weight.dim() > 2:
+        return "; it goes with each row of input and each position of linear_weight"
+    return "; slice input and target alike, e.g. hidden[:, :-1] and tokens[:, 1:]"
+
+
+def _same_order(given: Sequence[int], expected: Sequence[int]) -> bool:
+    """Return True if a reshape keeps rows in order: of what differs, apart from 1, one side is flat."""
+    one, other = ([n for n in shape if n != 1] for shape in (given, expected))
+    while one and other and one[-1] == other[-1]:
+        one.pop(), other.pop()
+    return min(len(one), len(other)) < 2
+
+
+def for_class(value: int) -> str:
+    """Advise on an entry of a target that is no class."""
+    larger = "" if value < 0 else "the head may have fewer classes than the tokenizer; "
+    return f"; {larger}pass ignore_index={value} if these rows are not to count"
