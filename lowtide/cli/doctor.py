@@ -185,7 +185,12 @@ def linear_cross_entropy(
     ] = None,
     ranks: Annotated[
         int,
-        typer.Option(min=1, max=MOST_SIZE, help="That the classes are divided over: a DTensor, or group=."),
+        typer.Option(
+            min=1,
+            max=MOST_SIZE,
+            help="That the classes are divided over: a DTensor, group=, or lowtide.shard_head, which is "
+            "with --tokens-sharded.",
+        ),
     ] = 1,
     tokens_sharded: Annotated[
         bool, typer.Option("--tokens-sharded", help="The ranks divide the tokens as well.")

@@ -138,7 +138,7 @@ def gathers_head(function: Function) -> Function:
         if place is not None and bias_place is None and is_dtensor(bias):
             raise ArgumentError(
                 "linear_bias must be a parameter that FSDP2 shards with linear_weight, got a DTensor that is "
-                "none, as a copy is; pass the parameter itself"
+                "no parameter, but a copy; pass the parameter itself"
             )
         if place is None or (bias_place is not None and bias_place.unit is not place.unit):
             raise ArgumentError(
@@ -185,9 +185,10 @@ def refuse_derived(name: str, tensor: Any) -> None:
             and not getattr(each, "is_dtensor", False)
         ):
             raise ArgumentError(
-                f"{name} must be a parameter, got a DTensor on the mesh of an FSDP2 unit that is none: it "
-                "would be taken for a tensor-parallel weight, whose ranks have the same tokens; pass the "
-                "parameter itself, or tensor.full_tensor() of one without gradients"
+                f"{name} must be the parameter that FSDP2 shards, got a DTensor that is computed from it, as "
+                "by .detach() or state_dict(): its shards would be taken for a tensor-parallel weight, whose "
+                "ranks have the same tokens; pass the parameter itself (under torch.no_grad() if it is to "
+                "have no gradient), or the whole of a detached one by .full_tensor()"
             )
 
 

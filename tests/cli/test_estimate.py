@@ -97,7 +97,8 @@ def test_ranks(tmp_path):
     table = tmp_path / "table.csv"
     done = invoke("demo-cpu", "--length", 64, "--fsdp", 4, "--shard-head", "--csv", table)
     assert done.exit_code == 0, done.output
-    assert "1 x 64 tokens, float32, adamw, on each of 4 ranks, shard_head: 8.8 million" in said(done)
+    title = "1 x 64 tokens, float32, adamw, on each of 4 ranks, shard_head"
+    assert f"{title}: 8.8 million parameters in all, divided over 4 ranks" in said(done)
     again = invoke(table)
     assert again.exit_code == 0, again.output
     assert again.output == done.output

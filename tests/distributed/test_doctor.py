@@ -54,6 +54,11 @@ def test_one_line():
     )
     assert "gather of statistics (1.41 KiB), sum of the input's gradient (7.5 KiB)" in line
     assert "not cpu_exponentials" in line
+    assert "times" not in line
+    many = said(invoke(*call, "2", "--workspace", "64KiB"))
+    assert "rows 8 a chunk, 15 chunks" in many
+    assert "gather of statistics (15 times, 1.41 KiB in all), sum of the input's gradient (15 times, " in many
+    assert many.rstrip().endswith("7.5 KiB in all)")
     line = said(invoke(*call, "3", "--tokens-sharded"))
     assert "3 ranks each has 167 of 501 classes and 40 of 120 tokens; moves: " in line
     assert "gather of targets (320 bytes)" in line
@@ -64,8 +69,11 @@ def test_one_line():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tokens-sharded",), "tokens_sharded must go together with several ranks"),
-        (("--tokens-sharded", "--ranks", "2", "--probabilities", "float32"), "targets that are classes"),
+        (("--tokens-sharded",), "--tokens-sharded needs --ranks 2 or more"),
+        (
+            ("--tokens-sharded", "--ranks", "2", "--probabilities", "float32"),
+            "needs targets that are classes",
+        ),
         (("--ranks", "2", "--backend", "reference"), "backend must be 'auto', 'triton' or 'torch'"),
         (("--ranks", "0"), "should be greater than or equal to 1"),
     ],

@@ -52,7 +52,8 @@ MISTAKEN = {  # by what they say
     "refused, bias copy, own": "linear_bias must be a parameter that FSDP2 shards with linear_weight",
     "refused, shard_head, own": "linear_weight must be the parameter itself",
     "refused, tokens_sharded, own": "lowtide.shard_head",
-    "refused, detached, own": "taken for a tensor-parallel weight",
+    "refused, detached, own": "linear_weight must be the parameter that FSDP2 shards, got a DTensor that is "
+    "computed from it, as by .detach() or state_dict(): its shards would be taken for a tensor-parallel",
 }
 MIXED = ["parameter, own, default, mixed", "chunked, own, default, mixed", "deferred, own, kept, mixed"]
 RAISING = {  # by what they say

@@ -20,8 +20,9 @@ class Collective(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
-        times = f"{self.times} x " if self.times > 1 else ""
-        return f"{times}{self.kind} of {self.what} ({readable(self.bytes)})"
+        size = readable(self.bytes)
+        moved = f"{self.times} times, {size} in all" if self.times > 1 else size
+        return f"{self.kind} of {self.what} ({moved})"
 
 
 def readable(size: int) -> str:

@@ -89,9 +89,11 @@ class Call:
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
                 "here that is 'cpu'"
             )
-        if self.tokens_sharded and (self.ranks == 1 or self.probabilities is not None):
+        if self.tokens_sharded and self.ranks == 1:
+            raise ArgumentError("--tokens-sharded needs --ranks 2 or more, got 1")
+        if self.tokens_sharded and self.probabilities is not None:
             raise ArgumentError(
-                "tokens_sharded must go together with several ranks, and with targets that are classes"
+                "--tokens-sharded needs targets that are classes, got --probabilities; leave one of them out"
             )
         if self.ranks > 1 and self.backend == "reference":
             raise ArgumentError(

@@ -36,7 +36,8 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     if any(each.measured or each.out_of_memory for each in results):
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
-    console.print(f"[bold]{_title(one.setting)}[/bold]: {_count(one.parameters)} parameters")
+    divided = f" in all, divided over {one.setting.fsdp} ranks" * (one.setting.fsdp > 1)
+    console.print(f"[bold]{_title(one.setting)}[/bold]: {_count(one.parameters)} parameters{divided}")
     console.print(f"assumed: {one.device}")
     console.print(table)
     console.print(
