@@ -33,7 +33,8 @@ def main() -> None:
         if missing.name not in ("rich", "tokenizers", "typer"):
             raise
         sys.exit(
-            f"lowtide: the command line needs {missing.name}; install it with: pip install '.[cli]' in lowtide's clone"
+            f"lowtide: the command line needs {missing.name}; install it with: pip install '.[cli]' "
+            "in lowtide's clone"
         )
     except KeyboardInterrupt:  # Interrupted outside of any command.
         sys.exit(130)
