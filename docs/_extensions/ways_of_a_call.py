@@ -66,7 +66,8 @@ def engine_and_reasons(machine: str, **call: Any) -> tuple[str, dict[str, str]]:
         patch.object(gemm, "against", lambda: against_cpu),
         FakeTensorMode(),
     ):
-        return choose_engine(_call(device, **call))
+        choice = choose_engine(_call(device, **call))
+    return choice.engine, choice.reasons
 
 
 def _call(
