@@ -42,7 +42,7 @@ def test_both_factors_are_applied_with_one_rounding(device, backend, dtype, shap
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("second", [None, 0.7, 2.0])
 def test_kernel_takes_both_factors(device, second, in_place):
-    """Where their product is 1 there is nothing to write, in place."""
+    """Nothing is written in place where the product of the factors is 1."""
     pytest.importorskip("triton")
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")

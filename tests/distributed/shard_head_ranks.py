@@ -285,7 +285,7 @@ def options(kind, rank, mesh):
 
 
 def wrong_on_one_rank(kind, rank, mesh):
-    """What one rank gets wrong is an error on both: none waits for the other."""
+    """An error of one rank is raised on both: none waits for the other."""
     head, _, (x, y), _ = divided_head("wrong", rank, mesh)
     loss_of = functools.partial(lowtide.linear_cross_entropy, x)
     float_target = torch.rand(len(y), V, dtype=x.dtype)

@@ -44,7 +44,7 @@ class Config:
     tied: bool
     seed: int
     parallel: Parallel | None = None
-    """How the ranks share the run; None for one process."""
+    """Say how the ranks share the run; None for one process."""
     ranks: int = 1
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class Call:
     probabilities: torch.dtype | None = None
     row_weight: bool = False
     ranks: int = 1
-    """How many ranks the classes are divided over."""
+    """The ranks that the classes are divided over."""
     tokens_sharded: bool = False
 
     @property
