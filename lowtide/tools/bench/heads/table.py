@@ -7,7 +7,6 @@ of 8. The floor of the operands as they are stands beside it.
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group
@@ -16,15 +15,12 @@ from rich.text import Text
 
 from lowtide.tools import figures
 from lowtide.tools.bench import table
-from lowtide.tools.bench.draw import looks_of
+from lowtide.tools.bench.dots import Panel, draw_dots
 from lowtide.tools.bench.heads.rows import HeadRow
 from lowtide.tools.bench.measure import Figures, quantiles, truth_dtype
 from lowtide.tools.bench.table import Format, reasons, rounded
-from lowtide.tools.environment import Environment, dtype_name
+from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
@@ -108,38 +104,18 @@ def draw(rows: Sequence[HeadRow], path: Path) -> None:
         raise UserError("no provider ran, and there is nothing to draw")
     heads = sorted({row.case.head for row in ran}, key=lambda head: (head.features, head.classes))
     places = {head: place for place, head in enumerate(heads)}
-    tokens = sorted({row.case.tokens for row in ran})
-    looks = looks_of(row.provider.name for row in ran)
-    with figures.figure(14, 3 + 2.2 * len(tokens)) as figure:
-        panels: list[Axes] = [*figure.subplots(len(tokens), 1, sharex=True, squeeze=False)[:, 0]]
-        for axes, count in zip(panels, tokens):
-            _draw_panel(axes, [row for row in ran if row.case.tokens == count], places, looks)
-            axes.set_ylabel(f"N = {count:,}")
-        panels[0].set_title("Forward and backward over three products, operands rounded up to 8")
-        panels[-1].set_xticks(range(len(heads)), [head.name for head in heads], rotation=90)
-        figures.names_above(panels[0])
-        here = Environment.of(ran[0].case.device)
-        source = f"{here.card}, torch {here.torch}, {ran[0].case.dtype_name}, lowtide {here.lowtide}"
-        figure.supxlabel(source, fontsize=9, color="#868e96")
-        figures.save(figure, path)
-
-
-def _draw_panel(axes: "Axes", rows: Sequence[HeadRow], places: dict, looks: dict[str, dict]) -> None:
-    axes.axhline(1, color=figures.INK, linewidth=0.8)
-    for name, look in looks.items():
-        own = [row for row in rows if row.provider.name == name]
-        points = [(places[row.case.head], _figures(row).aligned_ratio) for row in own]
-        if points:
-            hollow = look["linestyle"] != "-"  # A variant of its kind.
-            axes.plot(
-                *zip(*points),
-                linestyle="",
-                label=name,
-                fillstyle="none" if hollow else "full",
-                **{key: look[key] for key in ("color", "marker", "zorder")},
-            )
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
+    panels: dict[int, Panel] = {}
+    for row in sorted(ran, key=lambda row: row.case.tokens):
+        panel = panels.setdefault(row.case.tokens, Panel(f"N = {row.case.tokens:,}", {}))
+        dots = panel.dots.setdefault(row.provider.name, [])
+        dots.append((places[row.case.head], _figures(row).aligned_ratio))
+    draw_dots(
+        list(panels.values()),
+        [head.name for head in heads],
+        "Forward and backward over three products, operands rounded up to 8",
+        (ran[0].case.device, ran[0].case.dtype_name),
+        path,
+    )
 
 
 HEAD_ROWS = Format(COLUMNS, record, render, width=200)
