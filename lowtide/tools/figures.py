@@ -36,6 +36,11 @@ COLORS = {
     "liger": "#2f9e44",
     "cut-cross-entropy": "#c2255c",
     "quack": "#b08900",
+    "sdpa": "#e8590c",
+    "flex": "#7048e8",
+    "varlen": "#1c7ed6",
+    "xformers": "#2f9e44",
+    "flash-attn": "#c2255c",
 }
 
 STYLE = {

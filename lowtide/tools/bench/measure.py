@@ -47,6 +47,7 @@ MOST_FLOAT64_WEIGHTS = 1 << 31  # 32 GiB, with their gradient.
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
 SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
+CYCLES_PER_MS = 2e6  # Of a card's clock, or a little more.
 SLOW_MS = 20_000.0  # A provider that takes as long for one step is timed once.
 
 ResultT = TypeVar("ResultT")
@@ -290,23 +291,51 @@ def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
     return dtypes[own > wide]
 
 
-def alternate(calls: Iterable[Callable[[], object]], rounds: int, device: str) -> list[list[float]]:
+def alternate(
+    calls: Iterable[Callable[[], object]], rounds: int, device: str, lead_ms: float = 0.0
+) -> list[list[float]]:
     """Return the milliseconds of each call in each round.
 
-    CUDA is timed between events, so that the host may run ahead.
+    CUDA is timed between events, so that the host may run ahead. Each round begins `lead_ms` later
+    on the card than on the host, so that a call which takes the host longer does not wait for it.
     """
     calls = tuple(calls)
-    marks = [_mark(device)]
+    rounds_of_marks = []
     for _ in range(rounds):
+        if lead_ms and device == "cuda":
+            torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
+        marks = [_mark(device)]
         for call in calls:
             call()
             marks.append(_mark(device))
+        rounds_of_marks.append(marks)
     if device == "cuda":
         torch.cuda.synchronize()
-        spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
-    else:
-        spans = [(after - before) * 1e3 for before, after in pairwise(marks)]
-    return [spans[i :: len(calls)] for i in range(len(calls))]
+    spans = [
+        [
+            before.elapsed_time(after) if device == "cuda" else (after - before) * 1e3
+            for before, after in pairwise(marks)
+        ]
+        for marks in rounds_of_marks
+    ]
+    return [list(of_call) for of_call in zip(*spans)]
+
+
+def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:
+    """Return the microseconds after which each call is back, in the median of the rounds.
+
+    The card has nothing else to do when a round begins, and no call waits for it.
+    """
+    calls = tuple(calls)
+    spans: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        for call, own in zip(calls, spans):
+            started = time.perf_counter()
+            call()
+            own.append((time.perf_counter() - started) * 1e6)
+    torch.cuda.synchronize()
+    return [quantiles(own, 0.5)[0] for own in spans]
 
 
 def _mark(device: str) -> Any:

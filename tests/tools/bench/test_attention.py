@@ -56,8 +56,7 @@ def test_truth(case, monkeypatch):
 def test_providers_agree(case):
     rows = list(attention_rows(case, ATTENTION_PROVIDERS))
     ran = {row.provider.name: row.figures for row in rows if row.figures}
-    assert {"lowtide", "eager"} <= ran.keys()
-    assert ("sdpa" in ran) != (case.name == "both"), "it takes no bias beside is_causal"
+    assert {"lowtide", "eager", "sdpa"} <= ran.keys()
     eager = ran["eager"].errors
     assert len(eager) == (5 if case.bias else 4)
     for name, figures in ran.items():

@@ -1,30 +1,31 @@
 """List every implementation of attention that is measured: ours, torch's own and the peers'.
 
-`load(case)` imports what the provider needs and returns its function of Inputs, [B, M, H, K]. It
+`load(case)` imports what the provider needs and returns its function of Inputs, [B, M, H, E]. It
 raises `Unavailable` where the provider cannot run by design; any other exception, there or later,
 is a failure. Both become a row that gives the reason.
 
-Legend: B batches, H query heads, G key heads, M queries, N keys, K features.
+Legend: B batches, H query heads, M queries, N keys, E features of values.
 """
 
-import importlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from lowtide import attn_bias, memory_efficient_attention
-from lowtide.ops.attention.definition.validation import Backend
-from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
+from lowtide import attn_bias, memory_efficient_attention, memory_efficient_attention_with_lse
+from lowtide.ops.attention import dispatch
+from lowtide.ops.attention.backend import BackendChoice
+from lowtide.ops.attention.definition.layouts import from_xformers
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.validation import Backend, check_window
+from lowtide.tools.bench.attention import peers, torch_kernels
+from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
 from lowtide.tools.bench.providers import Unavailable
 
-Attention = Callable[[Inputs], Tensor]
 Load = Callable[[AttentionCase], Attention]
 
 SEED = 1
@@ -46,154 +47,70 @@ def _lowtide(name: str, backend: Backend, *devices: str) -> AttentionProvider:
 def _own(backend: Backend, devices: tuple[str, ...], case: AttentionCase) -> Attention:
     if case.device not in devices:
         raise Unavailable(f"measured on {' and '.join(devices)} alone")
-    mask = attn_bias.LowerTriangularMask() if case.causal else None
+    mask, keep = _mask(case), case.keep()
+    options: dict[str, Any] = {"p": case.dropout, "seed": SEED, "backend": backend}
+    options |= {"softcap": case.softcap, "window": case.window}
 
     def run(inputs: Inputs) -> Tensor:
-        query, key, value, bias, _ = inputs
-        given = bias if mask is None or bias is None else mask.add_bias(bias)
-        return memory_efficient_attention(
-            query, key, value, mask if given is None else given, case.dropout, seed=SEED, backend=backend
-        )
+        operands = *inputs[:3], _joined(mask, keep, inputs.bias)
+        if inputs.sink is None:
+            return memory_efficient_attention(*operands, **options)
+        out, lse_BHM = memory_efficient_attention_with_lse(*operands, **options)
+        return torch_kernels.gated(out, lse_BHM, inputs.sink)
 
     return run
 
 
-def _sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
-    """Return torch's own attention, by this backend or by the one that it chooses."""
-
-    def run(inputs: Inputs) -> Tensor:
-        query, key, value = _heads_first(inputs)
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=inputs.bias,
-            dropout_p=case.dropout,
-            is_causal=case.causal,
-            enable_gqa=case.key_heads != case.H,
-        )
-        return out.transpose(1, 2)
-
-    def run_by_name(inputs: Inputs) -> Tensor:
-        assert backend is not None
-        try:
-            # torch warns of each backend that refuses; only the last line is in the error.
-            with warnings.catch_warnings(), sdpa_kernel(backend):
-                warnings.simplefilter("ignore")
-                return run(inputs)
-        except RuntimeError as error:
-            if "No available kernel" in str(error) or "No viable backend" in str(error):
-                raise Unavailable("refuses the case") from None
-            raise
-
-    return run if backend is None else run_by_name
+def own_choice(case: AttentionCase, inputs: Inputs, backend: str) -> BackendChoice:
+    """Return the backend that such a call of ours takes, and why."""
+    given = _joined(_mask(case), case.keep(), inputs.bias)
+    mask, bias = (given, given.bias) if isinstance(given, attn_bias.AttentionBias) else (None, given)
+    _, *own = from_xformers(*inputs[:3], bias)
+    options = Options(case.K**-0.5, case.softcap or 0.0, case.dropout, backend=backend)
+    band = check_window(case.window)
+    return dispatch.choose(AttentionCall(Operands(*own), mask, band, options, case.sinks))
 
 
-def _flex(case: AttentionCase) -> Attention:
-    """Return FlexAttention, compiled.
+def _mask(case: AttentionCase) -> attn_bias.AttentionBias | None:
+    if case.lengths:
+        kind = attn_bias.BlockDiagonalCausalMask if case.causal else attn_bias.BlockDiagonalMask
+        return kind.from_seqlens(case.lengths, device=case.device)
+    if not case.causal:
+        return None
+    if case.keys == case.M:
+        return attn_bias.LowerTriangularMask()
+    return attn_bias.LowerTriangularFromBottomRightMask()
 
-    Its score function reads the bias, which has a gradient there.
+
+def _joined(
+    mask: attn_bias.AttentionBias | None, keep: Tensor | None, bias: Tensor | None
+) -> Tensor | attn_bias.AttentionBias | None:
+    """Return all of them as one argument.
+
+    It takes one tensor: a bias beside padding is summed first.
     """
-    if case.device != "cuda":
-        raise Unavailable("its backward needs CUDA")
-    if case.dropout:
-        raise Unavailable("it has no dropout")
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
-    torch.compiler.reset()
-    full = case.bias
-    block_mask = None
-    if case.causal:
-        # Uncompiled, it would make the M x N mask.
-        make = torch.compile(flex.create_block_mask)
-        block_mask = make(_seen_if_causal, None, None, case.M, case.M, device=case.device)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            assert bias is not None
-            assert full is not None
-            place = tuple(index if whole else 0 for index, whole in zip((b, h, i, j), full))
-            return score + bias[place]
-
-        return flex.flex_attention(  # type: ignore[no-any-return]
-            query,
-            key,
-            value,
-            score_mod=None if bias is None else biased,
-            block_mask=block_mask,
-            enable_gqa=case.key_heads != case.H,
-        )
-
-    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
-
-    def run(inputs: Inputs) -> Tensor:
-        return compiled(*_heads_first(inputs), inputs.bias).transpose(1, 2)  # type: ignore[no-any-return]
-
-    return run
+    tensor = keep if bias is None else bias if keep is None else bias.masked_fill(~keep, -torch.inf)
+    if mask is None or tensor is None:
+        return tensor if mask is None else mask
+    return mask.add_bias(tensor)
 
 
-def _seen_if_causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return i >= j
-
-
-def _eager(case: AttentionCase) -> Attention:
-    """Return the lines that everybody has written: all scores, in the dtype of the inputs."""
-    hidden_MN = None
-    if case.causal:
-        hidden_MN = torch.ones(case.M, case.M, dtype=torch.bool, device=case.device).triu_(1)
-
-    def run(inputs: Inputs) -> Tensor:
-        query, key, value = _heads_first(inputs)
-        if case.key_heads != case.H:
-            key, value = (each.repeat_interleave(case.H // case.key_heads, 1) for each in (key, value))
-        score_BHMN = query @ key.mT * case.K**-0.5
-        if inputs.bias is not None:
-            score_BHMN = score_BHMN + inputs.bias
-        if hidden_MN is not None:
-            score_BHMN = score_BHMN.masked_fill(hidden_MN, -torch.inf)
-        weight_BHMN = F.dropout(score_BHMN.softmax(-1), case.dropout)
-        return (weight_BHMN @ value).transpose(1, 2)
-
-    return run
-
-
-def _xformers(case: AttentionCase) -> Attention:
-    if case.device != "cuda":
-        raise Unavailable("its kernels need CUDA")
-    if case.key_heads != case.H:
-        raise Unavailable("it takes other shapes where query heads share a key head")
-    try:
-        ops = importlib.import_module("xformers.ops")
-    except ModuleNotFoundError as missing:
-        raise Unavailable(f"not installed: {missing}") from None
-    causal = ops.LowerTriangularMask() if case.causal else None
-
-    def run(inputs: Inputs) -> Tensor:
-        query, key, value, bias, _ = inputs
-        mask = causal
-        if bias is not None:
-            mask = bias.expand(case.B, case.H, case.M, case.M)
-        return ops.memory_efficient_attention(query, key, value, mask, case.dropout)  # type: ignore[no-any-return]
-
-    return run
-
-
-def _heads_first(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views [B, H, M, K]."""
-    query, key, value = (each.transpose(1, 2) for each in inputs[:3])
-    return query, key, value
+def _torch(name: str, load: Load) -> AttentionProvider:
+    return AttentionProvider(name, "torch", load)
 
 
 ATTENTION_PROVIDERS = (
     _lowtide("lowtide", "auto", "cuda", "cpu"),
     _lowtide("lowtide-triton", "triton", "cuda"),
     _lowtide("lowtide-torch", "torch", "cpu"),
-    AttentionProvider("sdpa", "torch", partial(_sdpa, None)),
-    AttentionProvider("sdpa-cudnn", "torch", partial(_sdpa, SDPBackend.CUDNN_ATTENTION)),
-    AttentionProvider("sdpa-flash", "torch", partial(_sdpa, SDPBackend.FLASH_ATTENTION)),
-    AttentionProvider("sdpa-efficient", "torch", partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-    AttentionProvider("sdpa-math", "torch", partial(_sdpa, SDPBackend.MATH)),
-    AttentionProvider("flex", "torch", _flex),
-    AttentionProvider("eager", "torch", _eager),
-    AttentionProvider("xformers", "xformers", _xformers),
+    _torch("sdpa", partial(torch_kernels.sdpa, None)),
+    _torch("sdpa-cudnn", partial(torch_kernels.sdpa, SDPBackend.CUDNN_ATTENTION)),
+    _torch("sdpa-flash", partial(torch_kernels.sdpa, SDPBackend.FLASH_ATTENTION)),
+    _torch("sdpa-efficient", partial(torch_kernels.sdpa, SDPBackend.EFFICIENT_ATTENTION)),
+    _torch("sdpa-math", partial(torch_kernels.sdpa, SDPBackend.MATH)),
+    _torch("varlen", torch_kernels.varlen),
+    _torch("flex", torch_kernels.flex),
+    _torch("eager", torch_kernels.eager),
+    AttentionProvider("xformers", "xformers", peers.xformers),
+    AttentionProvider("flash-attn", "flash-attn", peers.flash_attn),
 )

@@ -6,7 +6,10 @@ their ratios compare. A backward pass frees its graph, as in training. `peak_byt
 step beyond inputs, result, upstream gradient and gradients. The rates count the two products of a
 forward pass, 4 B H M N K, halved by a causal mask, and 2.5 times as much backward.
 
-Errors are relative Frobenius norms against products in the next wider dtype. Dropout has none,
+`host_us` is the time after which each pass is back, measured on its own with an idle card. While
+passes are timed the host runs ahead, so that their times are those of the card.
+
+Errors are relative Frobenius norms against products in float64 (`truth.py`). Dropout has none,
 because each provider drops other scores; nor has a case that would take too long.
 
 Legend: B batches, H heads, M queries, N keys, K features.
@@ -21,20 +24,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide import attn_bias
 from lowtide.memory import peak_memory
-from lowtide.ops.attention import dispatch
-from lowtide.ops.attention.definition.layouts import from_xformers
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
-from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
-from lowtide.tools.bench.attention.providers import Attention, AttentionProvider
+from lowtide.ops.attention.backend import BackendChoice
+from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
+from lowtide.tools.bench.attention.providers import AttentionProvider, own_choice
 from lowtide.tools.bench.attention.truth import exact
-from lowtide.tools.bench.measure import alternate, attempted, quantiles, relative_error
+from lowtide.tools.bench.measure import alternate, attempted, host_microseconds, quantiles, relative_error
 from lowtide.tools.bench.providers import Unavailable
 
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
 BUDGET_MS = 2000.0  # Of a case: rounds beyond MIN_ROUNDS run while they fit in this time.
 LONGEST_TRUTH = 1 << 15  # In queries.
+WRONG = 0.1  # A result with a larger error is another one; of a bias's gradient in bfloat16 1e-2 is usual.
+HOST_ROUNDS = 5
+MOST_LEAD_MS = 50.0
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,16 @@ class Pass:
 @dataclass(frozen=True)
 class AttentionFigures:
     forward: Pass
-    backward: Pass
+    backward: Pass | None  # None for inference.
     step_ratio: float | None  # Of both passes together.
     peak_bytes: int
-    errors: tuple[float, ...]  # Of the result and the gradients of query, key, value and bias.
+    errors: tuple[float, ...]  # Of what `case.results` names.
+    host_us: tuple[float, ...] = ()  # Of each pass; none on a CPU, where the host computes.
+
+    @property
+    def ms(self) -> float:
+        """Return the time of a step."""
+        return self.forward.ms + (self.backward.ms if self.backward else 0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class AttentionRow:
     engine: str = ""  # The backend of ours that ran.
     reason: str = ""
     failed: bool = False  # It raised an error other than Unavailable, which is by design.
+    way: str = ""  # Why "auto" takes that backend, as `lowtide doctor` says it.
 
 
 class _Shared(NamedTuple):
@@ -72,13 +82,13 @@ class _Shared(NamedTuple):
 
     inputs: Inputs
     truth: tuple[Tensor, ...] | None
-    auto: str  # The backend that "auto" takes.
+    auto: BackendChoice
 
     @classmethod
     def of(cls, case: AttentionCase) -> "_Shared":
         inputs = case.inputs()
         truth = exact(case, inputs) if not case.dropout and case.M <= LONGEST_TRUTH else None
-        return cls(inputs, truth, _backend(case, inputs, "auto"))
+        return cls(inputs, truth, own_choice(case, inputs, "auto"))
 
 
 @dataclass
@@ -99,14 +109,23 @@ class _Runner:
         return torch.autograd.grad(out, self.inputs.leaves, self.inputs.upstream)
 
     def step(self) -> tuple[Tensor, ...]:
-        """Return the result and the gradients."""
+        """Return the result and the gradients, or for inference the result alone."""
         self.forward()
         assert self.out is not None
+        if not self.inputs.leaves:
+            out, self.out = self.out, None
+            return (out,)
         out = self.out.detach()
         return out, *self.backward()
 
+    @property
+    def passes(self) -> list[Callable[[], object]]:
+        return [self.forward, self.backward] if self.inputs.leaves else [self.step]
 
-def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) -> Iterator[AttentionRow]:
+
+def attention_rows(
+    case: AttentionCase, providers: Iterable[AttentionProvider], budget_ms: float = BUDGET_MS
+) -> Iterator[AttentionRow]:
     """Yield providers that do not run as they fail, then the others in their given order."""
     with _precision(case):
         shared = cache(partial(_Shared.of, case))
@@ -117,10 +136,11 @@ def attention_rows(case: AttentionCase, providers: Iterable[AttentionProvider]) 
                 yield AttentionRow(case, provider, None, "", reason, failed)
             else:
                 runners.append(runner)
-        for runner, figures in zip(runners, _timed(case, runners)):
+        for runner, figures in zip(runners, _timed(case, runners, budget_ms)):
             backend = runner.provider.backend
-            ran = "" if backend is None else _backend(case, runner.inputs, backend)
-            yield AttentionRow(case, runner.provider, figures, ran)
+            own = () if backend is None else own_choice(case, runner.inputs, backend)
+            ran, way = (own.backend, own.reason) if own else ("", "")
+            yield AttentionRow(case, runner.provider, figures, ran, way=way)
 
 
 @contextlib.contextmanager
@@ -135,7 +155,7 @@ def _precision(case: AttentionCase) -> Iterator[None]:
 
 def _prepared(case: AttentionCase, provider: AttentionProvider, shared: _Shared) -> _Runner:
     """Return the provider compiled, tuned, compared with the truth, and its memory measured."""
-    if provider.backend == shared.auto:
+    if provider.backend == shared.auto.backend:
         raise Unavailable("what backend='auto' takes, a row of its own")
     runner = _Runner(provider, provider.load(case), shared.inputs)
     results = runner.step()
@@ -143,6 +163,9 @@ def _prepared(case: AttentionCase, provider: AttentionProvider, shared: _Shared)
         raise FloatingPointError("a result is not finite")
     if shared.truth is not None:
         runner.errors = tuple(relative_error(got, want) for got, want in zip(results, shared.truth))
+        name, error = max(zip(case.results, runner.errors), key=lambda each: each[1])
+        if error > WRONG:
+            raise ArithmeticError(f"its {name} is not that of the definition: relative error {error:.1e}")
     del results
     with peak_memory(case.device) as peak:
         results = runner.step()
@@ -150,29 +173,40 @@ def _prepared(case: AttentionCase, provider: AttentionProvider, shared: _Shared)
     return runner
 
 
-def _timed(case: AttentionCase, runners: Sequence[_Runner]) -> list[AttentionFigures]:
-    calls: list[Callable[[], object]] = [
-        call for runner in runners for call in (runner.forward, runner.backward)
-    ]
+def _timed(case: AttentionCase, runners: Sequence[_Runner], budget_ms: float) -> list[AttentionFigures]:
+    calls = [call for runner in runners for call in runner.passes]
     if not calls:
         return []
+    passes = len(calls) // len(runners)
     timed = partial(alternate, calls, device=case.device)
     round_ms = sum(span for (span,) in timed(1))
-    spans = timed(max(MIN_ROUNDS, min(MAX_ROUNDS, int(BUDGET_MS / round_ms))))
-    forward, backward = spans[::2], spans[1::2]
-    step = [[sum(pair) for pair in zip(*passes)] for passes in zip(forward, backward)]
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_ms / round_ms)))
+    host_us: list[float] = []
+    if case.device == "cuda":
+        host_us = host_microseconds(calls, HOST_ROUNDS)
+        timed = partial(timed, lead_ms=min(2e-3 * sum(host_us), MOST_LEAD_MS))
+    spans = timed(rounds)
+    by_pass = [spans[first::passes] for first in range(passes)]
+    step = [[sum(own) for own in zip(*each)] for each in zip(*by_pass)]
     peers = [runner.provider.backend is None for runner in runners]
     forward_flops = case.forward_flops
-    return [
-        AttentionFigures(
-            _pass(forward_ms, forward, peers, forward_flops),
-            _pass(backward_ms, backward, peers, 2.5 * forward_flops),
-            _ratio(step_ms, step, peers),
-            runner.peak_bytes,
-            runner.errors,
+    figures = []
+    for number, runner in enumerate(runners):
+        forward, *backward = (
+            _pass(every[number], every, peers, flops)
+            for every, flops in zip(by_pass, (forward_flops, 2.5 * forward_flops))
         )
-        for runner, forward_ms, backward_ms, step_ms in zip(runners, forward, backward, step)
-    ]
+        figures.append(
+            AttentionFigures(
+                forward,
+                backward[0] if backward else None,
+                _ratio(step[number], step, peers),
+                runner.peak_bytes,
+                runner.errors,
+                tuple(host_us[number * passes : (number + 1) * passes]),
+            )
+        )
+    return figures
 
 
 def _pass(own: list[float], every: list[list[float]], peers: list[bool], flops: float) -> Pass:
@@ -183,11 +217,3 @@ def _pass(own: list[float], every: list[list[float]], peers: list[bool], flops: 
 def _ratio(own: list[float], every: list[list[float]], peers: list[bool]) -> float | None:
     medians = [quantiles(each, 0.5)[0] for each, peer in zip(every, peers) if peer]
     return min(medians) / quantiles(own, 0.5)[0] if medians else None
-
-
-def _backend(case: AttentionCase, inputs: Inputs, backend: str) -> str:
-    """Return the backend that a call takes which asks for this one."""
-    _, *own = from_xformers(inputs.query, inputs.key, inputs.value, inputs.bias)
-    mask = attn_bias.LowerTriangularMask() if case.causal else None
-    options = Options(case.K**-0.5, dropout=case.dropout, backend=backend)
-    return dispatch.choose(AttentionCall(Operands(*own), mask, None, options)).backend

@@ -11,13 +11,18 @@ from lowtide.tools.bench.table import Format, reasons, rounded, status
 from lowtide.tools.environment import ENVIRONMENT, version
 
 PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
-ERRORS = ("out_error", "grad_query_error", "grad_key_error", "grad_value_error", "grad_bias_error")
+HOST = ("forward_host_us", "backward_host_us")
+ERRORS = (
+    *("out_error", "grad_query_error", "grad_key_error", "grad_value_error", "grad_bias_error"),
+    "grad_sink_error",
+)
 COLUMNS = (
     *ENVIRONMENT,
     *("case", "batches", "heads", "key_heads", "queries", "features", "dtype", "options"),
     *("provider", "version", "engine", "status", "reason"),
     *(f"{name}_{field}" for name in ("forward", "backward") for field in PASS),
     *("step_ratio", "peak_bytes", *ERRORS),
+    *("keys", "value_features", "way", *HOST),
 )
 
 
@@ -29,6 +34,8 @@ def record(row: AttentionRow) -> dict[str, object]:
         "heads": case.H,
         "key_heads": case.key_heads,
         "queries": case.M,
+        "keys": case.keys,
+        "value_features": case.value_features,
         "features": case.K,
         "dtype": case.dtype_name,
         "options": case.options,
@@ -37,12 +44,15 @@ def record(row: AttentionRow) -> dict[str, object]:
         "engine": row.engine,
         "status": status(row),
         "reason": row.reason,
+        "way": row.way,
     }
     if figures is not None:
-        for name in ("forward", "backward"):
-            fields |= {f"{name}_{field}": getattr(getattr(figures, name), field) for field in PASS}
+        for name, own in (("forward", figures.forward), ("backward", figures.backward)):
+            if own is not None:
+                fields |= {f"{name}_{field}": getattr(own, field) for field in PASS}
         fields |= {"step_ratio": figures.step_ratio, "peak_bytes": figures.peak_bytes}
-        fields |= zip(ERRORS, figures.errors)
+        fields |= zip((f"{name}_error" for name in case.results), figures.errors)
+        fields |= zip(HOST, figures.host_us)
     return rounded(fields)
 
 
@@ -62,14 +72,12 @@ def render(rows: Sequence[AttentionRow]) -> Group:
 
 
 def _cells(figures: AttentionFigures) -> list[str]:
-    forward, backward = figures.forward, figures.backward
-    ratios = (forward.ratio, backward.ratio, figures.step_ratio)
+    passes = (figures.forward, figures.backward)
+    ratios = (*(each.ratio if each else None for each in passes), figures.step_ratio)
     out, *gradients = figures.errors or (None,)
     return [
-        f"{forward.ms:.3g}",
-        f"{backward.ms:.3g}",
-        _rate(forward),
-        _rate(backward),
+        *("-" if each is None else f"{each.ms:.3g}" for each in passes),
+        *("-" if each is None else _rate(each) for each in passes),
         " ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
         f"{figures.peak_bytes / 2**20:.1f}",
         *("-" if error is None else f"{error:.0e}" for error in (out, max(gradients, default=None))),

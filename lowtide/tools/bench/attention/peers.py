@@ -1,0 +1,79 @@
+"""Call the packages for attention that are installed beside torch.
+
+Legend: B batches, H query heads, G key heads, M queries, N keys, K features of keys, E of values.
+"""
+
+import importlib
+from itertools import accumulate
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
+from lowtide.tools.bench.attention.torch_kernels import refuse
+from lowtide.tools.bench.providers import Unavailable
+
+
+def _module(name: str, case: AttentionCase) -> ModuleType:
+    if case.device != "cuda":
+        raise Unavailable("its kernels need CUDA")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        raise Unavailable(f"not installed: {missing}") from None
+
+
+def xformers(case: AttentionCase) -> Attention:
+    ops = _module("xformers.ops", case)
+    if case.key_heads != case.H:
+        raise Unavailable("it takes other shapes where query heads share a key head")
+    refuse(case, a_soft_cap=case.softcap, sinks=case.sinks, a_window=case.window)
+    kinds = ops.fmha.attn_bias
+    mask: Any = None
+    if case.lengths:
+        kind = kinds.BlockDiagonalCausalMask if case.causal else kinds.BlockDiagonalMask
+        mask = kind.from_seqlens(list(case.lengths))
+    elif case.causal:
+        same = case.keys == case.M
+        mask = ops.LowerTriangularMask() if same else kinds.LowerTriangularFromBottomRightMask()
+    keep = case.keep()
+    if mask is not None and (case.bias or case.padded):
+        raise Unavailable("not taken: a tensor beside a mask, with its gradient")
+    whole = (case.B, case.H, case.M, case.keys)
+
+    def run(inputs: Inputs) -> Tensor:
+        query, key, value, bias, *_ = inputs
+        given = mask
+        if keep is not None:
+            of = torch.zeros((), dtype=case.dtype, device=case.device) if bias is None else bias
+            given = of.masked_fill(~keep, -torch.inf).expand(whole)
+        elif bias is not None:
+            given = bias.expand(whole)
+        return ops.memory_efficient_attention(query, key, value, given, case.dropout)  # type: ignore[no-any-return]
+
+    return run
+
+
+def flash_attn(case: AttentionCase) -> Attention:
+    module = _module("flash_attn", case)
+    if case.dtype.itemsize != 2:
+        raise Unavailable("it takes half precision alone")
+    refuse(case, a_bias=case.bias, padded_keys=case.padded, sinks=case.sinks)
+    options = {
+        "dropout_p": case.dropout,
+        "causal": case.causal,
+        "window_size": case.window or (-1, -1),
+        "softcap": case.softcap or 0.0,
+    }
+    if not case.lengths:
+        return lambda inputs: module.flash_attn_func(*inputs[:3], **options)  # type: ignore[no-any-return]
+    starts = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=case.device)
+    longest = max(case.lengths)
+
+    def run(inputs: Inputs) -> Tensor:
+        packed = (each[0] for each in inputs[:3])
+        return module.flash_attn_varlen_func(*packed, starts, starts, longest, longest, **options)[None]  # type: ignore[no-any-return]
+
+    return run

@@ -1,0 +1,213 @@
+"""Call torch's own implementations of attention on a case.
+
+Legend: B batches, H query heads, G key heads, M queries, N keys, K features of keys, E of values.
+"""
+
+import importlib
+import inspect
+import warnings
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
+from lowtide.tools.bench.providers import Unavailable
+
+
+def refuse(case: AttentionCase, **options: object) -> None:
+    """Raise Unavailable if the case has one of these options, which are named as users know them."""
+    taken = [name.replace("_", " ") for name, value in options.items() if value]
+    if taken:
+        raise Unavailable(f"not taken: {', '.join(taken)}")
+
+
+def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
+    """Return torch's own attention, by this backend or by the one that it chooses.
+
+    A mask that is not torch's own is a dense tensor, made once if no gradient needs it again. Shared
+    key heads are then repeated, as Transformers does: torch's kernels take only one of the two.
+    """
+    refuse(case, a_soft_cap=case.softcap, sinks=case.sinks)
+    plain = not (case.lengths or case.window or case.padded)
+    is_causal = case.causal and case.keys == case.M and plain and not case.bias
+    given: Any = None
+    if case.causal and plain and not case.bias and not is_causal:
+        given = causal_lower_right(case.M, case.keys)
+    seen = None if is_causal or given is not None else case.seen()
+    dense = seen is not None or case.bias is not None
+    shared = case.key_heads != case.H
+    known: list[Tensor] = []
+
+    def mask_of(bias: Tensor | None) -> Any:
+        if bias is None or seen is None:
+            return given if bias is None and seen is None else seen if bias is None else bias
+        if bias.requires_grad:
+            return bias.masked_fill(~seen, -torch.inf)
+        if not known:
+            known.append(bias.masked_fill(~seen, -torch.inf))
+        return known[0]
+
+    def run(inputs: Inputs) -> Tensor:
+        query, key, value = _heads_first(inputs)
+        if shared and dense:
+            key, value = (each.repeat_interleave(case.H // case.key_heads, 1) for each in (key, value))
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask_of(inputs.bias),
+            dropout_p=case.dropout,
+            is_causal=is_causal,
+            enable_gqa=shared and not dense,
+        )
+        return out.transpose(1, 2)
+
+    def run_by_name(inputs: Inputs) -> Tensor:
+        assert backend is not None
+        try:
+            # torch warns of each backend that refuses; only the last line is in the error.
+            with warnings.catch_warnings(), sdpa_kernel(backend):
+                warnings.simplefilter("ignore")
+                return run(inputs)
+        except RuntimeError as error:
+            if "No available kernel" in str(error) or "No viable backend" in str(error):
+                raise Unavailable("refuses the case") from None
+            raise
+
+    return run if backend is None else run_by_name
+
+
+def varlen(case: AttentionCase) -> Attention:
+    """Return torch's FlashAttention for sequences of several lengths."""
+    if not case.lengths:
+        raise Unavailable("it is for sequences of several lengths")
+    if case.device != "cuda":
+        raise Unavailable("its kernels need CUDA")
+    refuse(case, a_bias=case.bias, a_soft_cap=case.softcap, sinks=case.sinks, dropout=case.dropout)
+    try:
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ModuleNotFoundError:
+        raise Unavailable(f"torch {torch.__version__} has no varlen_attn") from None
+    takes = inspect.signature(attend).parameters
+    left, right = case.window or (-1, -1)
+    options: dict[str, Any] = {}
+    if "window_size" in takes:
+        options["window_size"] = (left, 0 if case.causal else right)
+    elif case.window:
+        raise Unavailable(f"in torch {torch.__version__} it has no window")
+    else:
+        options["is_causal"] = case.causal
+    shared = case.key_heads != case.H
+    if shared and "enable_gqa" in takes:
+        options["enable_gqa"] = True
+    starts = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=case.device)
+    longest = max(case.lengths)
+
+    def run(inputs: Inputs) -> Tensor:
+        packed = (each[0] for each in inputs[:3])
+        return attend(*packed, starts, starts, longest, longest, **options)[None]  # type: ignore[no-any-return]
+
+    return run
+
+
+def flex(case: AttentionCase) -> Attention:
+    """Return FlexAttention, compiled.
+
+    Its score function reads the bias, which has a gradient there.
+    """
+    if case.device != "cuda":
+        raise Unavailable("its backward needs CUDA")
+    if case.dropout:
+        raise Unavailable("it has no dropout")
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
+    torch.compiler.reset()
+    # Backward would otherwise write over what forward has saved.
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+    full, keep, rule = case.bias, case.keep(), case.rule()
+    block_mask = None
+    if rule is not None or keep is not None:
+
+        def shown(b: Any, h: Any, i: Any, j: Any) -> Any:
+            if keep is None:
+                assert rule is not None
+                return rule(i, j)
+            return keep[b, 0, 0, j] if rule is None else rule(i, j) & keep[b, 0, 0, j]
+
+        # Uncompiled, it would make the M x N mask.
+        make = torch.compile(module.create_block_mask)
+        batches = None if keep is None else case.B
+        block_mask = make(shown, batches, None, case.M, case.keys, device=case.device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Any:
+        def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if case.softcap:
+                score = case.softcap * torch.tanh(score / case.softcap)
+            if bias is None:
+                return score
+            assert full is not None
+            place = tuple(index if whole else 0 for index, whole in zip((b, h, i, j), full))
+            return score + bias[place]
+
+        return module.flex_attention(
+            query,
+            key,
+            value,
+            score_mod=changed if case.softcap or bias is not None else None,
+            block_mask=block_mask,
+            enable_gqa=case.key_heads != case.H,
+            return_lse=case.sinks,
+        )
+
+    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+
+    def run(inputs: Inputs) -> Tensor:
+        found = compiled(*_heads_first(inputs), inputs.bias)
+        if inputs.sink is None:
+            return found.transpose(1, 2)  # type: ignore[no-any-return]
+        out, lse_BHM = found
+        return gated(out.transpose(1, 2), lse_BHM, inputs.sink)
+
+    return run
+
+
+def gated(out: Tensor, lse_BHM: Tensor, sink_H: Tensor) -> Tensor:
+    """Return the result with sinks, of the one without, [B, M, H, E]."""
+    gate_BHM = torch.sigmoid(lse_BHM - sink_H[:, None])
+    return out * gate_BHM.transpose(1, 2)[..., None].to(out.dtype)
+
+
+def eager(case: AttentionCase) -> Attention:
+    """Return the lines that everybody has written: all scores, in the dtype of the inputs."""
+    seen = case.seen()
+    hidden = None if seen is None else ~seen
+
+    def run(inputs: Inputs) -> Tensor:
+        query, key, value = _heads_first(inputs)
+        if case.key_heads != case.H:
+            key, value = (each.repeat_interleave(case.H // case.key_heads, 1) for each in (key, value))
+        score_BHMN = query @ key.mT * case.K**-0.5
+        if case.softcap:
+            score_BHMN = case.softcap * torch.tanh(score_BHMN / case.softcap)
+        if inputs.bias is not None:
+            score_BHMN = score_BHMN + inputs.bias
+        if hidden is not None:
+            score_BHMN = score_BHMN.masked_fill(hidden, -torch.inf)
+        if inputs.sink is not None:
+            sink_BHM1 = inputs.sink[:, None, None].expand(*score_BHMN.shape[:-1], 1)
+            score_BHMN = torch.cat((score_BHMN, sink_BHM1), -1)
+        weight_BHMN = F.dropout(score_BHMN.softmax(-1)[..., : case.keys], case.dropout)
+        return (weight_BHMN @ value).transpose(1, 2)
+
+    return run
+
+
+def _heads_first(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views [B, H, M, K]."""
+    query, key, value = (each.transpose(1, 2) for each in inputs[:3])
+    return query, key, value
