@@ -9,6 +9,7 @@
 
 Each number links to its run, which is listed below the table: command, commit, card, versions, date.
 `:across: provider` gives each provider a column, of the one value that `:columns:` then ends with.
+`:absent: Not measured yet.` stands in place of the table while the file is not there.
 """
 
 import csv
@@ -45,6 +46,18 @@ def _peak_of_estimate(record: Record) -> str:
     return format(sum(int(record[f"{kind}_bytes"]) for kind in kinds) / 2**30, ".2f")
 
 
+def _both(field: str, form: str) -> Callable[[Record], str]:
+    """Return forward and backward in one cell; of inference there is forward alone."""
+    names = (f"forward_{field}", f"backward_{field}")
+    return lambda record: " / ".join(format(float(record[name]), form) for name in names if record[name])
+
+
+def _attention_shape(record: Record) -> str:
+    heads, key_heads = record["heads"], record["key_heads"]
+    heads = heads if heads == key_heads else f"{heads}/{key_heads}"
+    return f"{record['batches']}, {heads}, {record['queries']} × {record['keys']}, {record['features']}"
+
+
 COLUMNS = {
     "provider": Column("", lambda record: record["provider"]),
     "loss of": Column("loss", lambda record: record["loss"]),
@@ -69,11 +82,22 @@ COLUMNS = {
     "backward ms": Column("backward, ms", _number("backward_ms", ".2f")),
     "step ratio": Column("time, of the best peer's", _number("step_ratio", ".2f")),
     "error": Column("error of the result", _number("out_error", ".1e")),
+    "model": Column("model", lambda record: record["model"]),
+    "attention": Column("B, H, M × N, K", _attention_shape),
+    "options": Column("options", lambda record: record["options"]),
+    "both ms": Column("ms, forward / backward", _both("ms", ".2f")),
+    "both over torch": Column("over torch's quickest", _both("over_torch", ".2f")),
+    "peak over torch": Column("memory over its", _number("peak_over_torch", ".2f")),
+    "best of torch": Column("torch's quickest", lambda record: record["best_of_torch"]),
+    "host": Column("host, µs", _both("host_us", ".0f")),
     "estimated": Column("estimated, GiB", _peak_of_estimate),
     "measured": Column("measured, GiB", _number("measured_bytes", ".2f", 2**-30)),
 }
 COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
-TEXTS = {"provider", "loss of", "case", "shape", "dtype", "engine", "length"}
+TEXTS = {
+    *("provider", "loss of", "case", "shape", "dtype", "engine", "length"),
+    *("model", "attention", "options", "best of torch"),
+}
 
 
 def records_of(file: str, where: str, rows: str = "") -> list[Record]:
@@ -116,11 +140,14 @@ class Benchmark(SphinxDirective):
         "columns": directives.unchanged_required,
         "across": directives.unchanged,
         "command": directives.unchanged_required,
+        "absent": directives.unchanged_required,
     }
 
     def run(self) -> list[nodes.Node]:
         (file,) = self.arguments
         self.env.note_dependency(str(BENCHMARKS / file))
+        if "absent" in self.options and not (BENCHMARKS / file).exists():
+            return [nodes.paragraph("", self.options["absent"])]
         records = records_of(file, self.options.get("where", ""), self.options.get("rows", ""))
         names = [name.strip() for name in self.options["columns"].split(",")]
         runs = _Runs(file, self.options["command"], self.env.new_serialno("benchmark"))

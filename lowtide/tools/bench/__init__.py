@@ -12,6 +12,7 @@ Modules, in the order of imports:
 * chunked: entries for the chunked loss.
 * trained: the loss's cases with the head of a trained model.
 * draw: the figure of a sweep.
+* dots: a figure of ratios over many cases.
 * compare: the figures of two CSVs, row by row.
 * attention: the benchmark of attention.
 * heads: the loss on the heads of public models.

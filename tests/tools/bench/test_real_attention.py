@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def visible(case):
                     left, right = case.window
                     sees = sees and own - left <= j <= own + right
                 if case.lengths:
-                    sees = sees and any(a <= i < z and a <= j < z for a, z in zip(starts, starts[1:]))
+                    sees = sees and any(a <= i < z and a <= j < z for a, z in pairwise(starts))
                 if case.padded:
                     sees = sees and j < case.valid_keys[b]
                 shown[b, i, j] = sees
