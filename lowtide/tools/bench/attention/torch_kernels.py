@@ -33,24 +33,25 @@ def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
     key heads are then repeated, as Transformers does: torch's kernels take only one of the two.
     """
     refuse(case, a_soft_cap=case.softcap, sinks=case.sinks)
-    plain = not (case.lengths or case.window or case.padded)
-    is_causal = case.causal and case.keys == case.M and plain and not case.bias
-    given: Any = None
-    if case.causal and plain and not case.bias and not is_causal:
-        given = causal_lower_right(case.M, case.keys)
-    seen = None if is_causal or given is not None else case.seen()
-    dense = seen is not None or case.bias is not None
+    dense = bool(case.lengths or case.window or case.padded or case.bias)
+    is_causal = case.causal and not dense and case.keys == case.M
+    lower_right = case.causal and not dense and not is_causal
+    own_mask: Any = causal_lower_right(case.M, case.keys) if lower_right else None
+    seen = case.seen() if dense else None
     shared = case.key_heads != case.H
     known: list[Tensor] = []
 
     def mask_of(bias: Tensor | None) -> Any:
+        if not dense:
+            return own_mask
         if bias is None or seen is None:
-            return given if bias is None and seen is None else seen if bias is None else bias
-        if bias.requires_grad:
-            return bias.masked_fill(~seen, -torch.inf)
-        if not known:
-            known.append(bias.masked_fill(~seen, -torch.inf))
-        return known[0]
+            return seen if bias is None else bias
+        if known:
+            return known[0]
+        both = bias.masked_fill(~seen, -torch.inf)
+        if not bias.requires_grad:
+            known.append(both)
+        return both
 
     def run(inputs: Inputs) -> Tensor:
         query, key, value = _heads_first(inputs)
