@@ -135,7 +135,8 @@ def draw(rows: Sequence[RealRow], path: Path) -> None:
                 dots = panel.dots.setdefault(row.provider.name, [])
                 dots.append((cases.index(row.case.name), ratio))
     title = "Attention of public models: time and memory over those of torch's quickest kernel"
-    draw_dots(panels, cases, title, (ran[0].case.device, "bfloat16 unless named fp32"), path)
+    dtypes = " and ".join(dict.fromkeys(row.case.dtype_name for row in ran))
+    draw_dots(panels, cases, title, (ran[0].case.device, dtypes), path)
 
 
 REAL_ROWS = Format(COLUMNS, record, render, width=200)
