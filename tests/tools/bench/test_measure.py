@@ -63,6 +63,26 @@ def test_floor_products_alone(mode, products, chunk, monkeypatch):
     assert {str(name) for name in counter.get_flop_counts()["Global"]} == {"aten.mm"}
 
 
+def test_host_time_of_each_call_is_its_own(monkeypatch):
+    """The median over the rounds, each of which begins with an idle card."""
+    order, idle = [], []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: idle.append(len(order)))
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def call(name, seconds):
+        def run():
+            order.append(name)
+            now[0] += next(seconds)
+
+        return run
+
+    quick, slow = (iter(each) for each in ((1e-6, 9e-6, 2e-6), (5e-6, 6e-6, 7e-6)))
+    assert measure.host_microseconds((call("quick", quick), call("slow", slow)), 3) == pytest.approx([2, 6])
+    assert order == ["quick", "slow"] * 3
+    assert idle == [0, 2, 4, 6]
+
+
 def test_calls_alternate():
     order = []
 

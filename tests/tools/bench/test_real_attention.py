@@ -245,6 +245,26 @@ def test_ratios_are_to_the_quickest_of_torch(monkeypatch):
     assert rows["lowtide"].ratios[2] == peaks[0] / peaks[1]
 
 
+def test_host_runs_ahead_on_cuda(monkeypatch):
+    """Each round begins twice the host's time later on the card, and each provider has its own two times."""
+    case = dataclasses.replace(BY_NAME["smoke-bias"], device="cuda")
+    inputs = BY_NAME["smoke-bias"].inputs()
+    runners = [
+        attention._Runner(PROVIDERS[name], lambda inputs: None, inputs) for name in ("lowtide", "sdpa")
+    ]
+    leads = []
+
+    def alternate(calls, rounds, device, lead_ms=0.0):
+        leads.append(lead_ms)
+        return [[1.0] * rounds for _ in calls]
+
+    monkeypatch.setattr(attention, "alternate", alternate)
+    monkeypatch.setattr(attention, "host_microseconds", lambda calls, rounds: [10.0, 20.0, 30.0, 40.0])
+    figures = attention._timed(case, runners, 300.0)
+    assert [each.host_us for each in figures] == [(10.0, 20.0), (30.0, 40.0)]
+    assert leads == [0.0, 0.2]
+
+
 def synthetic(case, name, forward, backward, peak, best=None, reason=""):
     figures = None
     if forward is not None:
