@@ -13,9 +13,7 @@ FREED = ["fsdp head reshard", "fsdp head reshard outside", "fsdp1 head"]  # befo
 
 def test_exact_or_refused(tmp_path):
     """Those that raise come last, as they leave FSDP's hooks halfway."""
-    ranks = run_ranks(
-        "tests.deferred.two_ranks", tmp_path / "store", [*EXACT, *FREED], "-W", "error::UserWarning"
-    )
+    ranks = run_ranks("tests.deferred.two_ranks", tmp_path / "store", [*EXACT, *FREED], strict=True)
     for rank in ranks:
         for kind in EXACT:
             assert rank[kind] == {"fused": 2, "materialized": {}}, kind

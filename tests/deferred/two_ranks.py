@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from tests.deferred.helpers import GPT, B, T, V
 from tests.ops.chunked_loss.helpers import close, roundings_of
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 
 def build(kind):
@@ -79,7 +79,3 @@ def run(kind, rank):
     deferral.undo()
     assert isinstance(model(tokens[rank])[0], torch.Tensor)
     return counts
-
-
-if __name__ == "__main__":
-    as_rank(run)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import lowtide
 from lowtide.core.collectives import Group
 from lowtide.tools.doctor.linear_cross_entropy import Call
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 PLAIN = Call(120, 16, 501, dtype=torch.float32, ranks=RANKS)
 SMALL = replace(PLAIN, N=1200, workspace=200_000)
@@ -60,14 +60,14 @@ def counted(call, rank):
     for kind, name in kinds.items():
         setattr(Group, name, count(kind, methods[name]))
     try:
-        run(call, rank)
+        issue(call, rank)
     finally:
         for name, method in methods.items():
             setattr(Group, name, method)
     return found
 
 
-def run(call, rank):
+def issue(call, rank):
     first = min(rank * call.own_classes, call.V)
     V = min(call.V - first, call.own_classes)
     N = call.N
@@ -107,9 +107,5 @@ def told(call):
     return found
 
 
-def compare(kind, rank):
+def run(kind, rank):
     return {"counted": counted(CALLS[kind], rank), "told": told(CALLS[kind])}
-
-
-if __name__ == "__main__":
-    as_rank(compare)

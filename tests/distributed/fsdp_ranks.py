@@ -12,7 +12,6 @@ import contextlib
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 B, T, D, V, R = 2, 5, 8, 37, 3
 
@@ -314,8 +313,3 @@ def run(kind, rank):
     }
     fused = {} if deferral is None else {"fused": deferral.fused, "materialized": deferral.materialized}
     return {"errors": errors, **collectives.counts, **fused}
-
-
-if __name__ == "__main__":
-    assert dist.is_gloo_available()
-    as_rank(run)

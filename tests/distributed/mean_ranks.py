@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from tests.support.ranks import as_rank
 
 B, T, D, V = 2, 8, 6, 11
 CLASS_WEIGHT = torch.linspace(0.5, 2, V, dtype=torch.float64)
@@ -92,6 +91,7 @@ def meshes(data_ranks, parts):
 
 
 def run(kind, rank):
+    torch.set_default_dtype(torch.float64)
     wrapper, data_ranks, pattern, micro_batches, loss_kind = kind.split(", ")
     data_ranks, micro_batches = int(data_ranks), int(micro_batches)
     parts = dist.get_world_size() // data_ranks
@@ -138,8 +138,3 @@ def run(kind, rank):
             "loss": 0.0,
         }
     return {"gradient": torch.tensor(errors).max().item(), "loss": abs(loss - truth)}
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    as_rank(run)

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import lowtide
 from tests.distributed.fsdp_ranks import Collectives
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 D, V, ROWS = 8, 37, (11, 4)  # rows of each rank
 CLASS_WEIGHT = torch.linspace(0.5, 2, V)
@@ -418,7 +418,3 @@ OTHERS = {
 def run(kind, rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     return OTHERS.get(kind, one_step)(kind, rank, mesh)
-
-
-if __name__ == "__main__":
-    as_rank(run)

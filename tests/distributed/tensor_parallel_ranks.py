@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import lowtide
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 B, T, D, V = 2, 5, 8, 37
 
@@ -131,7 +131,3 @@ def saved_and_loaded(model):
 def run(kind, rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     return (of_transformers if "transformers" in kind else of_torch)(kind, mesh)
-
-
-if __name__ == "__main__":
-    as_rank(run)

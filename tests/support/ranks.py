@@ -1,55 +1,71 @@
-"""Processes of one group, on one machine: started by a test (`run_ranks`), of a module that ends in
-`as_rank(run)`. What is wrong is known by scenario and by rank.
+"""Processes of one group, on one machine, started by a test (`run_ranks`): each joins the group and runs
+`run(kind, rank)` of a module. What is wrong is known by scenario and by rank.
 """
 
+import importlib
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
 Result = dict[str, Any]
+# Imported once in each process of tests, by the server that all its ranks are forked from: these imports take
+# longer than most scenarios.
+IMPORTED = ["lowtide.cli", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
 def run_ranks(
-    module: str, store: Path, kinds: Sequence[str], *options: str, ranks: int = RANKS
+    module: str,
+    store: Path,
+    kinds: Sequence[str],
+    *,
+    ranks: int = RANKS,
+    strict: bool = False,
+    interpreted: bool = False,
 ) -> list[dict[str, Result]]:
-    """What `run` of the module returns, by rank and kind of scenario; `raised` is an error. `options` are
-    Python's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}"
-    process = subprocess.Popen(
-        [sys.executable, *options, "-m", module, str(store), str(ranks), *kinds],
-        cwd=ROOT,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """What `run` of the module returns, by rank and kind of scenario; `raised` is an error.
+
+    strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their own.
+    """
+    outputs = [store.with_name(f"{store.name}.{rank}") for rank in range(ranks)]
+    context = multiprocessing.get_context("spawn" if interpreted else "forkserver")
+    processes = []
+    context.set_forkserver_preload(IMPORTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        for rank, output in enumerate(outputs):
+            given = (module, str(store), rank, ranks, kinds, strict, output)
+            processes.append(context.Process(target=_join, args=given))
+            processes[-1].start()
+    end = time.monotonic() + 200
     try:
-        _, errors = process.communicate(timeout=200)
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
     finally:
-        with suppress(ProcessLookupError):  # where all have ended
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors
-    outputs = [_output(store, rank).read_text() for rank in range(ranks)]
-    found = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outputs]
-    assert all(len(each) == len(kinds) for each in found), errors
+        for process in processes:
+            process.kill()
+    said = "".join(output.read_text() for output in outputs)
+    assert not any(process.exitcode for process in processes), said
+    found = [
+        [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+        for output in outputs
+    ]
+    assert all(len(each) == len(kinds) for each in found), said
     return [{each.pop("kind"): each for each in rank} for rank in found]
-
-
-def _output(store: Path, rank: int) -> Path:
-    return store.with_name(f"{store.name}.{rank}")
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
@@ -67,28 +83,21 @@ def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess
     )
 
 
-def as_rank(run: Callable[[str, int], Result]) -> None:
-    """Each rank joins the group and prints what run(kind, rank) returns, as JSON, a line for each kind. The
-    ranks are forked off here: what they import takes longer than most scenarios."""
-
-    store, ranks, *kinds = sys.argv[1:]
-    processes = []
-    for rank in range(int(ranks)):
-        process = os.fork()
-        if process == 0:
-            with open(_output(Path(store), rank), "w") as file:
-                os.dup2(file.fileno(), sys.stdout.fileno())
-            _join(run, f"file://{store}", rank, int(ranks), kinds)
-            return
-        processes.append(process)
-    statuses = [os.waitpid(process, 0)[1] for process in processes]
-    sys.exit(any(statuses))
-
-
-def _join(run: Callable[[str, int], Result], store: str, rank: int, ranks: int, kinds: Sequence[str]) -> None:
+def _join(
+    module: str, store: str, rank: int, ranks: int, kinds: Sequence[str], strict: bool, output: Path
+) -> None:
+    """Join the group, and print what `run` returns, as JSON, a line for each kind."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
+    if strict:
+        warnings.simplefilter("error", UserWarning)
+    run = importlib.import_module(module).run
     minute = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=minute)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=minute
+    )
     raised = False
     for kind in kinds:
         try:

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.chunked_loss import chunked_loss
 from tests.ops.chunked_loss.helpers import close, cross_entropy, dense, per_row
-from tests.support.ranks import as_rank
 
 D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
 CHUNK = 4
@@ -135,6 +134,7 @@ def gradients(model):
 
 
 def run(kind, rank):
+    torch.set_default_dtype(torch.float64)
     mode = "recompute" if "recompute" in kind or "per row" in kind else "gradient_in_forward"
     size = {"workspace": WORKSPACE} if "workspace" in kind else {"chunk_size": CHUNK}
     loss_of = partial(chunked_loss, mode=mode, **size)
@@ -157,8 +157,3 @@ def run(kind, rank):
     assert found.keys() == expected.keys()
     close([found[name] for name in expected], list(expected.values()))
     return {"sizes": sizes, **collectives.counts}
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    as_rank(run)

@@ -117,5 +117,5 @@ def test_killed_rank(results):
 def test_triton(tmp_path):
     """The pass that CUDA tensors take, in the interpreter."""
     pytest.importorskip("triton")
-    for rank in run_ranks(MODES, tmp_path / "store", ["triton"]):
+    for rank in run_ranks(MODES, tmp_path / "store", ["triton"], interpreted=True):
         assert "raised" not in rank["triton"], rank["triton"]["raised"]

@@ -7,15 +7,11 @@ Shapes: N tokens, D features, V classes of all ranks.
 import contextlib
 import json
 import os
-import sys
 import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
-
-if __name__ == "__main__" and "triton" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # read as Triton is imported
 
 import torch
 import torch.distributed as dist
@@ -31,7 +27,6 @@ from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from tests.support.budgets import dense
 from tests.support.loss import check, check_log_probs, make_inputs, planned
-from tests.support.ranks import as_rank
 
 N, D, V = 24, 6, 24
 
@@ -715,7 +710,3 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     if kind == "killed":
         killed(rank)
     return globals()[kind]() or {}
-
-
-if __name__ == "__main__":
-    as_rank(run)

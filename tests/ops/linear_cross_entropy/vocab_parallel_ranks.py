@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import lowtide
 from tests.support.budgets import Inputs
 from tests.support.loss import check, check_log_probs, make_inputs
-from tests.support.ranks import as_rank
 
 N, D, V = 13, 5, 23
 
@@ -293,7 +292,3 @@ def matrix(kind: str) -> dict[str, Any]:
 
 def run(kind: str, rank: int) -> dict[str, Any]:
     return matrix(kind)
-
-
-if __name__ == "__main__":
-    as_rank(run)

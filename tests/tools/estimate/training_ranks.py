@@ -15,7 +15,7 @@ from lowtide.tools.estimate.model import build
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.training import training
 from tests.distributed.tensor_parallel_ranks import saved_and_loaded
-from tests.support.ranks import RANKS, as_rank
+from tests.support.ranks import RANKS
 
 
 def parsed(kind):
@@ -94,7 +94,3 @@ def peak_of(setting, loss):
             peaks.append(peak.bytes)
     # Now and then gloo releases the parts of gathered logits only after the peak.
     return sum(held.values()) + min(peaks)
-
-
-if __name__ == "__main__":
-    as_rank(run)
