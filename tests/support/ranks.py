@@ -3,14 +3,16 @@
 """
 
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from lowtide.cli import main
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -41,25 +45,10 @@ def run_ranks(
     strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their own.
     """
     outputs = [store.with_name(f"{store.name}.{rank}") for rank in range(ranks)]
-    context = multiprocessing.get_context("spawn" if interpreted else "forkserver")
-    processes = []
-    context.set_forkserver_preload(IMPORTED)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        for rank, output in enumerate(outputs):
-            given = (module, str(store), rank, ranks, kinds, strict, output)
-            processes.append(context.Process(target=_join, args=given))
-            processes[-1].start()
-    end = time.monotonic() + 200
-    try:
-        for process in processes:
-            process.join(max(0, end - time.monotonic()))
-    finally:
-        for process in processes:
-            process.kill()
+    given = [(module, str(store), rank, ranks, kinds, strict, output) for rank, output in enumerate(outputs)]
+    statuses = _run(_join, given, "spawn" if interpreted else "forkserver", interpreted)
     said = "".join(output.read_text() for output in outputs)
-    assert not any(process.exitcode for process in processes), said
+    assert not any(statuses), said
     found = [
         [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
         for output in outputs
@@ -69,27 +58,73 @@ def run_ranks(
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
-    """`lowtide` with these arguments under torchrun, in a directory that also has its cache."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory)}
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *launch, "-m", "lowtide", *arguments],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    """`lowtide` with these arguments on ranks like those of torchrun, in a directory that has its cache, too.
+
+    Examples are run by torchrun itself (tests/distributed/test_examples.py).
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = [(directory / f"stdout.{rank}", directory / f"stderr.{rank}") for rank in range(ranks)]
+    given = [(directory, arguments, rank, ranks, port, *outputs[rank]) for rank in range(ranks)]
+    statuses = _run(_command, given)
+    stdout, stderr = ("".join(output.read_text() for output in each) for each in zip(*outputs))
+    for output in itertools.chain.from_iterable(outputs):
+        output.unlink()
+    return subprocess.CompletedProcess(arguments, int(any(statuses)), stdout, stderr)
+
+
+def _run(
+    function: Callable[..., None],
+    given: Sequence[tuple[Any, ...]],
+    method: str = "forkserver",
+    interpreted: bool = False,
+) -> list[int | None]:
+    """Call a function in one process for each rank, and return their statuses."""
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(IMPORTED)
+    processes = [context.Process(target=function, args=arguments) for arguments in given]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        for process in processes:
+            process.start()
+    end = time.monotonic() + 200
+    try:
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.exitcode for process in processes]
+
+
+def _write_to(stdout: Path, stderr: Path) -> None:
+    """Send what this process prints to files."""
+    for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
+        with open(path, "a") as file:
+            os.dup2(file.fileno(), stream.fileno())
+
+
+def _command(
+    directory: Path, arguments: Sequence[str], rank: int, ranks: int, port: int, stdout: Path, stderr: Path
+) -> None:
+    """Run the command line in the environment of one of torchrun's ranks."""
+    _write_to(stdout, stderr)
+    os.chdir(directory)
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), XDG_CACHE_HOME=str(directory))
+    torch.set_num_threads(1)
+    sys.argv = ["lowtide", *arguments]
+    main()
 
 
 def _join(
     module: str, store: str, rank: int, ranks: int, kinds: Sequence[str], strict: bool, output: Path
 ) -> None:
     """Join the group, and print what `run` returns, as JSON, a line for each kind."""
-    with open(output, "w") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+    _write_to(output, output)
     torch.set_num_threads(1)
     if strict:
         warnings.simplefilter("error", UserWarning)
