@@ -70,6 +70,14 @@ def device(request):
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_collected_twice():
+    """What a module imports and keeps is frozen when it ends: else each later collection goes through it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     SEED(0)
