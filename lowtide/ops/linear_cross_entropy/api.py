@@ -1,6 +1,7 @@
 """Define the public functions of the fused head and loss. Their docstrings are the contract."""
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -237,17 +238,15 @@ def linear_cross_entropy(
         "backend": backend,
     }
     given = input, linear_weight, target, linear_bias, weight, logit_scale, row_weight
-    tensors = dict(zip(sharding.TENSORS, given))
-    with sharding.telling_errors(tensors, group):
-        call = sharding.sharded_call(
-            tensors,
-            group=group,
-            first_class=first_class,
-            num_classes=num_classes,
-            tokens_sharded=tokens_sharded,
-            segments=segments,
-        )
-        loss = _loss(**call.tensors, **options, shard=call.shard)
+    call, loss = sharding.run_sharded(
+        partial(_loss, **options),
+        given,
+        group=group,
+        first_class=first_class,
+        num_classes=num_classes,
+        tokens_sharded=tokens_sharded,
+        segments=segments,
+    )
     return call.returned(loss, by_row=reduction == "none")
 
 
@@ -343,30 +342,29 @@ def linear_log_probs(
     Liger-Kernel issue 873 and TRL issue 7244.
     """
     given = input, linear_weight, target, linear_bias, None, logit_scale, None
-    tensors = dict(zip(sharding.TENSORS, given))
-    with sharding.telling_errors(tensors, group):
-        call = sharding.sharded_call(
-            tensors,
-            group=group,
-            first_class=first_class,
-            num_classes=num_classes,
-            tokens_sharded=tokens_sharded,
-            segments=segments,
-        )
-        own = call.tensors
-        found = dispatch.log_probs(
-            (own["input"],),
-            (own["linear_weight"],),
-            own["target"],
-            linear_bias=own["linear_bias"],
-            softcap=softcap,
-            logit_scale=own["logit_scale"],
-            ignore_index=ignore_index,
-            workspace=workspace,
-            backend=backend,
-            shard=call.shard,
-        )
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "ignore_index": ignore_index,
+        "workspace": workspace,
+        "backend": backend,
+    }
+    call, found = sharding.run_sharded(
+        partial(_log_probs, **options),
+        given,
+        group=group,
+        first_class=first_class,
+        num_classes=num_classes,
+        tokens_sharded=tokens_sharded,
+        segments=segments,
+    )
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
+
+
+def _log_probs(
+    input: Tensor, linear_weight: Tensor, target: Tensor, weight: None, row_weight: None, **options: Any
+) -> tuple[Tensor, ...]:
+    """Compute the log-probabilities of this rank's tensors."""
+    return dispatch.log_probs((input,), (linear_weight,), target, **options)
 
 
 @gathers_head

@@ -11,8 +11,9 @@ Shapes: N tokens, D features, V classes of all ranks, V_r of this one.
 import contextlib
 import math
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.planning import agreement
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,19 @@ class ShardedCall:
             result, like.device_mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
         )
         return whole
+
+
+def run_sharded(
+    compute: Callable[..., ResultT], given: Sequence[Any], *, group: Any, **place: Any
+) -> tuple[ShardedCall, ResultT]:
+    """Return this rank's part of a call, and what `compute` makes of its tensors and its shard.
+
+    `given` are the arguments in TENSORS.
+    """
+    tensors = dict(zip(TENSORS, given))
+    with telling_errors(tensors, group):
+        call = sharded_call(tensors, group=group, **place)
+        return call, compute(**call.tensors, shard=call.shard)
 
 
 def telling_errors(tensors: dict[str, Any], group: Any) -> contextlib.AbstractContextManager[None]:
