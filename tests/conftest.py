@@ -1,3 +1,4 @@
+import atexit
 import functools
 import gc
 import importlib.util
@@ -37,10 +38,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or what is left at the end looks like a leak to extensions
+    # Or what is left looks like a leak to extensions. Not sooner: pytest collects several times at its end.
+    atexit.register(gc.unfreeze)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
