@@ -47,9 +47,6 @@ def peak_of(call, leaves):
         if loss.requires_grad:
             loss.sum().backward()
 
-    step()
-    for leaf in leaves:
-        leaf.grad = None
     with peak_memory("cpu") as peak:
         step()
     for leaf in leaves:
