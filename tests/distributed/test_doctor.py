@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.doctor_ranks import CALLS, PLAIN, SMALL
+from tests.distributed.doctor_ranks import CALLS, PLAIN
 from tests.support.commands import invoke, said
 from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
@@ -16,7 +16,7 @@ needs_gloo = pytest.mark.skipif(
 
 
 # Each chunk is a few collectives, each of milliseconds.
-OF_CHUNKS = [kind for kind in CALLS if CALLS[kind].workspace == SMALL.workspace]
+OF_CHUNKS = [kind for kind in CALLS if CALLS[kind].workspace != PLAIN.workspace]
 QUICK = [kind for kind in CALLS if kind not in OF_CHUNKS or kind == "chunks, none, tokens"]
 
 

@@ -34,17 +34,30 @@ BY_TRANSFORMERS = [
 ]
 
 
-def test_estimate_matches_two_processes(tmp_path, config):
+# Each is a model that both processes train.
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        LLAMA[:2],
+        pytest.param(LLAMA[2:], marks=pytest.mark.extended),
+        pytest.param(BY_TRANSFORMERS, marks=pytest.mark.extended),
+    ],
+    ids=["plain", "other settings", "by transformers"],
+)
+def test_estimate_matches_two_processes(tmp_path, config, kinds):
     path = config(TINY_LLAMA)
-    uneven, tied = tmp_path / "uneven.json", tmp_path / "tied.json"
-    uneven.write_text(json.dumps(TINY_LLAMA | {"vocab_size": 8191}))
-    tied.write_text(json.dumps(TINY_LLAMA | {"tie_word_embeddings": True}))
-    others = [
-        f"{loss}, {each}, bfloat16, adamw, tp, workspace"
-        for loss in Loss.__members__
-        for each in (uneven, tied)
-    ]
-    compare(tmp_path, [*(kind.format(path) for kind in LLAMA + BY_TRANSFORMERS), *others])
+    compare(tmp_path, [kind.format(path) for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"vocab_size": 8191}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.extended)],
+    ids=["uneven", "tied"],
+)
+def test_estimate_of_other_heads_matches_two_processes(tmp_path, changed):
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(TINY_LLAMA | changed))
+    compare(tmp_path, [f"{loss}, {path}, bfloat16, adamw, tp, workspace" for loss in Loss.__members__])
 
 
 def test_divided_model_has_the_loss_of_the_whole(tmp_path, config):
