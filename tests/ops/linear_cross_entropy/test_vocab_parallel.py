@@ -37,7 +37,7 @@ def test_values(tmp_path, ranks, kinds):
 SCENARIOS = (
     *("positions", "several_terms", "wanted_gradients", "ways_to_differentiate", "half_precision"),
     *("padded_vocabulary", "extremes", "module_and_sequences", "segments", "bad_arguments", "later_calls"),
-    *("compiled", "ignored_rows", "errors_of_backward"),
+    *("compiled", "ignored_rows", "errors_of_backward", "results_without_gradient"),
 )
 MEASURED = ("collectives_of_a_step", "peak")
 

@@ -5,6 +5,9 @@ engines, so saved ones tell which engine made them. An argument of the operator 
 the graph would not do: a checkpoint computes anew what backward reads, and the copy of a saved
 tensor has other strides. The number of dimensions goes wherever the tensor goes.
 
+Those of a group's call end with its number, by which the ranks' backward know that they belong
+together.
+
 Shapes: N tokens, of which M are kept.
 """
 
@@ -36,11 +39,23 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
     max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
     kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
     third = stats.mean_N if rows.plan.call_kind.log_probs else stats.soft_mass_N
-    return kept if third is None else [*kept, rows.of_all(third)]
+    if third is not None:
+        kept.append(rows.of_all(third))
+    if rows.plan.options.group:
+        assert rows.plan.agreement is not None
+        kept.append(torch.tensor([rows.plan.agreement.number]))
+    return kept
+
+
+def call_number(saved: Sequence[Tensor]) -> int:
+    """Return the number of the call of a group that these statistics are of."""
+    return int(saved[-1].item())
 
 
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
     """Return the statistics of kept rows."""
+    if rows.plan.options.group:
+        saved = saved[:-1]
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
     fills = (torch.inf, 1, 0)  # those of an ignored row
     max_N, sum_N, *third = (

@@ -63,15 +63,14 @@ def _save_loss(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> Non
 
 def _loss_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     grad_output = gradients[0]
-    if grad_output is None:
+    waits = ctx.options.reduction == "none" and ctx.options.group  # for the backward of other ranks
+    if grad_output is None and not waits:
         return _arguments(ctx, (None,) * len(ctx.needs_grad))
-    if ctx.options.reduction != "none":  # no rank waits for another
-        return _gradients_of_loss(ctx, grad_output)
-    with _telling_errors(ctx.options, grad_output):
+    with _telling_errors(ctx) if waits else contextlib.nullcontext():
         return _gradients_of_loss(ctx, grad_output)
 
 
-def _gradients_of_loss(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+def _gradients_of_loss(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     options, needs_grad = ctx.options, ctx.needs_grad
     _refuse_others(ctx)
     head, labels, rest = _saved(ctx)
@@ -94,10 +93,9 @@ def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -
 
 
 def _log_probs_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    given = [each for each in gradients[:3] if each is not None]
-    if not given:
+    if all(each is None for each in gradients[:3]) and not ctx.options.group:
         return _arguments(ctx, (None,) * len(ctx.needs_grad))
-    with _telling_errors(ctx.options, given[0]):
+    with _telling_errors(ctx):
         return _gradients_of_log_probs(ctx, gradients[:3])
 
 
@@ -131,7 +129,7 @@ def _save(
 ) -> None:
     """Save the call for backward; the operator takes the first `labels` of its labels."""
     head, own, ctx.needs_grad, ctx.options = call
-    ctx.terms, ctx.labels = len(head.inputs), labels
+    ctx.terms, ctx.labels, ctx.device = len(head.inputs), labels, head.device
     ctx.set_materialize_grads(False)
     if any(ctx.needs_grad):
         ctx.save_for_backward(*head.tensors, *own[:labels], *rest)
@@ -153,11 +151,11 @@ def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...
     return (list(gradients[:terms]), list(weights), *gradients[2 * terms :], *(None,) * others)
 
 
-def _telling_errors(options: Options, like: Tensor) -> contextlib.AbstractContextManager[None]:
+def _telling_errors(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Tell the ranks of a sharded head, which wait in a backward of their own, of an error in this one."""
-    if not options.group or torch.compiler.is_compiling():
+    if not ctx.options.group or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return agreement.telling_errors(options.group, like.device)
+    return agreement.telling_errors(ctx.options.group, ctx.device)
 
 
 def refuse_sharded(options: Options) -> None:

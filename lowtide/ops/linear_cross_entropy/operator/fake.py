@@ -32,7 +32,8 @@ def _vector(head: Head, options: Options) -> Tensor:
 
 def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
     first, *others = (_vector(head, options) for _ in range(count))
-    return [with_engine(first, options.engine), *others]
+    number = [torch.empty(1, dtype=torch.long, device="cpu")] * bool(options.group)
+    return [with_engine(first, options.engine), *others, *number]
 
 
 @register_fake("lowtide::linear_cross_entropy")

@@ -33,7 +33,12 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
-from lowtide.ops.linear_cross_entropy.engines.saved_stats import engine_of, read_stats, saved_stats
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
+    call_number,
+    engine_of,
+    read_stats,
+    saved_stats,
+)
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.agreement import agree
@@ -70,14 +75,17 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         return [loss, *([] if gradients is None else gradients.outputs)]
 
 
-@_operator("linear_cross_entropy_backward", f"Tensor grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
+@_operator("linear_cross_entropy_backward", f"Tensor? grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
 def linear_cross_entropy_backward(
-    grad_output: Tensor, statistics: Sequence[Tensor], *arguments: Any
+    grad_output: Tensor | None, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    call = _planned(*parsed(arguments), statistics=statistics)
+    upstream = {"loss": grad_output is not None}
+    call = _planned(*parsed(arguments), statistics=statistics, upstream=upstream)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
+        if grad_output is None:
+            grad_output = stats.max_N.new_zeros(engine.rows.N)
         return _final(engine, engine.rows.coefs(grad_output.flatten()), stats)
 
 
@@ -107,13 +115,18 @@ def linear_log_probs_backward(
     statistics: Sequence[Tensor],
     *arguments: Any,
 ) -> list[Tensor]:
-    grad_output = (grad_log_prob, grad_entropy, grad_logsumexp)
-    upstream = [each is not None for each in grad_output]
+    grad_output = [grad_log_prob, grad_entropy, grad_logsumexp]
+    names = ("log_prob", "entropy", "logsumexp")
+    upstream = {name: each is not None for name, each in zip(names, grad_output)}
     parts = parsed(arguments, log_probs=True)
     call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
     with on_device_of(call[1].inputs[0]):
         engine = _engine(*call)
         stats = read_stats(statistics, engine.rows, engine.stats_kind)
+        if engine.plan.agreement is not None:  # ranks with tokens of their own may use other results
+            for place, of_some_rank in enumerate(engine.plan.agreement.upstream):
+                if of_some_rank and grad_output[place] is None:
+                    grad_output[place] = stats.max_N.new_zeros(engine.rows.N)
         return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
 
 
@@ -199,11 +212,11 @@ def _planned(
     *,
     log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
-    upstream: Sequence[bool] = (),
+    upstream: dict[str, bool] | None = None,
 ) -> PlannedCall:
     """Return what an engine takes: its plan, and operands that it can read.
 
-    `upstream` says which results of log-probabilities have an upstream gradient, in a backward.
+    `upstream` says which results have an upstream gradient, in a backward.
     """
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
@@ -215,8 +228,8 @@ def _planned(
             statistics is not None
         )
         rows = functools.partial(rows_for, head, options, call_kind)
-        facts = {"operator": what, "upstream gradients of log_prob, entropy, logsumexp": [*upstream]}
-        agreement = agree(head, labels, options, call_kind, rows, facts)
+        number = call_number(statistics) if statistics is not None and options.group else None
+        agreement = agree(head, labels, options, call_kind, rows, what, upstream, number)
         plan = replace(plan, rows=agreement.rows, agreement=agreement)
     return plan, head, labels
 

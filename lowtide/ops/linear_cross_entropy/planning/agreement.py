@@ -31,6 +31,12 @@ from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 
 MESSAGE_BYTES = 2048
 
+CALL = "the call that backward belongs to"
+SAME_CALLS = (
+    "each rank must make the same calls, and its loss must use the results of each, if only times 0, for "
+    "backward moves tensors as well"
+)
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -45,6 +51,10 @@ class Agreement:
     """The most parts of the classes that a rank holds; each gathers so many."""
     order_P: Tensor | None
     """The place of each part among those gathered, in the order of classes; None if it is that."""
+    number: int
+    """The number of this call, the same on all ranks; a later call of the group has a larger one."""
+    upstream: tuple[bool, ...]
+    """True for each result that has an upstream gradient on some rank, in a backward."""
 
 
 _count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
@@ -56,22 +66,30 @@ def agree(
     options: Options,
     call_kind: CallKind,
     rows_for: Callable[[int], int],
-    facts: dict[str, Any],
+    operator: str,
+    upstream: dict[str, bool] | None = None,
+    number: int | None = None,
 ) -> Agreement:
     """Return what the ranks agree on; all of them raise if their calls do not fit together.
 
     `rows_for` returns the rows per chunk that this rank would take, from the tokens of a rank.
-    `facts` are what else must be equal on all ranks, by name: the operator, for one.
+    `upstream` says which results have an upstream gradient here, in a backward, and `number` is that
+    of the call it belongs to: two calls of one shape would otherwise sum each other's gradients.
     """
     global _count
     group, shard = Group(options.group), options.shard
-    equal = _facts(head, labels, options, call_kind) | facts
+    equal: dict[str, Any] = {CALL: number} | _facts(head, labels, options, call_kind)
+    upstream = upstream or {}
+    if not shard.tokens_sharded:
+        equal[f"upstream gradients of {', '.join(upstream)}"] = [*upstream.values()]
     if group.size > 1:
         equal |= _values(head, labels, options, call_kind)
     own = {"first_class": shard.first_class, "classes": head.classes, "tokens": head.tokens}
     own["rows"] = rows_for(head.tokens)
     _count += 1
-    ranks = _exchange(group, {"equal": equal, "own": own}, head.device)
+    own["count"] = _count
+    message = {"operator": operator, "equal": equal, "own": own, "upstream": [*upstream.values()]}
+    ranks = _exchange(group, message, head.device)
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
     _check_layout(layout, shard)
@@ -80,7 +98,7 @@ def agree(
     tokens = tuple(each["own"]["tokens"] for each in ranks)
     if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
         with telling_errors(options.group, head.device):
-            message = {"rows": rows_for(max(tokens))}
+            message = {"operator": operator, "rows": rows_for(max(tokens))}
         rows = [each["rows"] for each in _exchange(group, message, head.device)]
     step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
     places = [
@@ -98,6 +116,8 @@ def agree(
         tokens,
         most,
         None if in_order else torch.tensor(places, device=head.device),
+        max(each["own"]["count"] for each in ranks),
+        tuple(map(any, zip(*(each["upstream"] for each in ranks)))),
     )
 
 
@@ -124,7 +144,7 @@ def raising_together(name: str, device: torch.device) -> Iterator[None]:
     except Exception as error:
         _tell(name, error, device)
         raise
-    _exchange(Group(name), {}, device)
+    _exchange(Group(name), {"operator": "a loss of deferred logits"}, device)
 
 
 def _tell(name: str, error: Exception, device: torch.device) -> None:
@@ -175,10 +195,18 @@ def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> li
     text = json.dumps(message).encode().ljust(MESSAGE_BYTES)
     assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
     mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    ranks = [json.loads(bytes(each.tolist())) for each in group.gather(mine)().cpu()]
+    try:
+        gathered = group.gather(mine)().cpu()
+    except RuntimeError as error:  # of the backend: a rank has ended, or the group's time is over
+        place = message.get("operator", "an error")
+        raise RuntimeError(f"{error} (this rank waited for the others in {place}; {SAME_CALLS})") from error
+    ranks = [json.loads(bytes(each.tolist())) for each in gathered]
+    if "error" in message:
+        return ranks
     for rank, other in enumerate(ranks):
-        if "error" in other and "error" not in message:
+        if "error" in other:
             raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
+    _check_equal([{"operator": each["operator"]} for each in ranks])
     return ranks
 
 
@@ -192,7 +220,8 @@ def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
                     "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"
                 )
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
-            raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}")
+            advice = f"; {SAME_CALLS}" if name in ("operator", CALL) else ""
+            raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}{advice}")
 
 
 def _check_layout(layout: Sequence[tuple[int, int]], shard: VocabShard) -> None:
