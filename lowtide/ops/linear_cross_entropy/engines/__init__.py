@@ -17,6 +17,7 @@ saved_stats       row statistics as an operator's outputs, with the engine that 
 gemm/             what the GEMM kernels share, in Triton and in Gluon
 weight_gradient/  accumulators of the weight gradient, and the choice of one
 engine            the walk over chunks of rows and blocks of classes; distillation uses it too
+sharded_walk      the same where the classes of a row are on several ranks
 loss_engine       the base of the engines: row statistics and gradients of a call's loss
 logits/           the engine that stores float32 logits: "logits_torch" and "logits_triton"
 exponentials/     the engine that stores exponentials, never logits, on a Hopper GPU

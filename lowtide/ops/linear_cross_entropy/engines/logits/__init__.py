@@ -5,6 +5,5 @@ Modules, in import order (a module imports only from those above it):
 spec            when it runs, and what it holds
 softmax_torch   row statistics and gradient of a tile of logits, in torch
 softmax_triton  the same as one Triton kernel
-sharded_walk    the walk over chunks where the classes of a row are on several ranks
 engine          the engine: "logits_torch" and "logits_triton"
 """

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.logits import sharded_walk
+from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
