@@ -30,6 +30,7 @@ from torch import Tensor
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows
+from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 
 
@@ -51,6 +52,9 @@ class Engine:
         self.plan, self.operands, self.kept_rows = plan, operands, kept_rows
         self.M, self.V, self.device = rows, classes, operands[0].input.device
         self.trained_terms = len(operands)  # the first ones; others get no gradient
+        # Where ranks have tokens of their own: their order, and rows that are read as zeros.
+        self.order: TokenOrder | None = None
+        self.cleared_N: Tensor | None = None
 
     def walk(self, coefs: Any, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
         """Compute the row statistics if asked, and the gradients that are wanted."""

@@ -48,6 +48,7 @@ class LossEngine(Engine):
             for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
         ]
         super().__init__(plan, operands, self.rows.M, head.classes, kept_rows)
+        self.order, self.cleared_N = self.rows.order, self.rows.cleared_N
         self.first_class = plan.options.first_class
 
     def row_statistics(self) -> Any:  # of stats_kind

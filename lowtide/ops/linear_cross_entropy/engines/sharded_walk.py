@@ -10,25 +10,21 @@ Shapes: C tokens of a chunk, D features, V classes of this rank.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowtide.core.matmul import blocks, product_of_rows
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats
 from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows, begin_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 
-Merge = Callable[[], None]
-LogitsEngine = Any  # it imports this module
+ShardedEngine = Any  # an Engine that imports this module, and has begin_stats
 
 
 def walk_tokens(
-    engine: LogitsEngine, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool
+    engine: ShardedEngine, coefs: Any, stats: Any, gradients: Gradients, take_stats: bool
 ) -> None:
     """Compute what `Engine.walk_tokens` does, from this rank's classes and the other ranks'."""
-    plan, agreement, order = engine.plan, engine.plan.agreement, engine.rows.order
+    plan, agreement, order = engine.plan, engine.plan.agreement, engine.order
     assert agreement is not None
     summed = [
         None if each is None else SummedRows(each, agreement.group, order, plan.sum_dtype)
@@ -43,7 +39,7 @@ def walk_tokens(
     for rows, chunks, z_CV in _logits(engine, coefs, stats, gradient, take_stats):
         if not gradient:
             continue
-        g_CV = _gradient(engine, z_CV, coefs[rows], stats[rows], rows)
+        g_CV = engine.tile_gradient_(z_CV, coefs[rows], stats[rows], engine.columns(rows))
         for operand, dx in zip(engine.operands, summed):
             if dx is not None:
                 dx_CD = dx.memory(rows)
@@ -67,19 +63,19 @@ def walk_tokens(
 
 
 def _logits(
-    engine: LogitsEngine, coefs: RowCoefs, stats: Any, gradient: bool, take_stats: bool
-) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    engine: ShardedEngine, coefs: Any, stats: Any, gradient: bool, take_stats: bool
+) -> Iterator[tuple[slice, list[Tensor], Any]]:
     """Yield each chunk with its tokens and products, when its statistics are merged."""
-    order = engine.rows.order
+    order = engine.order
     step = engine.plan.rows if order is None else order.step * order.group.size
     chunks = [*blocks(engine.M, step)]
     buffers = [engine.chunk_buffer(gradient) for _ in chunks[: 1 + take_stats]]
 
     def begin(rows: slice) -> list[Callable[[], Tensor]]:
-        return [begin_rows(operand, rows, order, engine.rows.cleared_N) for operand in engine.operands]
+        return [begin_rows(operand, rows, order, engine.cleared_N) for operand in engine.operands]
 
     ahead = begin(chunks[0]) if chunks else []
-    before: tuple[Any, Merge] | None = None
+    before: tuple[Any, Callable[[], None]] | None = None
     for place, rows in enumerate(chunks):
         tokens = [wait() for wait in ahead]
         ahead = begin(chunks[place + 1]) if place + 1 < len(chunks) else []
@@ -88,7 +84,7 @@ def _logits(
         if not take_stats:
             yield rows, tokens, z_CV
             continue
-        merge = _begin_stats(engine, z_CV, coefs[rows], stats[rows], rows)
+        merge = engine.begin_stats(z_CV, coefs[rows], stats[rows], rows)
         if before is not None:
             before[1]()
             yield before[0]
@@ -97,46 +93,3 @@ def _logits(
     if before is not None:
         before[1]()
         yield before[0]
-
-
-def _begin_stats(engine: LogitsEngine, z_CV: Tensor, row: RowCoefs, stat: SoftmaxStats, rows: slice) -> Merge:
-    """Take the statistics of this rank's classes, and begin to gather those of all."""
-    agreement = engine.plan.agreement
-    assert agreement is not None
-
-    def take(classes: slice, part: SoftmaxStats) -> None:
-        engine.tile_gradient_(
-            z_CV[:, classes],
-            row,
-            part,
-            engine.columns(rows, classes),
-            take_stats=True,
-            gradient=False,
-            keep_logits=True,
-        )
-
-    own = [(part, engine.first_class + part.start) for part in engine.parts]
-    weight_P = engine.rows.weight_P if stat.smooth_nll_N is not None else None
-    target_logit_C = _target_logits(engine, z_CV, row.target_N)
-    return begin_merge(stat, target_logit_C, own, take, agreement, weight_P)
-
-
-def _target_logits(engine: LogitsEngine, z_CV: Tensor, target_C: Tensor) -> Tensor:
-    """Return the logit of each row's target, 0 where it is another rank's."""
-    if engine.V == 0:
-        return z_CV.new_zeros(z_CV.shape[0])
-    place_C = target_C - engine.first_class
-    inside_C = (place_C >= 0) & (place_C < engine.V)
-    place_C = place_C.masked_fill(~inside_C, 0)
-    logit_C, _ = engine.target_logits(z_CV.gather(1, place_C[:, None])[:, 0], place_C)
-    return logit_C.masked_fill(~inside_C, 0)
-
-
-def _gradient(engine: LogitsEngine, z_CV: Tensor, row: RowCoefs, stat: SoftmaxStats, rows: slice) -> Tensor:
-    """Turn the products into their gradient, in place; the statistics are those of all ranks."""
-    if engine.V:
-        gradient: Tensor = engine.tile_gradient_(z_CV, row, stat, engine.columns(rows))
-        return gradient
-    if stat.grad_dot_logit_N is not None:
-        stat.grad_dot_logit_N.zero_()
-    return torch.empty_like(z_CV, dtype=engine.plan.compute_dtype)

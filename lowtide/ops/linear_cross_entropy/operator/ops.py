@@ -41,7 +41,7 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
 )
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.agreement import agree
+from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree, facts_of
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
@@ -227,9 +227,18 @@ def _planned(
         what = ("linear_log_probs" if log_probs else "linear_cross_entropy") + "_backward" * (
             statistics is not None
         )
-        rows = functools.partial(rows_for, head, options, call_kind)
-        number = call_number(statistics) if statistics is not None and options.group else None
-        agreement = agree(head, labels, options, call_kind, rows, what, upstream, number)
+        own = OwnCall(
+            operator=what,
+            shard=options.shard,
+            classes=head.classes,
+            tokens=head.tokens,
+            device=head.device,
+            equal=facts_of(head, labels, options, call_kind),
+            rows_for=functools.partial(rows_for, head, options, call_kind),
+            upstream=upstream or {},
+            number=call_number(statistics) if statistics is not None and options.group else None,
+        )
+        agreement = agree(own)
         plan = replace(plan, rows=agreement.rows, agreement=agreement)
     return plan, head, labels
 

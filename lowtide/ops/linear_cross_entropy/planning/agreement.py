@@ -17,7 +17,7 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,29 @@ SAME_CALLS = (
     "each rank must make the same calls, and its loss must use the results of each, if only times 0, for "
     "backward moves tensors as well"
 )
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """Hold what a rank tells the others of its call."""
+
+    operator: str
+    shard: VocabShard
+    classes: int
+    """The classes of this rank."""
+    tokens: int
+    device: torch.device
+    equal: dict[str, Any]
+    """What must be equal on all ranks, by name."""
+    rows_for: Callable[[int], int]
+    """Returns the rows per chunk that this rank would take, from the tokens of a rank."""
+    upstream: dict[str, bool] = field(default_factory=dict)
+    """True for each result that has an upstream gradient here, in a backward."""
+    number: int | None = None
+    """The number of the call that a backward belongs to.
+
+    The ranks' backward of two calls of one shape would otherwise sum each other's gradients.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,36 +83,22 @@ class Agreement:
 _count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
 
 
-def agree(
-    head: Head,
-    labels: Labels,
-    options: Options,
-    call_kind: CallKind,
-    rows_for: Callable[[int], int],
-    operator: str,
-    upstream: dict[str, bool] | None = None,
-    number: int | None = None,
-) -> Agreement:
-    """Return what the ranks agree on; all of them raise if their calls do not fit together.
-
-    `rows_for` returns the rows per chunk that this rank would take, from the tokens of a rank.
-    `upstream` says which results have an upstream gradient here, in a backward, and `number` is that
-    of the call it belongs to: two calls of one shape would otherwise sum each other's gradients.
-    """
+def agree(call: OwnCall) -> Agreement:
+    """Return what the ranks agree on; all of them raise if their calls do not fit together."""
     global _count
-    group, shard = Group(options.group), options.shard
-    equal: dict[str, Any] = {CALL: number} | _facts(head, labels, options, call_kind)
-    upstream = upstream or {}
+    shard, upstream = call.shard, [*call.upstream.values()]
+    group, names = Group(shard.group), ("ranks", "num_classes", "tokens_sharded", "segments")
+    equal: dict[str, Any] = {CALL: call.number} | {name: getattr(shard, name) for name in names}
     if not shard.tokens_sharded:
-        equal[f"upstream gradients of {', '.join(upstream)}"] = [*upstream.values()]
-    if group.size > 1:
-        equal |= _values(head, labels, options, call_kind)
-    own = {"first_class": shard.first_class, "classes": head.classes, "tokens": head.tokens}
-    own["rows"] = rows_for(head.tokens)
+        equal["input's tokens"] = call.tokens
+        equal[f"upstream gradients of {', '.join(call.upstream)}"] = upstream
+    equal |= call.equal
+    own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
+    own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
-    message = {"operator": operator, "equal": equal, "own": own, "upstream": [*upstream.values()]}
-    ranks = _exchange(group, message, head.device)
+    message = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
+    ranks = _exchange(group, message, call.device)
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
     _check_layout(layout, shard)
@@ -97,9 +106,9 @@ def agree(
     most, rows = max(counts), [each["own"]["rows"] for each in ranks]
     tokens = tuple(each["own"]["tokens"] for each in ranks)
     if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
-        with telling_errors(options.group, head.device):
-            message = {"operator": operator, "rows": rows_for(max(tokens))}
-        rows = [each["rows"] for each in _exchange(group, message, head.device)]
+        with telling_errors(shard.group, call.device):
+            message = {"operator": call.operator, "rows": call.rows_for(max(tokens))}
+        rows = [each["rows"] for each in _exchange(group, message, call.device)]
     step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
     places = [
         place
@@ -115,7 +124,7 @@ def agree(
         max(min(rows) // step, 1) * step,
         tokens,
         most,
-        None if in_order else torch.tensor(places, device=head.device),
+        None if in_order else torch.tensor(places, device=call.device),
         max(each["own"]["count"] for each in ranks),
         tuple(map(any, zip(*(each["upstream"] for each in ranks)))),
     )
@@ -151,20 +160,17 @@ def _tell(name: str, error: Exception, device: torch.device) -> None:
     _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
 
 
-def _facts(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
-    """Return what must be equal on all ranks and is known without a look at values, for JSON."""
+def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
+    """Return what must be equal on all ranks of a call of the loss, by name, for JSON."""
     shared = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "engine")
-    names = ("ranks", "num_classes", "tokens_sharded", "segments")
     given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
-    facts = {name: getattr(options, name) for name in (*shared, *names)}
+    facts = {name: getattr(options, name) for name in shared}
     facts["input's features"] = [each.shape[-1] for each in head.inputs]
     facts["input's dtype"] = str(options.compute_dtype)
     facts["arguments"] = [name for name, each in given.items() if each is not None]
     facts["class probabilities"] = call_kind.probabilities
     facts["requires_grad of input, linear_weight, linear_bias, logit_scale"] = [*call_kind.needs_grad.all]
-    if not options.tokens_sharded:
-        facts["input's tokens"] = head.tokens
-    return facts
+    return facts | _values(head, labels, options, call_kind) if options.ranks > 1 else facts
 
 
 def _values(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, str | None]:
@@ -176,10 +182,10 @@ def _values(head: Head, labels: Labels, options: Options, call_kind: CallKind) -
     by_row = {"row_weight": labels.row_weight}
     if not call_kind.probabilities:  # of which each rank has those of its own classes
         by_row["target"] = labels.target.long()
-    return values | {name: None if each is None else _hash(each) for name, each in by_row.items()}
+    return values | {name: None if each is None else hash_of(each) for name, each in by_row.items()}
 
 
-def _hash(tensor: Tensor) -> str:
+def hash_of(tensor: Tensor) -> str:
     """Return a hash of the tensor's bytes, in the order of its elements."""
     own = tensor.detach().cpu().contiguous()
     # Not by NumPy, which has no bfloat16.
@@ -214,7 +220,7 @@ def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
     for name in ranks[0]:
         found = [each.get(name) for each in ranks]
         if any(each != found[0] for each in found):
-            if name in ("target", "row_weight"):
+            if name in ("target", "row_weight", "ignored"):
                 raise ArgumentError(
                     f"{name} must be the same on all ranks of the group, where input is replicated, "
                     "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"

@@ -3,14 +3,17 @@
 Shapes: C tokens of a chunk, V classes; B classes of a block.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines import sharded_walk
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
+from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
+from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 
 
@@ -41,6 +44,32 @@ class LogitsEngine(LossEngine):
             return super().walk_tokens(coefs, stats, gradients, take_stats)
         return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
 
+    def begin_stats(
+        self, z_CV: Tensor, coefs: RowCoefs, stats: SoftmaxStats, rows: slice
+    ) -> Callable[[], None]:
+        """Take the statistics of this rank's classes, and begin to gather those of all."""
+        agreement = self.plan.agreement
+        assert agreement is not None
+
+        def take(classes: slice, part: SoftmaxStats) -> None:
+            columns = self.columns(rows, classes)
+            options: dict[str, Any] = {"take_stats": True, "gradient": False, "keep_logits": True}
+            self.tile_gradient_(z_CV[:, classes], coefs, part, columns, **options)
+
+        own = [(part, self.first_class + part.start) for part in self.parts]
+        weight_P = self.rows.weight_P if stats.smooth_nll_N is not None else None
+        return begin_merge(stats, self._own_targets(z_CV, coefs.target_N), own, take, agreement, weight_P)
+
+    def _own_targets(self, z_CV: Tensor, target_C: Tensor) -> Tensor:
+        """Return the logit of each row's target, 0 where it is another rank's."""
+        if self.V == 0:
+            return z_CV.new_zeros(z_CV.shape[0])
+        place_C = target_C - self.first_class
+        inside_C = (place_C >= 0) & (place_C < self.V)
+        place_C = place_C.masked_fill(~inside_C, 0)
+        logit_C, _ = self.target_logits(z_CV.gather(1, place_C[:, None])[:, 0], place_C)
+        return logit_C.masked_fill(~inside_C, 0)
+
     def tile_gradient_(
         self,
         logits_CB: Tensor,
@@ -53,6 +82,10 @@ class LogitsEngine(LossEngine):
         keep_logits: bool = False,
     ) -> Any:
         """Run the softmax of the plan's backend on a tile of logits, in place."""
+        if self.V == 0:  # other ranks have the classes
+            if stats.grad_dot_logit_N is not None:
+                stats.grad_dot_logit_N.zero_()
+            return torch.empty_like(logits_CB, dtype=self.plan.compute_dtype)
         if self.plan.backend == "triton":
             from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
         else:
