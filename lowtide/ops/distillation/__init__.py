@@ -11,10 +11,12 @@ The modules, in the order of imports (each imports only those above it):
     planner.py         how the workspace is spent on chunks and blocks
     softmax_torch.py   the pass over a tile of both heads' logits, in torch
     softmax_triton.py  the same pass in Triton
+    part_stats.py      merges the statistics of the classes that each rank has
     engine.py          what the loss's walk over chunks calls: both heads' logits, their pass
     ops.py             the registered operators
     higher_order.py    derivatives of any order, forward mode and vmap
     autograd.py        the operators' derivatives
+    sharding.py        this rank's tensors, of DTensors or a group
     api.py             the public functions; their docstrings are the contract
 
 An argument that does not fit raises a ValueError or a TypeError, each also a RuntimeError.

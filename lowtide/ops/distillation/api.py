@@ -3,12 +3,20 @@
 `forward_kl` says what all three share.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
+from lowtide.core.fsdp import expect_gradients
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Reduction
+from lowtide.ops.distillation.sharding import Division, own_heads
 from lowtide.ops.distillation.validation import check_beta, check_heads, check_options
+from lowtide.ops.linear_cross_entropy.sharding import telling_errors
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def forward_kl(
@@ -25,6 +33,10 @@ def forward_kl(
     temperature: float = 1.0,
     reduction: Reduction = "mean",
     workspace: int | None = None,
+    group: "ProcessGroup | None" = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
 ) -> Tensor:
     r"""Compute KL(teacher ‖ student) of two heads over the same classes, without their logits.
 
@@ -82,6 +94,9 @@ def forward_kl(
             student weight's gradient costs two more products: the gradient is then formed class
             block by class block. Not counted: on CUDA under autocast, one copy of each weight of
             another dtype, like autocast's own.
+        group, first_class, num_classes, tokens_sharded: for heads whose classes are divided over
+            ranks, as in :func:`lowtide.linear_cross_entropy`; student and teacher alike. The
+            weights are DTensors with placement Shard(0), or this rank's rows with `group`.
 
     Default workspace:
         On the CPU 64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
@@ -114,6 +129,9 @@ def forward_kl(
         Derivatives of higher order, forward mode and vmap differentiate the definition chunk by
         chunk: O(workspace) too, and copies of the operands in the dtype of the sums; exact, not
         fast.
+        Of divided heads one gather of six numbers a row and chunk moves, two more for
+        Jensen-Shannon, and one sum of the student's input gradient. Two chunks of logits exist at a
+        time. There are first derivatives by backward alone.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a
@@ -127,7 +145,8 @@ def forward_kl(
         (teacher_input, teacher_weight, teacher_bias),
     )
     options = DistillationOptions(0.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
-    return _divergence(Heads(*student, *teacher, ignored), options)
+    division = Division(group, first_class, num_classes, tokens_sharded)
+    return _divergence(Heads(*student, *teacher, ignored), options, division)
 
 
 def reverse_kl(
@@ -144,6 +163,10 @@ def reverse_kl(
     temperature: float = 1.0,
     reduction: Reduction = "mean",
     workspace: int | None = None,
+    group: "ProcessGroup | None" = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
 ) -> Tensor:
     r"""Compute KL(student ‖ teacher) of two heads over the same classes, without their logits.
 
@@ -167,7 +190,8 @@ def reverse_kl(
         (teacher_input, teacher_weight, teacher_bias),
     )
     options = DistillationOptions(1.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
-    return _divergence(Heads(*student, *teacher, ignored), options)
+    division = Division(group, first_class, num_classes, tokens_sharded)
+    return _divergence(Heads(*student, *teacher, ignored), options, division)
 
 
 def jensen_shannon(
@@ -185,6 +209,10 @@ def jensen_shannon(
     temperature: float = 1.0,
     reduction: Reduction = "mean",
     workspace: int | None = None,
+    group: "ProcessGroup | None" = None,
+    first_class: int | None = None,
+    num_classes: int | None = None,
+    tokens_sharded: bool = False,
 ) -> Tensor:
     r"""Compute the generalised Jensen-Shannon divergence of two heads, without their logits.
 
@@ -213,20 +241,30 @@ def jensen_shannon(
 
     Source: GKD, arxiv.org/abs/2306.13649, where P is the teacher and Q the student.
     """
-    check_beta(beta)
     student, teacher = (
         (student_input, student_weight, student_bias),
         (teacher_input, teacher_weight, teacher_bias),
     )
     options = DistillationOptions(beta, temperature, reduction, workspace, student_softcap, teacher_softcap)
-    return _divergence(Heads(*student, *teacher, ignored), options)
+    division = Division(group, first_class, num_classes, tokens_sharded)
+    return _divergence(Heads(*student, *teacher, ignored), options, division, mixes=True)
 
 
-def _divergence(heads: Heads, options: DistillationOptions) -> Tensor:
+def _divergence(
+    heads: Heads, options: DistillationOptions, division: Division, *, mixes: bool = False
+) -> Tensor:
     """Check a call and compute its divergence."""
-    check_heads(heads)
-    check_options(options)
-    heads, options = heads.detached_teacher(), options.of(heads)
-    if in_transform(*heads):
-        return higher_order.distillation(heads, options)
-    return autograd.distillation(heads, options)
+    tensors = {"linear_weight": heads.student_weight, "input": heads.student_input}
+    with telling_errors(tensors, division.group):
+        if mixes:
+            check_beta(options.beta)
+        own, shard, returned = own_heads(heads, division)
+        check_heads(own, divided=shard is not None)
+        check_options(options)
+        own, options = own.detached_teacher(), options.of(own, shard)
+        if in_transform(*own):
+            autograd.refuse_divided(options)
+            return higher_order.distillation(own, options)
+        loss = autograd.distillation(own, options)
+    expect_gradients((heads.student_weight, heads.student_bias), loss)
+    return returned(loss, options.reduction == "none")

@@ -9,15 +9,18 @@ Derivatives of higher order, and upstream gradients that a transform batches, di
 definition.
 """
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
+from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
+from lowtide.ops.linear_cross_entropy.planning.agreement import telling_errors
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 
 
@@ -38,7 +41,7 @@ class _Distillation(torch.autograd.Function):
     ) -> Tensor:
         now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
         loss, *rest = ops.distillation(*tensors, now, *options)
-        ctx.options, ctx.needs_grad = options, needs_grad
+        ctx.options, ctx.needs_grad, ctx.device = options, needs_grad, loss.device
         ctx.set_materialize_grads(False)
         if any(needs_grad):
             ctx.save_for_backward(*tensors, *rest)
@@ -46,19 +49,37 @@ class _Distillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        options, needs_grad, count = ctx.options, ctx.needs_grad, len(Heads._fields)
-        nothing: tuple[None, ...] = (None,) * (count - len(needs_grad))
-        if grad_output is None:
+        options, needs_grad = ctx.options, ctx.needs_grad
+        nothing: tuple[None, ...] = (None,) * (len(Heads._fields) - len(needs_grad))
+        waits = options.group and options.reduction == "none"  # for the backward of other ranks
+        if grad_output is None and not waits:
             return (None, None, *(None for _ in needs_grad), *nothing)
-        saved = ctx.saved_tensors
-        heads, rest = Heads(*saved[:count]), saved[count:]
-        if is_differentiated(grad_output):
-            gradients = higher_order.gradients(heads, options, needs_grad, grad_output)
-        elif options.reduction == "none":
-            gradients = scatter_gradients(
-                ops.distillation_backward(grad_output, *heads, needs_grad, *options), needs_grad
-            )
-        else:
-            backend = choose_backend("auto", heads.device, options.sum_dtype)
-            gradients = finish_gradients(rest, grad_output, heads.student, needs_grad, backend)
-        return (None, None, *gradients, *nothing)
+        with telling_errors(options.group, ctx.device) if waits else contextlib.nullcontext():
+            return (None, None, *_gradients(ctx, grad_output), *nothing)
+
+
+def _gradients(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the student's tensors."""
+    options, needs_grad, count = ctx.options, ctx.needs_grad, len(Heads._fields)
+    saved = ctx.saved_tensors
+    heads, rest = Heads(*saved[:count]), saved[count:]
+    if is_differentiated(grad_output):
+        refuse_divided(options)
+        assert grad_output is not None
+        return higher_order.gradients(heads, options, needs_grad, grad_output)
+    if options.reduction == "none":
+        number = rest[0] if options.group else None
+        found = ops.distillation_backward(grad_output, number, *heads, needs_grad, *options)
+        return scatter_gradients(found, needs_grad)
+    backend = choose_backend("auto", heads.device, options.sum_dtype)
+    return finish_gradients(rest, grad_output, heads.student, needs_grad, backend)
+
+
+def refuse_divided(options: DistillationOptions) -> None:
+    """Raise for divided heads where the definition would have to run."""
+    if options.group:
+        raise ArgumentError(
+            "heads whose classes are divided over ranks have first derivatives by backward alone: no "
+            "create_graph=True, vmap, forward mode or torch.func; for these, gather both weights, and call "
+            "without group"
+        )

@@ -12,7 +12,9 @@ numbers alike.
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,10 +23,14 @@ from torch import Tensor
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import PendingGradient, fp16_scale
 from lowtide.ops.distillation.heads import Heads
+from lowtide.ops.distillation.part_stats import merge_sums
 from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan, operand_dtype
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
+from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
+from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
+from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
@@ -56,8 +62,8 @@ class DistillationEngine(Engine):
 
     def __init__(self, plan: DistillationPlan, heads: Heads, grad_output: Tensor | None = None) -> None:
         self.heads, self.options, self.final = heads, plan.options, grad_output is not None
-        N, options = heads.rows, plan.options
-        ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(N, 1)
+        n, options = heads.rows, plan.options
+        ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(n, 1)
         operands: list[Operand] = [
             _MaskedOperand(input, weight, operand_dtype(dtype, input.device.type), ignored_N1)
             for input, weight, dtype in (
@@ -65,20 +71,29 @@ class DistillationEngine(Engine):
                 (heads.teacher_input, heads.teacher_weight, options.teacher_dtype),
             )
         ]
-        super().__init__(plan, operands, N, heads.classes, None)
-        self.trained_terms = 1  # the student's
+        order = None
+        if plan.agreement is not None and options.tokens_sharded and options.ranks > 1:
+            order = TokenOrder(plan.agreement, heads.device)
+        super().__init__(plan, operands, n if order is None else order.N, heads.classes, None)
+        self.trained_terms, self.order = 1, order  # the student's term
         self.biases = [
             None if bias_V is None else bias_V.to(plan.sum_dtype).contiguous()
             for bias_V in (heads.student_bias, heads.teacher_bias)
         ]
         if grad_output is None:
-            self.coef_N = self.buffer(N).fill_(1)
+            self.coef_N = self.buffer(n).fill_(1)
         else:  # a sum's is one number, expanded, and kernels would read beyond it
             self.coef_N = grad_output.to(plan.sum_dtype).reshape(-1).contiguous()
-        self.denominator = self.buffer().fill_(N)
+        self.denominator, self.ignored_N = self.buffer().fill_(n), None
         if ignored_N1 is not None:
-            self.coef_N = self.coef_N.masked_fill(ignored_N1[:, 0], 0)
-            self.denominator.sub_(ignored_N1.sum())
+            self.ignored_N = ignored_N1[:, 0]
+            self.coef_N = self.coef_N.masked_fill(self.ignored_N, 0)
+            self.denominator.sub_(self.ignored_N.sum())
+        if order is not None:
+            none_n = torch.zeros(n, dtype=torch.bool, device=self.device)
+            self.ignored_N = order.gather(none_n if self.ignored_N is None else self.ignored_N, True)
+            self.coef_N = order.gather(self.coef_N, 0)
+            self.denominator = self.buffer().fill_(order.N).sub_(self.ignored_N.sum())
         self.factor = self.buffer().fill_(1).div_(options.temperature)
         if options.reduction == "mean":
             self.factor.div_(self.denominator.clamp(min=1))
@@ -86,13 +101,17 @@ class DistillationEngine(Engine):
     def run(self) -> tuple[Tensor, Gradients]:
         """Return the loss, and the wanted gradients."""
         gradients = self._gradients()
-        loss = self.buffer(*self.heads.leading)
-        stats = Statistics.of(loss.view(self.M))
-        self.walk(self.coef_N, stats, gradients, take_stats=True)
-        if self.heads.ignored is not None:
-            loss.masked_fill_(self.heads.ignored, 0)
-        if self.options.reduction != "none":
-            loss = loss.sum()
+        leading = self.heads.leading
+        loss = self.buffer(*(leading if self.order is None else (self.M,)))
+        loss_N = loss.view(self.M)
+        self.walk(self.coef_N, Statistics.of(loss_N), gradients, take_stats=True)
+        if self.ignored_N is not None:
+            loss_N.masked_fill_(self.ignored_N, 0)
+        if self.options.reduction == "none":
+            if self.order is not None:  # not a view, which autograd lets nobody change in place
+                loss = self.buffer(*leading).copy_(self.order.own(loss_N).view(leading))
+            return loss, gradients
+        loss = loss.sum()
         # If no row counts, NaN as in torch.
         return loss.div_(self.denominator) if self.options.reduction == "mean" else loss, gradients
 
@@ -113,12 +132,42 @@ class DistillationEngine(Engine):
         grad_x, grad_w, grad_b = self.plan.needs_grad
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(
-            (of(x, self.M, x.shape[-1], summed=False) if grad_x else None,),
+            (of(x, self.heads.rows, x.shape[-1], summed=False) if grad_x else None,),
             (of(w, *w.shape, summed=summed) if grad_w else None,),
             of(b, *b.shape, summed=True, zero=True) if grad_b and b is not None else None,
         )
 
     # What the walk calls.
+
+    def walk_tokens(self, coefs: Tensor, stats: Statistics, gradients: Gradients, take_stats: bool) -> Any:
+        if self.plan.agreement is None:
+            return super().walk_tokens(coefs, stats, gradients, take_stats)
+        return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
+
+    def begin_stats(
+        self, logits_CV: BothLogits, coefs: Tensor, stats: Statistics, rows: slice
+    ) -> Callable[[], None]:
+        """Take the statistics of this rank's classes, and begin to gather those of all."""
+        agreement, beta = self.plan.agreement, self.options.beta
+        assert agreement is not None
+        take = functools.partial(self._pass, logits_CV, coefs, columns=self.columns(rows), part=True)
+        sums_kC = stats.loss_N.new_zeros(len(fields(Statistics)) - 1, *stats.loss_N.shape)
+        if self.V:
+            take(stats=Statistics(torch.empty_like(stats.loss_N), *sums_kC), take_sums=True, take_means=True)
+        parts = gather_parts(sums_kC[None], agreement)
+
+        def merge() -> None:
+            found_kPC = parts().unbind(1)
+            merge_sums(stats, Statistics(found_kPC[0], *found_kPC), beta)
+            if not 0 < beta < 1:
+                return
+            means_kC = sums_kC.new_zeros(2, *stats.loss_N.shape)
+            if self.V:
+                take(stats=replace(stats, loss_N=means_kC[0], mean_N=means_kC[1]), take_means=True)
+            loss_C, mean_C = gather_parts(means_kC[None], agreement)().sum(0)
+            stats.loss_N.copy_(loss_C), stats.mean_N.copy_(mean_C)
+
+        return merge
 
     def chunk_buffer(self, gradient: bool) -> BothLogits:
         return self._logits(self.plan.rows, self.V)
@@ -150,6 +199,25 @@ class DistillationEngine(Engine):
         take_stats: bool = False,
         gradient: bool = True,
     ) -> Any:
+        if self.V == 0:  # other ranks have the classes
+            return torch.empty_like(logits_CB.student_CB, dtype=self.operands[0].dtype)
+        return self._pass(
+            logits_CB, coefs, stats, columns, take_sums=take_stats, take_means=take_stats, gradient=gradient
+        )
+
+    def _pass(
+        self,
+        logits_CB: BothLogits,
+        coefs: Tensor,
+        stats: Statistics,
+        columns: list[Tensor | None],
+        *,
+        take_sums: bool = False,
+        take_means: bool = False,
+        gradient: bool = False,
+        part: bool = False,
+    ) -> Any:
+        """Run the plan's pass over a tile."""
         if self.plan.backend == "triton":
             from lowtide.ops.distillation.softmax_triton import divergence_
         else:
@@ -166,9 +234,11 @@ class DistillationEngine(Engine):
             stats,
             coefs,
             options.beta,
-            take_stats=take_stats,
+            take_sums=take_sums,
+            take_means=take_means,
             gradient_dtype=self.operands[0].dtype if gradient else None,
             pass_logits=self.plan.pass_logits,
+            part=part,
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction, capped, compute_dtype
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 
 __all__ = ["DistillationOptions", "Heads", "Reduction", "Side"]
@@ -96,17 +97,31 @@ class DistillationOptions(NamedTuple):
     """Bytes that the dense computation would hold beyond inputs, loss and gradients.
 
     They limit the default workspace. `with_graph_facts` sets them, except in a compiled graph,
-    whose plan must not depend on the number of rows.
+    whose plan must not depend on the number of rows, and where the ranks' numbers may differ.
     """
+    # The fields of VocabShard, but for segments.
+    group: str = ""
+    ranks: int = 1
+    first_class: int = 0
+    num_classes: int = 0
+    tokens_sharded: bool = False
+
+    @property
+    def shard(self) -> VocabShard:
+        """Return the place of this rank's classes."""
+        return VocabShard(self.group, self.ranks, self.first_class, self.num_classes, self.tokens_sharded)
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Return the dtype of logits, losses and accumulators."""
         return torch.promote_types(self.student_dtype, torch.float32)
 
-    def of(self, heads: Heads) -> "DistillationOptions":
+    def of(self, heads: Heads, shard: VocabShard | None) -> "DistillationOptions":
         """Return the options plus what follows from the tensors, as the operators take them."""
+        own = {} if shard is None else shard._asdict()
+        own.pop("segments", None)
         return self._replace(
+            **own,
             temperature=float(self.temperature),
             workspace=capped(self.workspace),
             student_dtype=compute_dtype(heads.student_input),
@@ -115,7 +130,7 @@ class DistillationOptions(NamedTuple):
 
     def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "DistillationOptions":
         """Return the options plus what the caller decides once for forward and backward."""
-        if not may_depend_on_tokens(heads.rows):
+        if self.group or not may_depend_on_tokens(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)
         tracked = [each for each, grad in zip(heads.student, needs_grad) if grad and each is not None]

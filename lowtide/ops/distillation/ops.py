@@ -6,14 +6,19 @@
     distillation_backward   for reduction "none": the wanted gradients, from the upstream
                             gradient
 
+Of heads that are divided over ranks, the first returns for "none" the number of the call, and the
+second takes it, so that the ranks run the backward of the same call.
+
 They have no derivatives of their own; autograd.py has these. An operator chooses its chunk sizes
 inside, so a new number of rows does not compile a graph again.
 
 Shapes: N rows, D features, V classes.
 """
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import torch
@@ -25,14 +30,17 @@ from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
-from lowtide.ops.distillation.planner import keeps_sum, make_plan
+from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
+from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree, hash_of
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     torch.dtype: "ScalarType",
     str: "str",
+    bool: "bool",
+    int: "int",
     float: "float",
     float | None: "float?",
     int | None: "int?",
@@ -51,19 +59,69 @@ ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(DistillationOptions)
 def distillation(*arguments: Any) -> list[Tensor]:
     """Run the engine; return the loss, then a gradient and a factor for each one that is wanted."""
     heads, needs_grad, options = _parsed(arguments)
+    plan = _planned(heads, needs_grad, options, "distillation")
     with on_device_of(heads.student_input):
-        loss, gradients = DistillationEngine(make_plan(heads, options, needs_grad), heads).run()
+        loss, gradients = DistillationEngine(plan, heads).run()
+        if _returns_number(options) and plan.agreement is not None:
+            return [loss, torch.tensor([plan.agreement.number])]
         return [loss, *gradients.outputs]
 
 
-@operator("distillation_backward", f"(Tensor grad_output, {ARGUMENTS}) -> Tensor[]")
-def distillation_backward(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+@operator("distillation_backward", f"(Tensor? grad_output, Tensor? number, {ARGUMENTS}) -> Tensor[]")
+def distillation_backward(grad_output: Tensor | None, number: Tensor | None, *arguments: Any) -> list[Tensor]:
     """Run the engine on an upstream gradient; return the wanted gradients."""
     heads, needs_grad, options = _parsed(arguments)
+    backward = {
+        "upstream": {"loss": grad_output is not None},
+        "number": None if number is None else int(number.item()),
+    }
+    plan = _planned(heads, needs_grad, options, "distillation_backward", **backward)
+    if grad_output is None:
+        grad_output = heads.student_input.new_zeros(heads.leading, dtype=options.sum_dtype)
     with on_device_of(heads.student_input):
-        engine = DistillationEngine(make_plan(heads, options, needs_grad), heads, grad_output)
+        engine = DistillationEngine(plan, heads, grad_output)
         _, gradients = engine.run()
         return gradients.finished(heads.student, engine.plan.backend)
+
+
+def _planned(
+    heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions, operator: str, **backward: Any
+) -> DistillationPlan:
+    """Return the plan; where the heads are divided over ranks, after these agree."""
+    plan = make_plan(heads, options, needs_grad)
+    if not options.group:
+        return plan
+    own = OwnCall(
+        operator=operator,
+        shard=options.shard,
+        classes=heads.classes,
+        tokens=heads.rows,
+        device=heads.device,
+        equal=_facts_of(heads, needs_grad, options),
+        rows_for=functools.partial(rows_for, heads, options, needs_grad),
+        **backward,
+    )
+    agreement = agree(own)
+    return replace(plan, rows=agreement.rows, agreement=agreement)
+
+
+def _facts_of(heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name, for JSON."""
+    names = ("beta", "temperature", "reduction", "student_softcap", "teacher_softcap")
+    facts: dict[str, Any] = {name: getattr(options, name) for name in names}
+    facts["requires_grad of student_input, student_weight, student_bias"] = [*needs_grad]
+    facts["arguments"] = [name for name, each in heads._asdict().items() if each is not None]
+    for side in ("student", "teacher"):
+        input = getattr(heads, f"{side}_input")
+        facts[f"{side}_input's features"] = input.shape[-1]
+        facts[f"{side}_input's dtype"] = str(getattr(options, f"{side}_dtype"))
+    if heads.ignored is not None and not options.tokens_sharded:
+        facts["ignored"] = hash_of(heads.ignored)
+    return facts
+
+
+def _returns_number(options: DistillationOptions) -> bool:
+    return bool(options.group) and options.reduction == "none"
 
 
 def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], DistillationOptions]:
@@ -77,6 +135,8 @@ def _(*arguments: Any) -> list[Tensor]:
     heads, needs_grad, options = _parsed(arguments)
     shape = heads.leading if options.reduction == "none" else ()
     outputs = [heads.student_input.new_empty(shape, dtype=options.sum_dtype)]
+    if _returns_number(options):
+        return [*outputs, torch.empty(1, dtype=torch.long, device="cpu")]
     for place, (like, grad) in enumerate(zip(heads.student, needs_grad)):
         if grad and like is not None:
             rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, needs_grad))
@@ -89,7 +149,7 @@ def _(*arguments: Any) -> list[Tensor]:
 
 
 @register_fake("lowtide::distillation_backward")
-def _(grad_output: Tensor, *arguments: Any) -> list[Tensor]:
+def _(grad_output: Tensor | None, number: Tensor | None, *arguments: Any) -> list[Tensor]:
     heads, needs_grad, _ = _parsed(arguments)
     pairs = zip(heads.student, needs_grad)
     return [like.new_empty(like.shape) for like, grad in pairs if grad and like is not None]
@@ -108,5 +168,5 @@ def _(*arguments: Any, **kwargs: Any) -> int:
 
 
 @register_flop_formula(torch.ops.lowtide.distillation_backward)
-def _(grad_output: Any, *arguments: Any, **kwargs: Any) -> int:
+def _(grad_output: Any, number: Any, *arguments: Any, **kwargs: Any) -> int:
     return _flops(arguments)

@@ -20,7 +20,9 @@ from torch import Tensor
 from lowtide.core.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
+from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.memory_model import STATISTICS_OF_PART
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
@@ -48,6 +50,8 @@ class DistillationPlan(Tiling):
     """Backend of the pass: "triton" or "torch"."""
     pass_logits: int
     """Logits that the pass in torch takes at a time."""
+    agreement: Agreement | None = None
+    """Holds what the ranks agreed on, if the heads are divided over them."""
 
     @property
     def engine(self) -> str:
@@ -66,6 +70,12 @@ def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[b
     )
 
 
+def rows_for(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int) -> int:
+    """Return the rows per chunk that this rank would take if each rank had so many."""
+    workspace, counts, *_ = _memory(heads, options, needs_grad, rank_tokens)
+    return choose_sizes(workspace, counts).rows
+
+
 def keeps_sum(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> bool:
     """Return True if the weight's gradient is kept as a sum until backward."""
     workspace, counts, *_ = _memory(heads, options, needs_grad)
@@ -73,11 +83,15 @@ def keeps_sum(heads: Heads, options: DistillationOptions, needs_grad: Sequence[b
 
 
 def _memory(
-    heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]
+    heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int | None = None
 ) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = heads.device.type, options.sum_dtype
-    N, V, D, number = heads.rows, heads.classes, heads.student_input.shape[-1], sum_dtype.itemsize
+    V = max(heads.classes, 1)  # of divided heads a rank may have none
+    D, number = heads.student_input.shape[-1], sum_dtype.itemsize
+    N = heads.rows if rank_tokens is None else rank_tokens
+    if options.tokens_sharded:
+        N *= options.ranks
     backend = choose_backend("auto", heads.device, sum_dtype)
     student_dtype = operand_dtype(options.student_dtype, device)
     teacher_dtype = operand_dtype(options.teacher_dtype, device)
@@ -85,7 +99,8 @@ def _memory(
     # Rows of both, cut out and masked.
     features = 4 * (D * student_dtype.itemsize + teacher_features)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
-    tile_row = TEMPORARIES * V * number if backend == "torch" else 0
+    temporaries = TEMPORARIES + 2 * bool(options.group)  # the logits stay as statistics are taken
+    tile_row = temporaries * V * number if backend == "torch" else 0
     weight_sum = V * D * number if needs_grad[1] and heads.student_weight.dtype != sum_dtype else 0
     # A block's logits must fit into half of what its sum leaves.
     class_sum = max(D, 4) * number
@@ -108,6 +123,8 @@ def _memory(
         product_rows=PRODUCT_ROWS,
         recomputed=2,
     )
+    if options.group:
+        counts = _with_shard(counts, options, D + heads.teacher_input.shape[-1])
     workspace, pass_logits = granted_bytes(options.workspace, options.dense, counts), V
     if tile_row and (spare := workspace - counts.smallest_workspace) > 0:
         # A quarter of the spare workspace goes to a larger tile, the rest to rows.
@@ -116,6 +133,19 @@ def _memory(
             counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
             pass_logits = tile_rows * V
     return workspace, counts, backend, pass_logits
+
+
+def _with_shard(counts: ByteCounts, options: DistillationOptions, features: int) -> ByteCounts:
+    """Return the counts with what heads take that are divided over ranks, as the loss's with_shard."""
+    number = options.sum_dtype.itemsize
+    gathered = (options.ranks + 1) * STATISTICS_OF_PART * number
+    if options.tokens_sharded:
+        gathered += 3 * features * number
+    return replace(
+        counts,
+        token_bytes=2 * counts.token_bytes + gathered,
+        weight_sum=0 if options.tokens_sharded else counts.weight_sum,
+    )
 
 
 def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:

@@ -59,14 +59,18 @@ def divergence_(
     coef_C: Tensor,
     beta: float,
     *,
-    take_stats: bool,
+    take_sums: bool,
+    take_means: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics alone
     pass_logits: int,
+    part: bool = False,
 ) -> Tensor | None:  # [C, B]
     """Compute the statistics, and write the gradient over the student's product.
 
-    Each row's gradient is multiplied by its number of coef_C. `pass_logits` is about how many
-    logits are taken at a time.
+    Maxima and sums of both heads come first; the means and losses of Jensen-Shannon need those of
+    all classes. Each row's gradient is multiplied by its number of coef_C. `pass_logits` is about
+    how many logits are taken at a time. With `part` the tile has some of the
+    classes that statistics are of, and the products stay.
     """
     C, B = student.product_CB.shape
     # It lies over the products, and takes as many bytes or half of them.
@@ -75,11 +79,14 @@ def divergence_(
     for start in range(0, C, step):
         rows = slice(start, start + step)
         stat = statistics[rows]
-        (s_cb, slope_cb), (t_cb, _) = _logits_(student, rows, g_CB is not None), _logits_(teacher, rows)
-        if take_stats:
-            torch.amax(s_cb, 1, out=stat.student_max_N)
-            torch.amax(t_cb, 1, out=stat.teacher_max_N)
-        gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_stats)
+        s_cb, slope_cb = _logits_(student, rows, g_CB is not None, keep=part)
+        t_cb, _ = _logits_(teacher, rows, keep=part)
+        if take_sums:
+            for z_cb, max_c in ((s_cb, stat.student_max_N), (t_cb, stat.teacher_max_N)):
+                torch.amax(z_cb, 1, out=max_c)
+                if part:  # whose classes may all be excluded
+                    max_c.clamp_(min=torch.finfo(max_c.dtype).min)
+        gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_sums, take_means)
         if g_CB is not None:
             if slope_cb is not None:
                 gradient_cb.mul_(slope_cb)
@@ -88,9 +95,13 @@ def divergence_(
     return g_CB
 
 
-def _logits_(head: HeadTile, rows: slice, sloped: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Write z over u; return it and, if `sloped`, the slope of a soft cap."""
+def _logits_(
+    head: HeadTile, rows: slice, sloped: bool = False, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Write z over u, or a copy; return it and, if `sloped`, the slope of a soft cap."""
     z_cb = head.product_CB[rows]
+    if keep:
+        z_cb = z_cb.clone()
     if head.bias_B is not None:
         z_cb.add_(head.bias_B)
     if head.softcap:
@@ -100,7 +111,9 @@ def _logits_(head: HeadTile, rows: slice, sloped: bool = False) -> tuple[Tensor,
     return z_cb if head.temperature == 1 else z_cb.div_(head.temperature), None
 
 
-def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_stats: bool) -> Tensor:
+def _divergence(
+    s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_sums: bool, take_means: bool
+) -> Tensor:
     """Return the gradient with respect to the student's logits, after taking the statistics."""
     student_cb, teacher_cb = s_cb - stat.student_max_N[:, None], t_cb - stat.teacher_max_N[:, None]
     ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
@@ -111,7 +124,7 @@ def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_
     ahead_cb.masked_fill_(weighs_cb == -torch.inf, 0)
     del weighs_cb
     student_cb.exp_(), teacher_cb.exp_()
-    if take_stats:
+    if take_sums:
         torch.sum(student_cb, 1, out=stat.student_sum_N)
         torch.sum(teacher_cb, 1, out=stat.teacher_sum_N)
         # Term by term: a difference of two sums that are close has lost its digits.
@@ -120,8 +133,8 @@ def _divergence(s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_
         torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_N)
     student_cb.div_(stat.student_sum_N[:, None]), teacher_cb.div_(stat.teacher_sum_N[:, None])
     if 0 < beta < 1:
-        return _jensen_shannon(student_cb, teacher_cb, ahead_cb, stat, beta, take_stats)
-    if take_stats:
+        return _jensen_shannon(student_cb, teacher_cb, ahead_cb, stat, beta, take_means)
+    if take_means:
         torch.sum(ahead_cb * (student_cb if beta else teacher_cb), 1, out=stat.mean_N)
         torch.add(stat.mean_N, stat.log_ratio_N, alpha=-1 if beta else 1, out=stat.loss_N)
     if beta == 0:
@@ -135,7 +148,7 @@ def _jensen_shannon(
     ahead_cb: Tensor,  # a_s - a_t
     stat: Statistics,
     beta: float,
-    take_stats: bool,
+    take_means: bool,
 ) -> Tensor:
     """Return the same for Jensen-Shannon; consumes all of its tensors."""
     gap_cb = ahead_cb.neg_().add_(stat.log_ratio_N[:, None])
@@ -146,7 +159,7 @@ def _jensen_shannon(
     del share_cb
     teacher_term_cb = teacher_cb.mul_(gap_cb.clamp(max=0).add_(near_cb))
     s_gap_cb = near_cb.sub_(gap_cb.clamp_(min=0))
-    if take_stats:
+    if take_means:
         student_term_cb = student_cb * s_gap_cb
         torch.sum(student_term_cb, 1, out=stat.mean_N)
         # Term by term, since the two sums cancel at first order.

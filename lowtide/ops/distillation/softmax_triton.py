@@ -99,28 +99,37 @@ def _statistics_kernel(
     OWN_CAP: tl.constexpr,
     OTHER_CAP: tl.constexpr,
     JENSEN_SHANNON: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student."""
+    """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student.
+
+    Without SUMS the maxima, sums and their ratio are read, and Jensen-Shannon's follow from them.
+    """
     row = tl.program_id(0).to(tl.int64)
     own_ptr, other_ptr = own_CV_ptr + row * own_stride, other_CV_ptr + row * other_stride
-    own_max_b, other_max_b = tl.full([BLOCK], LOWEST, tl.float32), tl.full([BLOCK], LOWEST, tl.float32)
-    own_sum_b, other_sum_b = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    ahead_b = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        own_b, _, _ = load_logits(own_ptr, own_bias_V_ptr, scale, columns, V, OWN_CAP)
-        other_b, _, _ = load_logits(other_ptr, other_bias_V_ptr, scale, columns, V, OTHER_CAP)
-        value_b = _difference(own_b, other_b, own_b == -float("inf"))
-        own_max_b, own_sum_b, ahead_b = _online(own_b, value_b, own_max_b, own_sum_b, ahead_b)
-        other_max_b, other_sum_b, _ = _online(other_b, 0.0, other_max_b, other_sum_b, other_sum_b)
-    own_max, other_max = tl.max(own_max_b, 0), tl.max(other_max_b, 0)
-    share_b = tl.exp(own_max_b - own_max)
-    own_sum_b, other_sum_b = own_sum_b * share_b, other_sum_b * tl.exp(other_max_b - other_max)
-    own_sum, other_sum = tl.sum(own_sum_b, 0), tl.sum(other_sum_b, 0)
-    excess = tl.sum(own_sum_b - other_sum_b, 0) / other_sum
-    log_ratio = tl.where(tl.abs(excess) < 0.25, log1p(excess), tl.log(own_sum / other_sum))
-    mean = tl.sum(_weighted(share_b, ahead_b), 0) / own_sum - (own_max - other_max)
+    if SUMS:
+        own_max_b, other_max_b = tl.full([BLOCK], LOWEST, tl.float32), tl.full([BLOCK], LOWEST, tl.float32)
+        own_sum_b, other_sum_b = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        ahead_b = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            own_b, _, _ = load_logits(own_ptr, own_bias_V_ptr, scale, columns, V, OWN_CAP)
+            other_b, _, _ = load_logits(other_ptr, other_bias_V_ptr, scale, columns, V, OTHER_CAP)
+            value_b = _difference(own_b, other_b, own_b == -float("inf"))
+            own_max_b, own_sum_b, ahead_b = _online(own_b, value_b, own_max_b, own_sum_b, ahead_b)
+            other_max_b, other_sum_b, _ = _online(other_b, 0.0, other_max_b, other_sum_b, other_sum_b)
+        own_max, other_max = tl.max(own_max_b, 0), tl.max(other_max_b, 0)
+        share_b = tl.exp(own_max_b - own_max)
+        own_sum_b, other_sum_b = own_sum_b * share_b, other_sum_b * tl.exp(other_max_b - other_max)
+        own_sum, other_sum = tl.sum(own_sum_b, 0), tl.sum(other_sum_b, 0)
+        excess = tl.sum(own_sum_b - other_sum_b, 0) / other_sum
+        log_ratio = tl.where(tl.abs(excess) < 0.25, log1p(excess), tl.log(own_sum / other_sum))
+        mean = tl.sum(_weighted(share_b, ahead_b), 0) / own_sum - (own_max - other_max)
+    else:
+        own_max, own_sum = tl.load(own_max_C_ptr + row), tl.load(own_sum_C_ptr + row)
+        other_max, other_sum = tl.load(other_max_C_ptr + row), tl.load(other_sum_C_ptr + row)
+        log_ratio, mean = tl.load(log_ratio_C_ptr + row), 0.0
     loss = mean - log_ratio
     if JENSEN_SHANNON:
         mean, loss = 0.0, 0.0
@@ -207,9 +216,11 @@ def divergence_(
     coef_C: Tensor,
     beta: float,
     *,
-    take_stats: bool,
+    take_sums: bool,
+    take_means: bool,
     gradient_dtype: torch.dtype | None,
     pass_logits: int,
+    part: bool = False,
 ) -> Tensor | None:  # [C, B]
     """Take the statistics, and write the gradient over the student's product.
 
@@ -222,7 +233,7 @@ def divergence_(
     # teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}
     scale = 1 / student.temperature
-    if take_stats and C:
+    if (take_sums or take_means) and C:
         of_student = student, stat.student_max_N, stat.student_sum_N
         of_teacher = teacher, stat.teacher_max_N, stat.teacher_sum_N
         own, other = (of_student, of_teacher) if beta else (of_teacher, of_student)
@@ -243,9 +254,12 @@ def divergence_(
             beta,
             OWN_CAP=own[0].largest,
             OTHER_CAP=other[0].largest,
-            JENSEN_SHANNON=0 < beta < 1,
+            JENSEN_SHANNON=take_means and 0 < beta < 1,
+            SUMS=take_sums,
             **options,
         )
+        if part and take_sums and beta == 0:
+            stat.log_ratio_N.neg_()  # d is of the student's sum over the teacher's
     if gradient_dtype is None:
         return None
     grad_CB = gradient_view(student.product_CB, gradient_dtype)

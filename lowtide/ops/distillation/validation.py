@@ -22,15 +22,15 @@ from lowtide.ops.linear_cross_entropy.definition.validation import REDUCTIONS, c
 OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 
 
-def check_heads(heads: Heads) -> None:
-    """Raise unless the tensors of both heads fit each other."""
+def check_heads(heads: Heads, *, divided: bool = False) -> None:
+    """Raise unless the tensors of both heads fit each other; a rank may have none of divided classes."""
     given = heads._asdict()
     named = {name: tensor for name, tensor in given.items() if name not in OPTIONAL or tensor is not None}
     check_tensors(named)
     for side in ("student", "teacher"):
         names = (f"{side}_input", f"{side}_weight")
         check_term(names, *(named[name] for name in names))
-    _check_shapes(named)
+    _check_shapes(named, least_classes=0 if divided else 1)
     check_devices(named)
     _check_dtypes(named)
 
@@ -57,10 +57,10 @@ def check_beta(beta: float) -> None:
         )
 
 
-def _check_shapes(named: dict[str, Tensor]) -> None:
+def _check_shapes(named: dict[str, Tensor], least_classes: int) -> None:
     """Raise unless classes and rows of both heads match."""
     leading, V = named["student_input"].shape[:-1], named["student_weight"].shape[0]
-    if V == 0:
+    if least_classes > V:
         raise ArgumentError("student_weight must have at least one class, got none")
     if named["teacher_weight"].shape[0] != V:
         raise ArgumentError(

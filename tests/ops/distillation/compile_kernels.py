@@ -28,7 +28,7 @@ def _statistics(**changes: Any) -> Build:
         "own_CV other_CV own_bias_V other_bias_V own_max_C own_sum_C other_max_C other_sum_C log_ratio_C "
         "mean_C loss_C",
         "V own_stride other_stride",
-        {"OWN_CAP": 0.0, "OTHER_CAP": 0.0, "JENSEN_SHANNON": False} | changes,
+        {"OWN_CAP": 0.0, "OTHER_CAP": 0.0, "JENSEN_SHANNON": False, "SUMS": True} | changes,
     )
 
 
@@ -56,6 +56,7 @@ BUILDS = {
     "statistics, with all options": _statistics(**_BENT),
     "statistics, Jensen-Shannon": _statistics(JENSEN_SHANNON=True),
     "statistics, Jensen-Shannon, with all options": _statistics(JENSEN_SHANNON=True, **_BENT),
+    "statistics, Jensen-Shannon, of given sums": _statistics(JENSEN_SHANNON=True, SUMS=False),
     "gradient, forward": _gradient(FORWARD=True),
     "gradient, forward, float32": _gradient(FORWARD=True, grad_CB_ptr=F32),
     "gradient, reverse": _gradient(REVERSE=True),

@@ -69,7 +69,8 @@ class Case:
             known,
             self.coef,
             beta,
-            take_stats=statistics is None,
+            take_sums=statistics is None,
+            take_means=statistics is None,
             gradient_dtype=gradient_dtype,
             pass_logits=pass_logits,
         )

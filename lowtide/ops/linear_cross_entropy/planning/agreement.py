@@ -97,7 +97,7 @@ def agree(call: OwnCall) -> Agreement:
     own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
-    message = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
+    message: dict[str, Any] = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
     ranks = _exchange(group, message, call.device)
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]

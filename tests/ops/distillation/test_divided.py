@@ -1,0 +1,72 @@
+"""Heads whose classes are divided over real processes: student and teacher alike, exact in every way."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+
+RANKS = "tests.ops.distillation.divided_ranks"
+SCENARIOS = ("excluded", "near_teacher", "errors", "compiled", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    return run_ranks(RANKS, store, ["matrix float64", "matrix bfloat16", *SCENARIOS, "moved", "peak"])
+
+
+def check_matrix(results, kind, least):
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+        assert not rank[kind]["failed"]
+        assert rank[kind]["count"] >= least
+
+
+def test_values(results):
+    """Loss and gradients against the dense truth: layouts, ways to pass shards, divergences, options."""
+    check_matrix(results, "matrix float64", 128)
+    check_matrix(results, "matrix bfloat16", 24)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_values_more_ranks(tmp_path, ranks):
+    kinds = ["matrix float64", "matrix float32", "matrix float16"]
+    found = run_ranks(RANKS, tmp_path / "store", kinds, ranks=ranks)
+    for kind in kinds:
+        check_matrix(found, kind, 24)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenario(results, scenario):
+    """Each asserts what it finds, on every rank."""
+    for rank in results:
+        assert "raised" not in rank[scenario], rank[scenario]["raised"]
+
+
+def test_collectives(results):
+    """One gather of six numbers a row, two more for Jensen-Shannon; one sum of dX."""
+    N, D, size = 24, 6, 4
+    for rank in results:
+        kl, js = ([tuple(each) for each in rank["moved"][name]] for name in ("forward", "js 0.5"))
+        agreement, gradient = ("gather", 2048), ("sum_", N * D * size)
+        assert kl == [agreement, ("gather", 6 * N * size), gradient]
+        assert js == [agreement, ("gather", 6 * N * size), ("gather", 2 * N * size), gradient]
+
+
+def test_memory(results):
+    """Two chunks of both heads' logits at a time, and no logits of all rows."""
+    for rank in results:
+        found = rank["peak"]
+        assert max(found["replicated"], found["tokens"]) <= found["workspace"] < found["logits"] // 4
+
+
+def test_triton(tmp_path):
+    """The kernel's statistics of parts, merged, are those of all classes."""
+    pytest.importorskip("triton")
+    (rank,) = run_ranks(RANKS, tmp_path / "store", ["triton"], ranks=1)
+    assert "raised" not in rank["triton"], rank["triton"]["raised"]
