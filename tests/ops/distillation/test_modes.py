@@ -165,7 +165,7 @@ def test_opcheck(device, beta, reduction, wanted):
     arguments = (*heads, wanted, *DistillationOptions(beta, 1.3, reduction, None, 2.0, 3.0))
     if reduction == "none":
         upstream = torch.randn(5, device=device)
-        torch.library.opcheck(torch.ops.lowtide.distillation_backward.default, (upstream, *arguments))
+        torch.library.opcheck(torch.ops.lowtide.distillation_backward.default, (upstream, None, *arguments))
         arguments = (*heads, [False] * 3, *arguments[len(heads) + 1 :])
     torch.library.opcheck(torch.ops.lowtide.distillation.default, arguments)
 
