@@ -33,7 +33,7 @@ from lowtide.tools.bench.heads.table import HEAD_ROWS
 from lowtide.tools.bench.heads.table import draw as draw_heads
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
-from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
+from lowtide.tools.bench.providers import DIVIDED, PROVIDERS, SWEPT, Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter, Format
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
@@ -121,8 +121,8 @@ def linear_cross_entropy(
     gradients, and its errors against products in a wider dtype.
 
     With --tp each rank has all tokens and its part of the classes, whose
-    products are its floor. The rows are lowtide's: rank 0's times, and the
-    largest peak and errors of all ranks.
+    products are its floor. The rows are lowtide's and torch's loss_parallel:
+    rank 0's times, and the largest peak and errors of all ranks.
     """
     on = choose_device(device)
     with joined(on):
@@ -141,9 +141,7 @@ def linear_cross_entropy(
 
         from_first(check)
         cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
-        known: Sequence[Provider] = PROVIDERS
-        if tp is not None:
-            known = [each for each in PROVIDERS if each.distribution == "lowtide"]
+        known: Sequence[Provider] = PROVIDERS if tp is None else DIVIDED
         budget_ms = BUDGET_MS
         if along:
             cases = [each for center in cases for each in sweep(center, [axis.value for axis in along])]

@@ -17,13 +17,14 @@ BENCH = ("bench", "linear-cross-entropy", "--device", "cpu", "--smoke")
 
 
 def test_rows_of_uneven_shards(tmp_path):
-    options = ("--tp", "3", "--provider", "lowtide", "--provider", "lowtide-64MiB", "--out", "tp.csv")
+    names = ("lowtide", "lowtide-64MiB", "loss-parallel")
+    options = ("--tp", "3", *(word for name in names for word in ("--provider", name)), "--out", "tp.csv")
     done = torchrun(tmp_path, *BENCH, *options, ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("smoke-cpu-tp3: 256 x 64 x 1024 float32 on cpu, classes over 3 ranks, step") == 1
     with (tmp_path / "tp.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["provider"] for row in rows] == ["lowtide", "lowtide-64MiB"]
+    assert [row["provider"] for row in rows] == [*names]
     for row in rows:
         assert (row["case"], row["classes"], row["status"]) == ("smoke-cpu-tp3", "1024", "ok"), row["reason"]
         assert row["command"].startswith("torchrun --nproc-per-node=3 -m lowtide bench linear-cross-entropy")

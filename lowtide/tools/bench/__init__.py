@@ -5,6 +5,7 @@ Every row is measured in turn with a floor or with its peers, in one process.
 Modules, in the order of imports:
 
 * cases: the shapes of the loss's benchmark, and their tensors.
+* loss_parallel: the loss by torch's loss_parallel, for classes divided over ranks.
 * providers: the implementations of the loss, and what an entry of the benchmark is.
 * measure: one row, an entry on a case.
 * table: rows as a table and as a CSV.

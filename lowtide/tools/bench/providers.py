@@ -109,6 +109,13 @@ def _compiled(backend: str, case: Case) -> Loss:
     return partial(compiled, softcap=case.softcap)
 
 
+def _loss_parallel(case: Case) -> Loss:
+    from lowtide.tools.bench.loss_parallel import loss_parallel_of
+
+    loss: Loss = loss_parallel_of(case)
+    return loss
+
+
 def _torch_chunked(case: Case) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
@@ -173,4 +180,10 @@ PROVIDERS = (
     Provider("cut-cross-entropy", "cut-cross-entropy", _cut_cross_entropy),
     Provider("quack", "quack-kernels", partial(_quack, False)),
     Provider("quack-scaled-exp", "quack-kernels", partial(_quack, True)),
+)
+
+# Of a head whose classes are divided over ranks.
+DIVIDED = (
+    *(provider for provider in PROVIDERS if provider.distribution == "lowtide"),
+    Provider("loss-parallel", "torch", _loss_parallel),
 )
