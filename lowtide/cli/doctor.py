@@ -195,6 +195,15 @@ def linear_cross_entropy(
     tokens_sharded: Annotated[
         bool, typer.Option("--tokens-sharded", help="The ranks divide the tokens as well.")
     ] = False,
+    segments: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MOST_SIZE, help="Of the classes, for the same bits on any ranks.", show_default="none"
+        ),
+    ] = None,
+    log_probs: Annotated[
+        bool, typer.Option("--log-probs", help="Of linear_log_probs, differentiated by log_prob.")
+    ] = False,
 ) -> None:
     """Show how linear_cross_entropy computes a call, and in what pieces.
 
@@ -224,9 +233,12 @@ def linear_cross_entropy(
         row_weight=row_weight,
         ranks=ranks,
         tokens_sharded=tokens_sharded,
+        segments=segments,
+        log_probs=log_probs,
     )
     found = call.describe()
-    title = f"linear_cross_entropy: {tokens} x {features} x {classes} {dtype.value} on {call.device}"
+    name = "linear_log_probs" if log_probs else "linear_cross_entropy"
+    title = f"{name}: {tokens} x {features} x {classes} {dtype.value} on {call.device}"
     _print(_console(), title, found)
 
 

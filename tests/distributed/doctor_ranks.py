@@ -31,6 +31,13 @@ REPLICATED = {
     "chunks, none": replace(SMALL, reduction="none"),
     "chunks, bfloat16": replace(SMALL, dtype=torch.bfloat16, N=1201),
     "chunks, none, bfloat16": replace(SMALL, dtype=torch.bfloat16, reduction="none"),
+    "log-probs": replace(PLAIN, log_probs=True),
+    "log-probs, no gradients": replace(PLAIN, log_probs=True, gradients=False),
+    "chunks, log-probs": replace(SMALL, log_probs=True, bias=True),
+    "segments": replace(PLAIN, V=504, segments=4),
+    "segments, smoothing": replace(PLAIN, V=504, segments=8, label_smoothing=0.1),
+    "segments, last smaller": replace(PLAIN, V=503, segments=4),
+    "chunks, segments, log-probs": replace(SMALL, N=120, V=504, segments=4, log_probs=True),
     "few rows, many classes": replace(SMALL, V=20_001, dtype=torch.bfloat16, workspace=600_000),
 }
 PROBABILITIES = {
@@ -77,22 +84,32 @@ def issue(call, rank):
     target = torch.zeros(N, dtype=torch.long)
     if call.probabilities is not None:
         target = torch.zeros(N, V, dtype=call.probabilities)
+    bias = torch.zeros(V, dtype=call.dtype, requires_grad=call.gradients) if call.bias else None
+    divided = {
+        "group": dist.group.WORLD,
+        "first_class": first,
+        "num_classes": call.V,
+        "tokens_sharded": call.tokens_sharded,
+        "segments": call.segments,
+        "workspace": call.workspace,
+    }
+    if call.log_probs:
+        found = lowtide.linear_log_probs(x, w, target, linear_bias=bias, **divided)
+        if call.gradients:
+            found.log_prob.sum().backward()
+        return
     loss = lowtide.linear_cross_entropy(
         x,
         w,
         target,
-        linear_bias=torch.zeros(V, dtype=call.dtype, requires_grad=call.gradients) if call.bias else None,
+        linear_bias=bias,
         softcap=call.softcap,
         label_smoothing=call.label_smoothing,
         z_loss=call.z_loss,
         weight=torch.ones(V, dtype=call.dtype) if call.weight else None,
         row_weight=torch.ones(N, dtype=call.dtype) if call.row_weight else None,
         reduction=call.reduction,
-        workspace=call.workspace,
-        group=dist.group.WORLD,
-        first_class=first,
-        num_classes=call.V,
-        tokens_sharded=call.tokens_sharded,
+        **divided,
     )
     if call.gradients:
         loss.sum().backward()

@@ -75,6 +75,8 @@ def test_one_line():
             "needs targets that are classes",
         ),
         (("--ranks", "2", "--backend", "reference"), "backend must be 'auto', 'triton' or 'torch'"),
+        (("--ranks", "2", "--segments", "3"), "choose segments that the number of ranks divides"),
+        (("--log-probs", "--weight"), "--log-probs is linear_log_probs"),
         (("--ranks", "0"), "should be greater than or equal to 1"),
     ],
 )

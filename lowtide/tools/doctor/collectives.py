@@ -53,23 +53,26 @@ def collectives(
     n = rank_tokens
     N = n * ranks if own else n
     chunks = -(-N // chunk)
-    # The loss of each row has a backward of its own, which computes the logits again.
-    again = plan.needs_grad.some and options.reduction == "none"
+    # Results by row have a backward of its own, which computes the logits again.
+    again = plan.needs_grad.some and (options.reduction == "none" or kind.log_probs)
     calls = 1 + again
     agreements = calls * (2 if own and tokens % ranks else 1)
-    vectors = calls * row_weight + 3 * again  # the upstream gradient, and a maximum and a sum of each row
-    statistics = 3 + smoothing + kind.probabilities
+    # The upstream gradient, of log-probabilities that of log_prob alone, and each row's statistics.
+    vectors = calls * row_weight + (3 + kind.log_probs) * again
+    statistics = 3 + smoothing + kind.probabilities + 2 * kind.log_probs
+    parts = -(-plan.options.num_classes // ranks)  # classes of a rank, and then its segments
+    parts = -(-parts // options.shard.segment_classes) if options.segments else 1
     gradients = plan.needs_grad.inputs[0]
     found = [
         Collective("gather", "the agreement", agreements, agreements * MESSAGE_BYTES),
         Collective("gather", "targets", calls * own, calls * INDEX_BYTES * n),
         Collective("gather", "vectors of rows", vectors * own, vectors * number * n),
         Collective("sum", "the targets' weights", calls * weights, calls * number * N),
-        Collective("gather", "the shards' totals", calls * smoothing, calls * number),
+        Collective("gather", "the shards' totals", calls * smoothing, calls * number * parts),
         Collective(
             "gather", "tokens", calls * chunks * own, calls * plan.compute_dtype.itemsize * features * n
         ),
-        Collective("gather", "statistics", chunks, statistics * number * N),
+        Collective("gather", "statistics", chunks, statistics * number * parts * N),
         Collective(
             "sum and scatter" if own else "sum",
             "the input's gradient",

@@ -15,6 +15,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scal
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine, make_plan, with_graph_facts
+from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -66,6 +67,9 @@ class Call:
     ranks: int = 1
     """The ranks that the classes are divided over."""
     tokens_sharded: bool = False
+    segments: int | None = None
+    log_probs: bool = False
+    """True for linear_log_probs, which has no reduction and no weights."""
 
     @property
     def own_classes(self) -> int:
@@ -95,11 +99,22 @@ class Call:
             raise ArgumentError(
                 "--tokens-sharded needs targets that are classes, got --probabilities; leave one of them out"
             )
-        if self.ranks > 1 and self.backend == "reference":
+        if (self.ranks > 1 or self.segments is not None) and self.backend == "reference":
             raise ArgumentError(
-                "backend must be 'auto', 'triton' or 'torch' where classes are divided over ranks, got "
-                "'reference'"
+                "backend must be 'auto', 'triton' or 'torch' where classes are divided over ranks, or into "
+                "segments, got 'reference'"
             )
+        if self.log_probs and (self.probabilities is not None or self.weight or self.row_weight):
+            raise ArgumentError(
+                "--log-probs is linear_log_probs, which takes targets that are classes and no weights, got "
+                "--probabilities, --weight or --row-weight; leave them out"
+            )
+        if self.segments is not None:
+            layout = [
+                (first, min(self.own_classes, self.V - first))
+                for first in (min(rank * self.own_classes, self.V) for rank in range(self.ranks))
+            ]
+            check_layout(layout, self._shard())
         wants = self.gradients
         needs_grad = NeedsGrad((wants,), (wants,), wants and self.bias, False)
         casts = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
@@ -127,14 +142,19 @@ class Call:
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
-                shard=self._shard() if self.ranks > 1 else None,
+                shard=self._shard() if self.ranks > 1 or self.segments else None,
             )
-            call_kind = CallKind(needs_grad, False, self.probabilities, self.weight)
+            call_kind = CallKind(needs_grad, self.log_probs, self.probabilities, self.weight)
             scale = scale_of(self.logit_scale, input_ND)
             return PlannedCall(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
 
     def _shard(self) -> VocabShard:
-        return VocabShard(ranks=self.ranks, num_classes=self.V, tokens_sharded=self.tokens_sharded)
+        return VocabShard(
+            ranks=self.ranks,
+            num_classes=self.V,
+            tokens_sharded=self.tokens_sharded,
+            segments=self.segments or 0,
+        )
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -187,7 +207,10 @@ class Call:
     def divided(self) -> str:
         """Return what a rank has and what it moves, in a line."""
         tokens = f"{self.own_tokens:,} of {self.N:,} tokens" if self.tokens_sharded else "all tokens"
-        has = f"each has {self.own_classes:,} of {self.V:,} classes and {tokens}"
+        classes = f"{self.own_classes:,} of {self.V:,} classes"
+        if self.segments:
+            classes += f", in segments of {self._shard().segment_classes:,},"
+        has = f"each has {classes} and {tokens}"
         return f"{has}; moves: {', '.join(map(str, self.collectives()))}"
 
     def collectives(self) -> list[Collective]:

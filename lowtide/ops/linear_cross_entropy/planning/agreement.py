@@ -101,7 +101,7 @@ def agree(call: OwnCall) -> Agreement:
     ranks = _exchange(group, message, call.device)
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
-    _check_layout(layout, shard)
+    check_layout(layout, shard)
     counts = [len(shard.parts_of(*each)) for each in layout]
     most, rows = max(counts), [each["own"]["rows"] for each in ranks]
     tokens = tuple(each["own"]["tokens"] for each in ranks)
@@ -230,7 +230,7 @@ def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
             raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}{advice}")
 
 
-def _check_layout(layout: Sequence[tuple[int, int]], shard: VocabShard) -> None:
+def check_layout(layout: Sequence[tuple[int, int]], shard: VocabShard) -> None:
     """Raise unless the ranks hold each class once, and whole segments."""
     held = sorted(each for each in layout if each[1])
     ends = [0, *(first + classes for first, classes in held)]
