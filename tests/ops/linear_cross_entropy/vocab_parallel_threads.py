@@ -38,7 +38,7 @@ def in_threads(ranks: int, run: Callable[[int], Any]) -> list[Any]:
         try:
             found[rank] = run(rank)
         except BaseException as error:
-            errors.append((rank, error))
+            errors.append(error)
             ProcessLocalGroup.exception_handle(error)
         finally:
             dist.destroy_process_group()
@@ -49,8 +49,9 @@ def in_threads(ranks: int, run: Callable[[int], Any]) -> list[Any]:
     for each in threads:
         each.join(60)
         assert not each.is_alive(), "a rank waits for ever"
-    if errors:
-        raise errors[0][1]
+    ProcessLocalGroup.reset()
+    if errors:  # an error of one rank ends the others by SystemExit
+        raise next((each for each in errors if isinstance(each, Exception)), errors[0])
     return found
 
 
