@@ -5,6 +5,7 @@ The exit status is then 1. A defect of lowtide keeps its traceback.
 
 import errno
 import os
+import re
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "alloc_cpu", "bad allocation", "std::bad_alloc"),
     *("Storage size calculation overflowed", "invalid size, tried to allocate"),
 )
+# Options that are not called as the argument that they are passed as.
+RENAMED = {"p": "dropout", "attn_bias": "bias"}
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota of the disk is used up",
@@ -37,6 +40,8 @@ class Commands(TyperGroup):
             said = sentence(error)
             if said is None:
                 raise
+            if isinstance(error, (ArgumentError, ArgumentTypeError)):
+                said = in_options(said, self.commands.get(ctx.invoked_subcommand, self).params)
             show(f"{_name(ctx)}: {said}")
             raise typer.Exit(1) from error
 
@@ -54,6 +59,17 @@ def sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         return describe(error)
     return None
+
+
+def in_options(said: str, parameters: list[Any]) -> str:
+    """Return the sentence with the names of options, where it has those of a function's arguments."""
+    options = {each.name: each.opts[0] for each in parameters}
+    for argument in (*options, *RENAMED):
+        option = options.get(RENAMED.get(argument, argument))
+        if option is not None:
+            said = re.sub(rf"^{argument}(?= )", option, said)
+            said = re.sub(rf"\b{argument}='(\w+)'", rf"{option} \1", said)
+    return re.sub(r", or None for (the default|none)", "", said)  # what is left out
 
 
 def describe(error: OSError) -> str:

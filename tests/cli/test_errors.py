@@ -240,6 +240,26 @@ def test_user_errors_are_sentences(error, message, monkeypatch):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("linear-cross-entropy --label-smoothing 2", "--label-smoothing must be in [0, 1], got 2.0"),
+        ("linear-cross-entropy --softcap -1", "--softcap must be a finite number above 0, got -1.0"),
+        ("linear-cross-entropy --backend x", "--backend must be one of 'auto', "),
+        ("linear-cross-entropy --workspace 9", "--workspace must hold one row"),
+        ("linear-cross-entropy --dtype float64 --backend triton", "--backend triton cannot run this call"),
+        ("attention --dropout 2", "--dropout must be in [0, 1], got 2.0"),
+        ("attention --bias 1,3,M,N", "--bias must broadcast to 1 batches, 16 heads"),
+        ("attention --layout BMK --heads 3", "--heads must be 1 in the layout BMK, got 3"),
+    ],
+)
+def test_errors_of_a_call_name_options(words, message):
+    done = invoke("doctor", *words.split())
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"lowtide doctor {words.split()[0]}: {message}")
+    assert "None for" not in done.stderr
+
+
 def test_defect_keeps_traceback(monkeypatch):
     for error in (RuntimeError("a defect"), ValueError("a defect"), KeyError("a defect")):
         assert errors.sentence(error) is None

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from lowtide.core.arguments import advises_on_names
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition import layouts
@@ -24,7 +25,28 @@ from lowtide.ops.attention.definition.validation import (
 
 Window = tuple[int | None, int | None]
 
+# What to do in place of an argument that torch, FlashAttention, FlexAttention or xformers has.
+INSTEAD_OF = {
+    "attn_mask": "pass attn_bias",
+    "dropout_p": "pass p",
+    **dict.fromkeys(("is_causal", "causal"), "pass attn_bias=lowtide.attn_bias.LowerTriangularMask()"),
+    "softmax_scale": "pass scale",
+    "window_size": "pass window",
+    "op": "pass backend",
+    "score_mod": "pass attn_bias, a tensor, or softcap",
+    "block_mask": "pass attn_bias, a mask of lowtide.attn_bias or a tensor",
+}
+INSTEAD_OF_IN_TORCH = {
+    "attn_bias": "pass attn_mask",
+    "p": "pass dropout_p",
+    **dict.fromkeys(
+        ("softcap", "window", "seed", "generator", "backend"),
+        "call lowtide.memory_efficient_attention, which has it",
+    ),
+}
 
+
+@advises_on_names(INSTEAD_OF)
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -133,6 +155,7 @@ def memory_efficient_attention(
     return out
 
 
+@advises_on_names(INSTEAD_OF)
 def memory_efficient_attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -171,6 +194,7 @@ def memory_efficient_attention_with_lse(
     return out, logsumexp
 
 
+@advises_on_names(INSTEAD_OF_IN_TORCH)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lowtide.core.arguments import advises_on_names
 from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import by_class, takes_data_sharded_head
+from lowtide.ops.linear_cross_entropy.definition.advice import INSTEAD_OF
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 
 
+@advises_on_names(INSTEAD_OF)
 @gathers_head
 @takes_data_sharded_head
 def linear_cross_entropy(
@@ -268,6 +271,7 @@ def _loss(
     )
 
 
+@advises_on_names(INSTEAD_OF)
 @gathers_head
 @takes_data_sharded_head
 def linear_log_probs(
@@ -403,11 +407,15 @@ class LinearCrossEntropyLoss(nn.Module):
         The others are those of :func:`linear_cross_entropy`. Row weights and the normaliser go to
         the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
 
+    For the weight of a head that another module owns (Liger's module takes it in the call), use
+    :func:`linear_cross_entropy`.
+
     `parallelize_module` with ``{"linear": ColwiseParallel()}`` divides the classes over ranks.
     """
 
     weight: Tensor | None
 
+    @advises_on_names(INSTEAD_OF)
     def __init__(
         self,
         in_features: int,

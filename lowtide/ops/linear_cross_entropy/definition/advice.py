@@ -8,6 +8,29 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+# What to do in place of an argument that Liger, Cut Cross-Entropy or torch has, or a model's config.
+INSTEAD_OF = {
+    **dict.fromkeys(("_input", "e", "hidden", "hidden_states"), "pass input"),
+    **dict.fromkeys(("lin_weight", "c"), "pass linear_weight"),
+    **dict.fromkeys(("label", "labels", "targets"), "pass target"),
+    "bias": "pass linear_bias",
+    **dict.fromkeys(("ce_weight", "class_weight"), "pass weight"),
+    "lse_square_scale": "pass z_loss",
+    "return_z_loss": "call lowtide.losses.z_loss, which is the z-loss alone",
+    **dict.fromkeys(
+        ("return_token_accuracy", "return_predicted_tokens"),
+        "take argmax of lowtide.linear_log_probs",
+    ),
+    "use_token_scaling": "pass row_weight, the probabilities of the targets without gradient",
+    **dict.fromkeys(("accum_dtype", "accum_e_fp32", "accum_c_fp32"), "pass nothing: sums are float32"),
+    **dict.fromkeys(("filter_eps", "impl"), "pass nothing: every gradient is exact"),
+    "shift": "slice: input[:, :-1] and target[:, 1:]",
+    "vocab_parallel_options": "pass group",
+    **dict.fromkeys(("options", "chunk_size"), "pass workspace, a number of bytes"),
+    **dict.fromkeys(("logit_softcap", "final_logit_softcapping"), "pass softcap"),
+    "temperature": "pass logit_scale=1 / temperature",
+}
+
 INPUT_FIRST = "; input comes first: pass (input, linear_weight, target)"
 
 
