@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.tools.errors import UserError
+from lowtide.tools.ranks import tell_torchrun
 
 # On a host without memory torch raises a plain RuntimeError; only its text identifies it.
 NO_MEMORY = (
@@ -43,6 +44,7 @@ class Commands(TyperGroup):
             if isinstance(error, (ArgumentError, ArgumentTypeError)):
                 said = in_options(said, self.commands.get(ctx.invoked_subcommand, self).params)
             show(f"{_name(ctx)}: {said}")
+            tell_torchrun(f"{_name(ctx)}: {said}")
             raise typer.Exit(1) from error
 
 

@@ -1,8 +1,10 @@
 """Run a command on the ranks that torchrun starts; the first of them reads, writes and prints."""
 
 import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -27,6 +29,15 @@ def world_size() -> int:
 def is_first() -> bool:
     """Return True on rank 0, and in a process alone."""
     return not launched() or os.environ["RANK"] == "0"
+
+
+def tell_torchrun(sentence: str) -> None:
+    """Let the report that torchrun prints of an error, behind a traceback of its own, end with this."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
 
 
 def check_launched(option: str, example: str, ranks: int = 2) -> None:

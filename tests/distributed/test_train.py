@@ -3,6 +3,7 @@
 import argparse
 import csv
 import inspect
+import re
 import struct
 
 import pytest
@@ -88,8 +89,11 @@ def test_resumed_run_is_the_whole_one(tmp_path, options):
     ],
 )
 def test_errors_are_told_once(tmp_path, arguments, said):
+    """In a line, and in the report that torchrun ends with."""
     done = train(tmp_path, *arguments.split())
     assert done.returncode == 1
-    assert done.stderr.count("lowtide train: ") == done.stderr.count(said) == 1
+    assert len(re.findall(rf"^lowtide train: .*{said}", done.stderr, re.MULTILINE)) == 1
+    assert len(re.findall(rf"^ *traceback *: lowtide train: .*{said}", done.stderr, re.MULTILINE)) == 1
+    assert done.stderr.count("lowtide train: ") == done.stderr.count(said) == 2
     assert "lowtide/cli" not in done.stderr, "no traceback but torchrun's own"
     assert not (tmp_path / "out").exists()

@@ -1,7 +1,10 @@
 """What a process of torchrun knows of itself, before any group: tests/distributed has real ones."""
 
+import json
+
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lowtide.cli.parameters import check_output
 from lowtide.tools import ranks
@@ -40,3 +43,13 @@ def test_more_processes_than_cards(third_of_four, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match="give --nproc-per-node=2, or --device cpu"), ranks.joined("cuda"):
         pass
+
+
+def test_report_of_torchrun_has_the_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    ranks.tell_torchrun("lowtide train: --data x: there is no such file")
+    report = str(ChildFailedError("lowtide", {0: ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))}))
+    assert "traceback : lowtide train: --data x: there is no such file\n" in report
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "nowhere" / "error.json"))
+    ranks.tell_torchrun("as before")
+    assert "as before" not in json.dumps([each.read_text() for each in tmp_path.iterdir()])
