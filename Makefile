@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
-.PHONY: demo docs test test-extended test-all test-builds test-gpu test-package test-versions fuzz fuzz-gpu lint bench \
+.PHONY: demo docs tables test test-extended test-all test-builds test-gpu test-package test-versions fuzz fuzz-gpu lint bench \
 	bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
@@ -26,6 +26,9 @@ test-all: test test-extended
 
 docs: $(READY_FOR_DOCS)  ## this site into docs/_build/html, without network; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+
+tables: $(READY_FOR_DOCS)  ## the tables in the pages of docs/, from benchmarks/*.csv and the code
+	PYTHONPATH=$(CURDIR) $(BIN)/python docs/_extensions/page_tables.py
 
 test-builds: $(READY)  ## compiles every kernel ahead of time that the tests leave to the builds beside it
 	$(PYTEST) -m every_build tests/ops/*/test_kernels_compile.py

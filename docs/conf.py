@@ -23,6 +23,7 @@ extensions = [
     "command_line",
     "contract_docstrings",
     "mathml",
+    "page_tables",
     "ways_of_a_call",
 ]
 exclude_patterns = ["_build", "_extensions"]

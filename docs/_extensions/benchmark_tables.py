@@ -13,7 +13,7 @@ Each number links to its run, which is listed below the table: command, commit, 
 """
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +130,98 @@ def describe(record: Record, command: str, file: str) -> str:
     return f"{command} · commit {commit} · {place} · {record['date'][:10]} · benchmarks/{file}"
 
 
+class Cell(NamedTuple):
+    """Hold a cell's text, and the record that it is a number of."""
+
+    text: str
+    record: Record | None = None
+
+
+class Table(NamedTuple):
+    heading: list[str]
+    body: list[list[Cell]]
+    numbers: list[bool]
+    """Which columns are of numbers."""
+
+
+def table_of(file: str, options: Mapping[str, str]) -> Table:
+    """Return the table of a directive's argument and options."""
+    records = records_of(file, options.get("where", ""), options.get("rows", ""))
+    names = [name.strip() for name in options["columns"].split(",")]
+    if "across" in options:
+        heading, body = _pivot(records, names, options["across"])
+    else:
+        heading = [COLUMNS[name].heading for name in names]
+        body = [_cells(record, names) for record in records]
+    numbers = [name not in TEXTS for name in names] + [True] * (len(heading) - len(names))
+    return Table(heading, body, numbers)
+
+
+def _cells(record: Record, names: Sequence[str]) -> list[Cell]:
+    failed = record.get("status", "ok") != "ok"
+    cells = []
+    for name in names:
+        if name in TEXTS:
+            cells.append(Cell(COLUMNS[name].text(record)))
+        elif failed:
+            cells.append(Cell(record["status"] if name == names[1] else ""))
+        else:
+            cells.append(Cell(COLUMNS[name].text(record), record))
+    return cells
+
+
+def _pivot(records: Sequence[Record], names: Sequence[str], field: str) -> tuple[list[str], list[list[Cell]]]:
+    *labels, value = names
+    across = list(dict.fromkeys(record[field] for record in records))
+    lines: dict[tuple[str, ...], dict[str, Record]] = {}
+    for record in records:
+        key = tuple(COLUMNS[name].text(record) for name in labels)
+        lines.setdefault(key, {})[record[field]] = record
+    body = []
+    for key, found in lines.items():
+        cells = [Cell(each) for each in key]
+        for each in across:
+            there = each in found and found[each].get("status", "ok") == "ok"
+            cells.append(Cell(COLUMNS[value].text(found[each]), found[each]) if there else Cell("–"))
+        body.append(cells)
+    return [*(COLUMNS[name].heading for name in labels), *across], body
+
+
+class Runs:
+    """Number the runs that a table's rows are of, in the order of their first number."""
+
+    def __init__(self, file: str, command: str) -> None:
+        self.file, self.command = file, command
+        self.found: dict[tuple[str, str], tuple[int, Record]] = {}
+
+    def number(self, record: Record) -> int:
+        key = (record["lowtide"], record["date"])
+        return self.found.setdefault(key, (len(self.found) + 1, record))[0]
+
+    def described(self) -> list[tuple[int, str, str]]:
+        """Return each run's number, command, and the rest of what describes it."""
+        lines = []
+        for number, record in self.found.values():
+            command, _, rest = describe(record, self.command, self.file).partition(" · ")
+            lines.append((number, command, rest))
+        return lines
+
+
+def markdown(file: str, options: Mapping[str, str]) -> str:
+    """Return the table, and the runs that its numbers are of, for a page that is read as a file."""
+    if "absent" in options and not (BENCHMARKS / file).exists():
+        return options["absent"]
+    table, runs = table_of(file, options), Runs(file, options["command"])
+    lines = [table.heading, ["--:" if each else "---" for each in table.numbers]]
+    for cells in table.body:
+        lines.append([each.text for each in cells])
+        for each in cells:
+            if each.record is not None and each.text:
+                runs.number(each.record)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return text + "\n\n" + "\n".join(f"* `{command}` · {rest}" for _, command, rest in runs.described())
+
+
 class Benchmark(SphinxDirective):
     """Make the table of the rows that the options name."""
 
@@ -148,83 +240,28 @@ class Benchmark(SphinxDirective):
         self.env.note_dependency(str(BENCHMARKS / file))
         if "absent" in self.options and not (BENCHMARKS / file).exists():
             return [nodes.paragraph("", self.options["absent"])]
-        records = records_of(file, self.options.get("where", ""), self.options.get("rows", ""))
-        names = [name.strip() for name in self.options["columns"].split(",")]
-        runs = _Runs(file, self.options["command"], self.env.new_serialno("benchmark"))
-        if "across" in self.options:
-            heading, body = self._pivot(records, names, runs)
-        else:
-            heading = [COLUMNS[name].heading for name in names]
-            body = [self._cells(record, names, runs) for record in records]
-        numbers = [name not in TEXTS for name in names] + [True] * (len(heading) - len(names))
-        return [_table(heading, body, numbers), runs.listed()]
-
-    def _cells(self, record: Record, names: Sequence[str], runs: "_Runs") -> list[nodes.Node]:
-        failed = record.get("status", "ok") != "ok"
-        cells: list[nodes.Node] = []
-        for name in names:
-            if name in TEXTS:
-                cells.append(nodes.Text(COLUMNS[name].text(record)))
-            elif failed:
-                cells.append(nodes.Text(record["status"] if name == names[1] else ""))
-            else:
-                cells.append(runs.linked(COLUMNS[name].text(record), record))
-        return cells
-
-    def _pivot(
-        self, records: Sequence[Record], names: Sequence[str], runs: "_Runs"
-    ) -> tuple[list[str], list[list[nodes.Node]]]:
-        *labels, value = names
-        field = self.options["across"]
-        across = list(dict.fromkeys(record[field] for record in records))
-        lines: dict[tuple[str, ...], dict[str, Record]] = {}
-        for record in records:
-            key = tuple(COLUMNS[name].text(record) for name in labels)
-            lines.setdefault(key, {})[record[field]] = record
-        body: list[list[nodes.Node]] = []
-        for key, found in lines.items():
-            cells: list[nodes.Node] = [nodes.Text(each) for each in key]
-            for each in across:
-                there = each in found and found[each].get("status", "ok") == "ok"
-                cells.append(
-                    runs.linked(COLUMNS[value].text(found[each]), found[each]) if there else nodes.Text("–")
-                )
-            body.append(cells)
-        return [*(COLUMNS[name].heading for name in labels), *across], body
-
-
-class _Runs:
-    """Number the runs that a table's rows are of, in the order of their first number."""
-
-    def __init__(self, file: str, command: str, table: int) -> None:
-        self.file, self.command, self.table = file, command, table
-        self.found: dict[tuple[str, str], tuple[int, Record]] = {}
-
-    def linked(self, text: str, record: Record) -> nodes.Node:
-        if not text:
-            return nodes.Text("")
-        key = (record["lowtide"], record["date"])
-        number, _ = self.found.setdefault(key, (len(self.found) + 1, record))
-        return nodes.reference(
-            "",
-            text,
-            internal=True,
-            refid=self._id(number),
-            reftitle=describe(record, self.command, self.file),
-            classes=["measured"],
-        )
-
-    def listed(self) -> nodes.Node:
+        table, runs = table_of(file, self.options), Runs(file, self.options["command"])
+        place = f"run-{self.env.new_serialno('benchmark')}"
+        body = [[_linked(cell, runs, place) for cell in cells] for cells in table.body]
         items = nodes.bullet_list(classes=["runs"])
-        for number, record in self.found.values():
+        for number, command, rest in runs.described():
             paragraph = nodes.paragraph()
-            command, _, rest = describe(record, self.command, self.file).partition(" · ")
             paragraph += [nodes.literal("", command), nodes.Text(f" · {rest}")]
-            items += nodes.list_item("", paragraph, ids=[self._id(number)])
-        return items
+            items += nodes.list_item("", paragraph, ids=[f"{place}-{number}"])
+        return [_table(table.heading, body, table.numbers), items]
 
-    def _id(self, number: int) -> str:
-        return f"run-{self.table}-{number}"
+
+def _linked(cell: Cell, runs: Runs, place: str) -> nodes.Node:
+    if cell.record is None or not cell.text:
+        return nodes.Text(cell.text)
+    return nodes.reference(
+        "",
+        cell.text,
+        internal=True,
+        refid=f"{place}-{runs.number(cell.record)}",
+        reftitle=describe(cell.record, runs.command, runs.file),
+        classes=["measured"],
+    )
 
 
 def _table(

@@ -2,7 +2,10 @@
 every page, a formula, and the search."""
 
 import csv
+import os
 import re
+import subprocess
+import sys
 import urllib.request
 from html.parser import HTMLParser
 
@@ -58,6 +61,35 @@ class Tables(HTMLParser):
 def test_site_builds_without_warning(built):
     _, log = built
     assert log == "0\n"
+
+
+def test_tables_in_the_files_are_in_date():
+    """Those that readers of the files see are what the site's directives make."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, DOCS / "_extensions" / "page_tables.py", "--check"],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_tables_out_of_date_are_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    pytest.importorskip("sphinx")
+    import page_tables
+
+    (tmp_path / "page.md").write_text("<!-- {ways-of-attention} -->\n\nold\n\n<!-- end -->\n")
+    monkeypatch.setattr(page_tables, "DOCS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["page_tables.py", "--check"])
+    with pytest.raises(SystemExit, match=r"make tables would change page\.md"):
+        page_tables.main()
+    monkeypatch.setattr(sys, "argv", ["page_tables.py"])
+    page_tables.main()
+    assert "| call | on the CPU | on CUDA |" in (tmp_path / "page.md").read_text()
 
 
 def test_benchmark_table_has_the_numbers_of_the_csv(site):
