@@ -20,6 +20,7 @@ from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
 from tests.ops.linear_cross_entropy.calls import make_call, outcome
 from tests.ops.linear_cross_entropy.test_cpu_exponentials import off
+from tests.support.graphs import needs_tracing
 from tests.support.loss import (
     check,
     check_log_probs,
@@ -254,6 +255,7 @@ def test_checkpoint_chooses_again(monkeypatch, compared, made_off):
     check({"loss": loss_N.detach(), **dict(zip(leaves, found))}, inputs, reduction="none")
 
 
+@needs_tracing
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_call(monkeypatch, engines, reduction, layout):

@@ -5,10 +5,13 @@ gives the answer for which the caller takes its slower way: more memory, more ho
 definition in chunks, with the same results. Deferred logits and lowtide's tools use others.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _find(path: str) -> Any:
@@ -47,6 +50,18 @@ def _in_no_transform(_: Tensor) -> bool:
             "lowtide needs to know: upgrade lowtide, or use a release of torch that it is tested with"
         )
     return False
+
+
+# Before 2.11 torch.compile cannot read the properties of a NamedTuple, of which the code is full.
+TRACES_PROPERTIES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+UNTRACED = "torch.compile needs torch 2.11 to trace lowtide"
+
+
+def breaks_old_graphs(function: Function) -> Function:
+    """Let graphs of a torch before 2.11 end at a function's call, which then runs eagerly."""
+    if TRACES_PROPERTIES:
+        return function
+    return torch.compiler.disable(function, reason=UNTRACED)  # type: ignore[no-any-return]
 
 
 # The public equivalents (torch.library.register_autograd, a probe with every setting) cost time.

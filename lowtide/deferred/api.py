@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from lowtide.core import torch_private
 from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
@@ -87,7 +88,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         # A hook may still call this after undo().
-        floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        floating = len(args) > 0 and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if deferral._class is None or not self.training or not floating:
             return eager(self, *args, **kwargs)
         if torch.is_grad_enabled():
@@ -121,6 +122,8 @@ def _reason_against(head: nn.Module) -> str | None:
     everywhere = (modules._global_backward_hooks, modules._global_backward_pre_hooks)
     if any((head._backward_hooks, head._backward_pre_hooks, *everywhere)):
         return "a backward hook of the head"
+    if torch.compiler.is_compiling() and not torch_private.TRACES_PROPERTIES:
+        return "torch.compile before torch 2.11"
     return None
 
 

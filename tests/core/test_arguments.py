@@ -10,6 +10,7 @@ import lowtide
 from lowtide.core.arguments import advises_on_names
 from lowtide.ops.attention import api as attention
 from lowtide.ops.linear_cross_entropy.definition import advice
+from tests.support.graphs import needs_tracing
 
 TABLES = (
     (lowtide.linear_cross_entropy, advice.INSTEAD_OF),
@@ -89,6 +90,7 @@ def test_unknown_name_keeps_the_error_of_python():
         function()
 
 
+@needs_tracing
 def test_compiled_call_has_no_break():
     x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
     compiled = torch.compile(lowtide.linear_cross_entropy, backend="aot_eager", fullgraph=True)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowtide.core import torch_private
 
@@ -114,3 +115,26 @@ def test_no_other_private_name_in_the_operators():
             if path.name != "torch_private.py":
                 found = set(re.findall(r"\btorch\._C\.(?:\w+\.)*(\w+)", path.read_text()))
                 assert found <= known, path
+
+
+def test_graphs_break_where_torch_traces_no_properties(monkeypatch):
+    """The call runs eagerly, once for each run of the graph."""
+    monkeypatch.setattr(torch_private, "TRACES_PROPERTIES", False)
+    eager = []
+
+    @torch_private.breaks_old_graphs
+    def call(x):
+        eager.append(not torch.compiler.is_compiling())
+        return x.exp()
+
+    def step(x):
+        return 2 * call(x + 1)
+
+    x = torch.randn(3)
+    torch.testing.assert_close(torch.compile(step, backend="eager")(x), 2 * (x + 1).exp())
+    assert eager == [True]
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=torch_private.UNTRACED):
+        torch.compile(step, backend="eager", fullgraph=True)(x)
+    monkeypatch.setattr(torch_private, "TRACES_PROPERTIES", True)
+    assert torch_private.breaks_old_graphs(step) is step

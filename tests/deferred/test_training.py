@@ -14,6 +14,7 @@ import lowtide
 from lowtide.deferred import RealLogitsWarning
 from tests.deferred.helpers import V, check, make, norm, plain_and_deferred, within_eager
 from tests.ops.chunked_loss.helpers import close
+from tests.support.graphs import needs_tracing
 
 
 def trained(model, step, deferred, count=5):
@@ -299,6 +300,7 @@ def test_torch_func():
     close(list(found.values()), list(expected.values()))
 
 
+@needs_tracing
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_one_graph(backend):
     model, tokens, targets = make(tied=True)
@@ -316,6 +318,7 @@ def test_compile_one_graph(backend):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards do not look at a submodule's class")
+@needs_tracing
 def test_compile_before_deferral():
     model, tokens, _ = make()
     torch._dynamo.reset()
@@ -352,6 +355,7 @@ BREAKS = {
 }
 
 
+@needs_tracing
 # torch.compile's own, where a graph breaks
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", [*GRAPH, *REAL, *BREAKS])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lowtide.core.errors import ArgumentError
+from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.attention import delegate
 from lowtide.ops.attention.backend import BackendChoice, choose_backend
 from lowtide.ops.attention.definition import reference
@@ -17,6 +18,7 @@ from lowtide.ops.attention.definition.validation import check_operands
 from lowtide.ops.attention.operator import autograd, higher_order
 
 
+@breaks_old_graphs
 def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
     E = call.operands.value.shape[3]

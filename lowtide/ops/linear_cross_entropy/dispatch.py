@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
 from lowtide.core.checks import check_tensors
+from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
     Backend,
@@ -53,6 +54,7 @@ class LogProbs(NamedTuple):
     """The class with the largest logit, int64; the first of several."""
 
 
+@breaks_old_graphs
 def cross_entropy(
     inputs: Sequence[Tensor],  # each [..., D_k]
     linear_weights: Sequence[Tensor],  # each [V, D_k]
@@ -94,6 +96,7 @@ def cross_entropy(
     return run(head, Labels(target, weight, row_weight, normalizer), options)
 
 
+@breaks_old_graphs
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
     """Compute the loss of checked arguments by the operators, the row function or densely."""
     refuse_sharded_by_definition(head, labels, options)
@@ -116,6 +119,7 @@ def run(head: Head, labels: Labels, options: Options) -> Tensor:
     return loss.view(head.leading) if options.reduction == "none" else loss
 
 
+@breaks_old_graphs
 def log_probs(
     inputs: Sequence[Tensor],  # each [..., D_k]
     linear_weights: Sequence[Tensor],  # each [V, D_k]

@@ -8,6 +8,9 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.definition.operands import Operands, Options
 from tests.ops.attention.helpers import make_case, ours
+from tests.support.graphs import needs_tracing
+
+pytestmark = needs_tracing
 
 OPS = torch.ops.lowtide
 WANTED = [(True,) * 4, (True, False, False, False), (False, True, True, False), (False, False, False, True)]

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 import lowtide
 from tests.ops.linear_cross_entropy.kinds import KINDS, REDUCTIONS
 from tests.support.extended import all_extended_but
+from tests.support.graphs import needs_tracing
 from tests.support.loss import (
     Inputs,
     check,
@@ -24,6 +25,7 @@ from tests.support.loss import (
 )
 
 pytestmark = [
+    needs_tracing,
     # Of an intermediate, read by Dynamo itself; of torch.jit and others, imported by the compiler.
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
