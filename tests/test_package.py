@@ -44,7 +44,8 @@ def test_pythons_and_torches_are_those_declared():
     assert f'requires-python = ">={script.PYTHONS[0]}"' in settings
     assert f'dependencies = ["torch>={script.TORCHES[0]}"]' in settings
     pairs = {(each.python, each.torch) for each in script.ENVIRONMENTS}
-    assert pairs == {(python, torch) for python in script.PYTHONS for torch in script.TORCHES}
+    every = {(python, torch) for python in script.PYTHONS for torch in script.TORCHES}
+    assert (pairs, pairs & script.NOT_BUILT) == (every - script.NOT_BUILT, set())
     first = script.ENVIRONMENTS[: len(script.PYTHONS)]
     assert {each.python for each in first} == {*script.PYTHONS}
     assert {each.torch for each in first} == {*script.TORCHES}
