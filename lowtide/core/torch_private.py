@@ -71,6 +71,8 @@ fused_sdp_choice = _find("_fused_sdp_choice")
 
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph") or _keep_always
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks") or _hooks_unknown
+current_node: Any = _find("_C._current_autograd_node")
+"""Return the node of the graph that backward runs; without it a call goes through an operator."""
 backward_id: Any = _find("_C._current_graph_task_id") or object
 """Without it each answer is another one: no pass of backward is known to be the one that began."""
 

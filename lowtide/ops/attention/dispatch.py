@@ -16,14 +16,20 @@ from lowtide.ops.attention.definition.masks import AttentionBias, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.definition.validation import check_operands
 from lowtide.ops.attention.operator import autograd, higher_order
+from lowtide.ops.attention.remembered import Known, remember
 
 
 @breaks_old_graphs
-def attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for."""
+def attention(call: AttentionCall, known: Known | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
+
+    A call that torch's kernels take is remembered as `known`.
+    """
     E = call.operands.value.shape[3]
     call = prepare(call)
-    out, logsumexp = _run(call, choose_backend(call).backend)
+    backend = choose_backend(call).backend
+    remember(known, call, backend)
+    out, logsumexp = _run(call, backend)
     return (out if E else out[..., :0]), logsumexp
 
 

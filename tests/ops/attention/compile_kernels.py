@@ -93,13 +93,14 @@ SPILLS = {
 
 def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
     tensor = "*bf16" if build.half else F32
-    names = ("query", "key", "value", "grad_output", "out", "grad_query", "grad_key", "grad_value")
+    names = ("query", "key", "value", "grad_output", "out", "low", "grad_query", "grad_key", "grad_value")
     absent = (
         *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
         *("weight", "grad_scores", "grad_z"),
     )
     given = {
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
+        "low_ptr": "*bf16" if build.half else None,
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         **dict.fromkeys(("statistics_ptr", "grad_logsumexp_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
@@ -120,7 +121,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "tile_counts": ("i32", "i32"),
         "SOFTCAP": 0.0,
         "PRECISION": "bf16x6",
-        "BASE_2": not build.arguments.get("bias_ptr"),
+        "BASE_2": build.half and not build.arguments.get("bias_ptr"),
         "COLUMN_BIAS": False,
         "ADD": True,
         "PIECES": 1,

@@ -34,7 +34,7 @@ def test_opcheck(device, dtype, rows_first):
     out, statistics = OPS.attention(*given, True, *options)
     for wanted in WANTED:
         for of_logsumexp in (None, torch.randn_like(statistics[:, :, 0])):
-            arguments = (torch.randn_like(out), of_logsumexp, out, statistics, *given, wanted, *options)
+            arguments = (torch.randn_like(out), of_logsumexp, out, statistics, None, *given, wanted, *options)
             torch.library.opcheck(OPS.attention_backward.default, arguments)
 
 

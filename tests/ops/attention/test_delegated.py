@@ -197,11 +197,12 @@ def test_compile_operator(dtype, causal, rows_first):
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     wanted = (True, False, True, False)
     upstream = torch.randn_like(found[0])
-    arguments = (upstream, None, *expected, *operands, wanted, *own)
+    arguments = (upstream, None, *expected, None, *operands, wanted, *own)
     torch.testing.assert_close(
         OPS.attention_backward(*arguments),
         OPS.attention_backward(
-            upstream, None, *found, *operands._replace(**intervals), wanted, *own._replace(backend="torch")
+            *(upstream, None, *found, None),
+            *(*operands._replace(**intervals), wanted, *own._replace(backend="torch")),
         ),
     )
 
@@ -212,5 +213,6 @@ def test_compile_operator_opcheck(rows_first):
     options = Options(0.3, rows_first=rows_first, backend="sdpa", causal=True)
     torch.library.opcheck(OPS.attention.default, (*operands, False, *options))
     out, statistics = OPS.attention(*operands, True, *options)
-    given = (torch.randn_like(out), None, out, statistics, *operands, (True, False, True, False), *options)
+    upstream = torch.randn_like(out)
+    given = (upstream, None, out, statistics, None, *operands, (True, False, True, False), *options)
     torch.library.opcheck(OPS.attention_backward.default, given)

@@ -45,15 +45,16 @@ class Operands(NamedTuple):
 
     @property
     def statistics_shape(self) -> tuple[int, int, int, int]:
-        """Return the shape of what forward keeps of each row for backward, [B, H, 1 or 2, M].
+        """Return the shape of what forward keeps of each row for backward, [B, H, 2, M].
 
-        One number is the row's logsumexp. Beside a floating-point bias there are two, whose sum it
-        is: the maximum of the scores, and the logarithm of the sum of exp(score - maximum). In one
-        number, a maximum of -1e9, as a bias may make it, would absorb the logarithm. For a row that
-        sees no key the maximum is the lowest number and the logarithm is -inf.
+        The row's logsumexp is the sum of the two numbers: the maximum of the scores, and the
+        logarithm of the sum of exp(score - maximum). In one number, a maximum of -1e9, as a bias
+        may make it, would absorb the logarithm; and one of some hundreds its last digits, which are
+        those of the weight of a confident row. For a row that sees no key the maximum is the lowest
+        number and the logarithm is -inf.
         """
         B, H, M, _ = self.query.shape
-        return B, H, 2 if self.adds_bias else 1, M
+        return B, H, 2, M
 
 
 class Options(NamedTuple):
@@ -69,6 +70,8 @@ class Options(NamedTuple):
     """"auto" or a backend's name; for the operators "sdpa", "triton" or "torch"."""
     causal: bool = False
     """For the operators' "sdpa" alone: query i sees the keys j <= i. Others get intervals."""
+    keep_low: bool = False
+    """For the operators' "triton" alone: forward returns the result's low half too."""
 
 
 class AttentionCall(NamedTuple):
@@ -106,6 +109,16 @@ def sizes(operands: Operands) -> Sizes:
     B, H, M, K = operands.query.shape
     G, N, E = operands.value.shape[1:]
     return Sizes(B, H, G, M, N, K, E)
+
+
+def allocate_low(out: Tensor) -> Tensor:
+    """Return memory for the result's low half, in the strides of the result.
+
+    That is what rounding to half precision takes off the result, in bfloat16. Backward forms
+    rowsum(o do) of both halves, or its rounding would be most of the gradient of a row whose weight
+    lies on one key.
+    """
+    return torch.empty_like(out, dtype=torch.bfloat16)
 
 
 def is_far(tensor: Tensor) -> bool:

@@ -29,6 +29,9 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
     needs_grad = tuple(
         tracked and each is not None and each.requires_grad for each in operands.differentiable
     )
+    half = operands.query.dtype.itemsize == 2
+    keep_low = half and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
+    options = options._replace(keep_low=keep_low)
     out, logsumexp = _Attention.apply(options, needs_grad, with_logsumexp, *operands)
     return out, logsumexp
 
@@ -44,20 +47,21 @@ class _Attention(torch.autograd.Function):
         with_logsumexp: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, *statistics = ops.attention(*tensors, with_logsumexp or any(needs_grad), *options)
+        out, *kept = ops.attention(*tensors, with_logsumexp or any(needs_grad), *options)
         ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
         if any(needs_grad):
-            ctx.save_for_backward(*tensors, out, *statistics)
-        return out, statistics[0].sum(2) if with_logsumexp else None
+            ctx.save_for_backward(*tensors, out, *kept)
+        return out, kept[0].sum(2) if with_logsumexp else None
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None) -> Gradients:  # type: ignore[override]
         nothing = (None, None, None)
         if grad_output is None and grad_logsumexp is None:
             return (*nothing, *(None,) * len(Operands._fields))
-        *tensors, out, statistics = ctx.saved_tensors
-        operands = Operands(*tensors)
+        saved = ctx.saved_tensors
+        count = len(Operands._fields)
+        operands, (out, statistics, *low) = Operands(*saved[:count]), saved[count:]
         if is_differentiated(grad_output, grad_logsumexp):
             gradients = differentiable_backward(
                 operands, ctx.options, ctx.needs_grad, (grad_output, grad_logsumexp)
@@ -66,7 +70,8 @@ class _Attention(torch.autograd.Function):
             if grad_output is None:
                 grad_output = torch.zeros_like(out)
             found = ops.attention_backward(
-                grad_output, grad_logsumexp, out, statistics, *operands, ctx.needs_grad, *ctx.options
+                *(grad_output, grad_logsumexp, out, statistics, low[0] if low else None),
+                *(*operands, ctx.needs_grad, *ctx.options),
             )
             gradients = scatter_gradients(found, ctx.needs_grad)
         return (*nothing, *gradients, None, None, None)

@@ -1,6 +1,7 @@
 """Register the operators that a graph sees of lowtide's attention, and run them.
 
-    attention             the result and, if asked for, the statistics of each row (operands.py)
+    attention             the result and, if asked for, the statistics of each row and the low half
+                          of the result (operands.py)
     attention_backward    the gradients asked for among query, key, value and bias, in this order
 
 The options name the backend. autograd.py differentiates the operators, which have no derivative of
@@ -20,13 +21,15 @@ from torch.library import register_fake
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low, sizes
 from lowtide.ops.attention.sdpa import kernels
 from lowtide.ops.attention.torch_backend.backward import BlockwiseBackward
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
-OPTIONS = "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal"
+OPTIONS = (
+    "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal, bool keep_low"
+)
 
 
 @operator("attention", f"({OPERANDS}, bool keep_statistics, {OPTIONS}) -> Tensor[]")
@@ -45,20 +48,20 @@ def attention(*arguments: Any) -> list[Tensor]:
 
 @operator(
     "attention_backward",
-    "(Tensor grad_output, Tensor? grad_logsumexp, Tensor out, Tensor statistics, "
+    "(Tensor grad_output, Tensor? grad_logsumexp, Tensor out, Tensor statistics, Tensor? low, "
     f"{OPERANDS}, bool[] needs_grad, {OPTIONS}) -> Tensor[]",
 )
 def attention_backward(*arguments: Any) -> list[Tensor]:
-    saved, operands, needs_grad, options = _parse(arguments, saved=4)
+    saved, operands, needs_grad, options = _parse(arguments, saved=5)
     if options.backend == "sdpa":
-        return kernels.backward(operands, options, needs_grad, *saved)
+        return kernels.backward(operands, options, needs_grad, *saved[:4])
     if options.backend == "triton":
         from lowtide.ops.attention.triton_backend import launch_backward
 
         with torch.cuda.device_of(operands.query):
             return launch_backward.backward(operands, options, needs_grad, *saved)
     with on_device_of(operands.query):
-        return BlockwiseBackward(operands, options, needs_grad).backward(*saved)
+        return BlockwiseBackward(operands, options, needs_grad).backward(*saved[:4])
 
 
 def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, Options]:
@@ -75,12 +78,13 @@ def _(*arguments: Any) -> list[Tensor]:
     out = allocate(operands.query, (B, H, M, E), options.rows_first)
     if not keep_statistics:
         return [out]
-    return [out, operands.query.new_empty(operands.statistics_shape, dtype=operands.sum_dtype)]
+    statistics = operands.query.new_empty(operands.statistics_shape, dtype=operands.sum_dtype)
+    return [out, statistics, allocate_low(out)] if options.keep_low else [out, statistics]
 
 
 @register_fake("lowtide::attention_backward")
 def _(*arguments: Any) -> list[Tensor]:
-    _, operands, needs_grad, options = _parse(arguments, saved=4)
+    _, operands, needs_grad, options = _parse(arguments, saved=5)
     gradients = [allocate(each, each.shape, options.rows_first) for each in operands[:3]]
     if operands.bias is not None:
         gradients.append(operands.bias.new_empty(operands.bias.shape))
@@ -96,7 +100,7 @@ def _(*shapes: Any, **_kwargs: Any) -> int:
 
 @register_flop_formula(torch.ops.lowtide.attention_backward)
 def _(*shapes: Any, **_kwargs: Any) -> int:
-    _, operands, (query, key, value, bias), _ = _parse(shapes, saved=4)
+    _, operands, (query, key, value, bias), _ = _parse(shapes, saved=5)
     (B, H, M, K), (_, _, N, E) = operands.query, operands.value
     scores = query or key or bias
     return 2 * B * H * M * N * (K * (1 + query + key) + E * (value + scores))

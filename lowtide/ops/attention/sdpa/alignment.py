@@ -56,14 +56,16 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy that torch's CUDA kernels can read."""
-    if tensor.device.type != "cuda" or reason_against(tensor) is None:
+    """Return the tensor, or a copy that torch's kernels can read."""
+    on_cuda = tensor.device.type == "cuda"
+    if (reason_against(tensor) is None) if on_cuda else (tensor.stride(3) == 1):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def readable_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor, or a copy in the strides of `like`, which torch's kernels made."""
-    if tensor.device.type != "cuda" or (tensor.stride() == like.stride() and is_aligned(tensor)):
+def readable_in(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the tensor, or a copy in these strides, which are those of a tensor of torch's kernels."""
+    if tensor.device.type != "cuda" or (tensor.stride() == strides and is_aligned(tensor)):
         return tensor
-    return torch.empty_like(like, device=tensor.device).copy_(tensor)
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.operands import Operands, Options
-from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_like
+from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_in
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
@@ -27,7 +27,7 @@ PADDED_ROWS = 32
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
-    """Return the result and, if asked for, the logsumexp [B, H, 1, M]."""
+    """Return the result and, if asked for, the logsumexp and 0 of each row, [B, H, 2, M]."""
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -50,7 +50,9 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
     out = _in_layout(out, options.rows_first)
     if not keep_statistics:
         return [out]
-    return [out, logsumexp[:, :, None, : out.shape[2]].contiguous()]
+    statistics_BHSM = logsumexp.new_zeros(operands.statistics_shape)
+    statistics_BHSM[:, :, 0] = logsumexp[..., : out.shape[2]]
+    return [out, statistics_BHSM]
 
 
 def backward(
@@ -60,7 +62,7 @@ def backward(
     grad_output: Tensor,
     grad_logsumexp: Tensor | None,
     out: Tensor,
-    statistics_BH1M: Tensor,
+    statistics_BHSM: Tensor,
 ) -> list[Tensor]:
     """Return the gradients asked for among query, key and value.
 
@@ -70,11 +72,11 @@ def backward(
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
-        out = readable_like(out, torch.empty_like(tensors[0], device="meta"))
+        out = readable_in(out, torch.empty_like(tensors[0], device="meta").stride())
     out = readable(out)
-    grad_output = readable_like(grad_output, out)
+    grad_output = readable_in(grad_output, out.stride())
     given_first = (grad_output, *tensors, out)
-    logsumexp_BHM, M, N = statistics_BH1M[:, :, 0], out.shape[2], tensors[1].shape[2]
+    logsumexp_BHM, M, N = statistics_BHSM.sum(2), out.shape[2], tensors[1].shape[2]
     seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read for dropout alone
     if kernel == SDPBackend.CUDNN_ATTENTION:
         found = aten._scaled_dot_product_cudnn_attention_backward(

@@ -3,21 +3,43 @@
 Every tile of scores is computed once more. The only other tensor of its size is the gradient of
 these scores. In the notation of forward.py, with do and dlse the upstream gradients,
 
-    delta = rowsum(o do) - dlse            dv = (D p)^T do
+    delta = rowsum(p D (do v^T)) - dlse    dv = (D p)^T do
     dz = p (D (do v^T) - delta)            dbias = dz, summed over the bias's broadcast axes
     ds = dz (1 - tanh^2) scale             dq = ds k            dk = ds^T q
+
+rowsum(o do) is the same delta and takes no scores. But it has the rounding of o. That is too much
+where nearly all of a row's weight lies on one key: dz is a small difference there, in which the
+errors of its two parts cancel if both are made of the same products. So the sum over scores is
+taken where all of a row's keys are in one tile, and for tiles of queries with a confident row.
 
 A gradient that is not asked for is not computed. The order of all sums is fixed.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
-from lowtide.ops.attention.torch_backend.tiling import Chunk
+from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan
+
+# A row is confident if one key has more than this share of its weight.
+CONFIDENT = 1 / 8
+
+
+class ScoreTile(NamedTuple):
+    """Hold what is computed of a tile of scores before its rows' delta is known."""
+
+    weight_crn: Tensor
+    slope_crn: Tensor | None
+    """The slope of the soft cap."""
+    keep_crn: Tensor | None
+    """Which scores dropout keeps."""
+    grad_weight_crn: Tensor | None
+    """D do v^T; None if the value alone needs a gradient."""
 
 
 class BlockwiseBackward(Blockwise):
@@ -32,6 +54,7 @@ class BlockwiseBackward(Blockwise):
         self.grad_bias: Tensor | None = None
         if needs_grad[3] and operands.bias is not None:
             self.grad_bias = operands.bias.new_zeros(operands.bias.shape, dtype=self.dtype)
+        self.needs_scores = any((needs_grad[0], needs_grad[1], self.grad_bias is not None))
 
     def backward(
         self,
@@ -41,6 +64,7 @@ class BlockwiseBackward(Blockwise):
         statistics_BHSM: Tensor,
     ) -> list[Tensor]:
         """Return the gradients asked for among query, key, value and bias."""
+        is_confident_BHM1 = _confident_rows(statistics_BHSM)
         for chunk in self.chunks():
             sums = [
                 None if grad is None else grad.new_zeros(chunk.c, *grad.shape[2:], dtype=self.dtype)
@@ -48,13 +72,18 @@ class BlockwiseBackward(Blockwise):
             ]
             for rows in self.rows():
                 grad_output_crE = chunk.packed(grad_output_BHME, rows)
-                delta_cr1 = (grad_output_crE * chunk.packed(out_BHME, rows)).sum(-1, keepdim=True)
+                delta_cr1 = None
+                if not chunk.of_rows(is_confident_BHM1, rows).any():
+                    delta_cr1 = _row_dot(grad_output_crE, chunk.packed(out_BHME, rows))
+                grad_logsumexp_cr1 = None
                 if grad_logsumexp_BHM is not None:
-                    delta_cr1 -= chunk.packed(grad_logsumexp_BHM[..., None], rows)
+                    grad_logsumexp_cr1 = chunk.packed(grad_logsumexp_BHM[..., None], rows)
                 statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
                 # Where a row sees no column, z is -inf, and exp(-inf - 0) is 0.
                 statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
-                self._rows_backward(chunk, rows, grad_output_crE, delta_cr1, statistics_crS, *sums)
+                self._rows_backward(
+                    chunk, rows, grad_output_crE, grad_logsumexp_cr1, delta_cr1, statistics_crS, *sums
+                )
             for grad, total in zip((self.grad_key_BGNK, self.grad_value_BGNE), sums):
                 if grad is not None and total is not None:
                     part = grad[chunk.batches, chunk.groups]
@@ -69,31 +98,40 @@ class BlockwiseBackward(Blockwise):
         chunk: Chunk,
         rows: slice,
         grad_output_crE: Tensor,
-        delta_cr1: Tensor,
+        grad_logsumexp_cr1: Tensor | None,
+        delta_cr1: Tensor | None,
         statistics_crS: Tensor,
         grad_key_cNK: Tensor | None,
         grad_value_cNE: Tensor | None,
     ) -> None:
-        """Add the gradients that some rows of a chunk contribute."""
+        """Add the gradients that some rows of a chunk contribute.
+
+        delta_cr1 is the sum of o do, or None where it has to be the sum over scores.
+        """
         scale = self.options.scale
         query_crK = chunk.packed(self.operands.query, rows)
         grad_query_crK = None if self.grad_query_BHMK is None else torch.zeros_like(query_crK)
-        for columns in self.columns(rows):
-            z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
-            for part_cr1 in statistics_crS.split(1, 2):
-                z_crn.sub_(part_cr1)
-            weight_crn = z_crn.exp_()
-            keep_crn = None if self.operands.seed is None else self.keep_mask(chunk, rows, columns)
+        spans = list(self.columns(rows))
+        given = chunk, rows, query_crK, grad_output_crE, statistics_crS
+        tile = None
+        if self.needs_scores and (delta_cr1 is None or len(spans) == 1):
+            delta_cr1 = query_crK.new_zeros(*query_crK.shape[:2], 1)
+            for columns in spans:
+                tile = self._score_tile(*given, columns)
+                assert tile.grad_weight_crn is not None
+                delta_cr1 += _row_dot(tile.weight_crn, tile.grad_weight_crn)
+        if delta_cr1 is not None and grad_logsumexp_cr1 is not None:
+            delta_cr1 = delta_cr1 - grad_logsumexp_cr1
+        for columns in spans:
+            if tile is None or len(spans) > 1:  # the tiles share one buffer
+                tile = self._score_tile(*given, columns)
+            weight_crn, slope_crn, keep_crn, grad_crn = tile
             if grad_value_cNE is not None:
                 factor = 1.0 if keep_crn is None else self.rescale
                 used_crn = weight_crn if keep_crn is None else weight_crn * keep_crn
                 grad_value_cNE[:, columns.span].baddbmm_(used_crn.mT, grad_output_crE, alpha=factor)
-            if grad_query_crK is None and grad_key_cNK is None and self.grad_bias is None:
+            if grad_crn is None:
                 continue
-            value_cnE = chunk.keys(self.operands.value, columns.span)
-            grad_crn = self.product("gradients", grad_output_crE, value_cnE.mT)
-            if keep_crn is not None:
-                grad_crn.mul_(keep_crn).mul_(self.rescale)
             grad_crn.sub_(delta_cr1).mul_(weight_crn)
             if self.grad_bias is not None:  # summed over the bias's broadcast axes
                 part = chunk.of_bias(self.grad_bias, rows, columns.span)
@@ -106,3 +144,42 @@ class BlockwiseBackward(Blockwise):
                 grad_key_cNK[:, columns.span].baddbmm_(grad_crn.mT, query_crK, alpha=scale)
         if self.grad_query_BHMK is not None and grad_query_crK is not None:
             chunk.of_rows(self.grad_query_BHMK, rows).copy_(chunk.unpacked(grad_query_crK, rows))
+
+    def _score_tile(
+        self,
+        chunk: Chunk,
+        rows: slice,
+        query_crK: Tensor,
+        grad_output_crE: Tensor,
+        statistics_crS: Tensor,
+        columns: KeySpan,
+    ) -> ScoreTile:
+        """Return the weights of a tile and their gradients, in the buffers that tiles share."""
+        z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
+        for part_cr1 in statistics_crS.split(1, 2):
+            z_crn.sub_(part_cr1)
+        weight_crn = z_crn.exp_()
+        keep_crn = None if self.operands.seed is None else self.keep_mask(chunk, rows, columns)
+        if not self.needs_scores:
+            return ScoreTile(weight_crn, slope_crn, keep_crn, None)
+        value_cnE = chunk.keys(self.operands.value, columns.span)
+        grad_weight_crn = self.product("gradients", grad_output_crE, value_cnE.mT)
+        if keep_crn is not None:
+            grad_weight_crn.mul_(keep_crn).mul_(self.rescale)
+        return ScoreTile(weight_crn, slope_crn, keep_crn, grad_weight_crn)
+
+
+def _confident_rows(statistics_BHSM: Tensor) -> Tensor:  # [B, H, M, 1] on the CPU
+    """Return True for rows that have most of their weight on few keys.
+
+    The largest weight of a row is the exponential of its statistic's second number, negated. While
+    a CUDA graph is captured, which cannot wait for the answer, every row counts as confident.
+    """
+    if statistics_BHSM.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.ones_like(statistics_BHSM[:, :, 1, :, None], dtype=torch.bool, device="cpu")
+    return (statistics_BHSM[:, :, 1, :, None] < -math.log(CONFIDENT)).cpu()
+
+
+def _row_dot(a_crn: Tensor, b_crn: Tensor) -> Tensor:  # [c, r, 1]
+    """Return the sums of products along rows."""
+    return (a_crn * b_crn).sum(-1, keepdim=True)

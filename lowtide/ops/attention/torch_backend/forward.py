@@ -83,8 +83,7 @@ class Blockwise:
                 chunk.of_rows(out_BHME, rows).copy_(chunk.unpacked(out_crE.div_(sum_cr1), rows))
                 if keep_statistics:
                     log_sum_cr1 = sum_cr1.log_().masked_fill_(nothing_cr1, -torch.inf)
-                    parts = (max_cr1, log_sum_cr1) if self.operands.adds_bias else (max_cr1 + log_sum_cr1,)
-                    statistics_crS = torch.cat(parts, 2)
+                    statistics_crS = torch.cat((max_cr1, log_sum_cr1), 2)
                     chunk.of_rows(statistics_BHSM.mT, rows).copy_(chunk.unpacked(statistics_crS, rows))
         return [out_BHME, statistics_BHSM] if keep_statistics else [out_BHME]
 

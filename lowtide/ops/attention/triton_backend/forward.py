@@ -29,7 +29,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 @triton.jit
 def forward_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    out_ptr, statistics_ptr,
+    out_ptr, low_ptr, statistics_ptr,
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
@@ -37,8 +37,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the result and, if asked for, the statistics of its rows.
+    """Write a tile of the result and, if asked for, its low half and the statistics of its rows.
 
+    The low half, of the result's strides, is what rounding to half precision takes off the result.
     PIECES is the number of pieces of query, key and value (bf16_split.py). Rows of pieces are
     padded.
     """
@@ -95,6 +96,10 @@ def forward_kernel(
             out = add_product(weight, value, out * fade_m[:, None], PRECISION, PIECES)
 
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key, whose result is 0
-    store_tile(out_ptr, i, e, out_strides, M, E, out * (rescale / divisor_m)[:, None])
+    out *= (rescale / divisor_m)[:, None]
+    store_tile(out_ptr, i, e, out_strides, M, E, out)
+    if low_ptr is not None:
+        low_ptr = head(low_ptr, out_strides, b, h)
+        store_tile(low_ptr, i, e, out_strides, M, E, out - out.to(out_ptr.dtype.element_ty).to(tl.float32))
     if statistics_ptr is not None and tl.program_id(1) == 0:
         store_statistics(statistics_ptr, bh, i, M, max_m, sum_m, BASE_2)

@@ -140,7 +140,8 @@ def kernel_call(operands: Operands, options: Options) -> KernelCall:
         rate = options.dropout
         scalars = Scalars(options.scale, dropout.limit(rate), dropout.rescale(rate))
     column_bias = bias is not None and bias.shape[2] == 1
-    switches = Switches(options.softcap, precision(), not operands.adds_bias, column_bias)
+    base_2 = query.dtype.itemsize == 2 and not operands.adds_bias
+    switches = Switches(options.softcap, precision(), base_2, column_bias)
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key

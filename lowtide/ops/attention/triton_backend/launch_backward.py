@@ -62,9 +62,11 @@ def backward(
     grad_logsumexp: Tensor | None,
     out: Tensor,
     statistics: Tensor,
+    low: Tensor | None,
 ) -> list[Tensor]:
     """Return the gradients asked for among query, key, value and bias."""
     operands, out, statistics = _readable(operands, out, statistics)
+    low = low.contiguous() if low is not None and is_far(low) else low
     call = kernel_call(operands, options)
     B, H, G, M, N, _, _ = call.size
     gradients = [
@@ -76,7 +78,7 @@ def backward(
         zeros = [gradient.zero_() for gradient in gradients if gradient is not None]
         return zeros if bias is None else [*zeros, torch.zeros_like(bias)]
     grad_output = grad_output.contiguous() if is_far(grad_output) else grad_output
-    row_terms = _row_terms(call, grad_output, grad_logsumexp, out, statistics)
+    row_terms = _row_terms(call, grad_output, grad_logsumexp, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
         if bias.shape[2] == 1:  # sums over queries, computed with the gradients of keys
@@ -117,7 +119,12 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
 
 
 def _row_terms(
-    call: KernelCall, grad_output: Tensor, grad_logsumexp: Tensor | None, out: Tensor, statistics: Tensor
+    call: KernelCall,
+    grad_output: Tensor,
+    grad_logsumexp: Tensor | None,
+    out: Tensor,
+    low: Tensor | None,
+    statistics: Tensor,
 ) -> Tensor:
     """Return what the tiles of backward read of each row (delta_kernel)."""
     B, H, _, M, _, _, E = call.size
@@ -126,8 +133,9 @@ def _row_terms(
     tiles = cdiv(M, ROWS)
     lse_strides = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
     delta_kernel[(tiles * B * H,)](
-        out, grad_output, grad_logsumexp, statistics, row_terms, out.stride(), grad_output.stride(),
-        lse_strides, H, M, E, tiles, base_2, ROWS, min(128, max(16, next_power_of_2(E))),
+        out, low, grad_output, grad_logsumexp, statistics, row_terms, out.stride(), strides_of(low),
+        grad_output.stride(), lse_strides, H, M, E, tiles, base_2, ROWS,
+        min(128, max(16, next_power_of_2(E))),
     )  # fmt: skip
     return row_terms
 

@@ -6,18 +6,18 @@ Shapes: B batches; H query heads; M queries; E features of values.
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate
+from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
 from lowtide.ops.attention.triton_backend.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 from lowtide.ops.attention.triton_backend.tile_sizes import cdiv
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
-    """Return the result and, if asked for, the statistics of each row."""
+    """Return the result and, if asked for, the statistics of each row and the low half."""
     call = kernel_call(operands, options)
     B, H, _, M, _, _, E = call.size
     out = allocate(call.query, (B, H, M, E), options.rows_first)
-    statistics = None
+    statistics, low = None, allocate_low(out) if options.keep_low else None
     if keep_statistics:
         statistics = out.new_empty(operands.statistics_shape, dtype=torch.float32)
     if out.numel():
@@ -25,7 +25,7 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
         tile = call.tile("forward")
         tiles = cdiv(M, tile.M)
         forward_kernel[(tiles * B * H, tile.blocks_E)](
-            *call.tensors, out, statistics, *call.strides, out.stride(), *call.sizes, tiles,
+            *call.tensors, out, low, statistics, *call.strides, out.stride(), *call.sizes, tiles,
             *call.scalars, *call.switches, call.pieces, *tile.constants, **tile.options,
         )  # fmt: skip
-    return [out] if statistics is None else [out, statistics]
+    return [each for each in (out, statistics, low) if each is not None]

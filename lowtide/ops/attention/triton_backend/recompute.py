@@ -37,21 +37,24 @@ from lowtide.ops.attention.triton_backend.tiles import (
 
 @triton.jit
 def delta_kernel(
-    out_ptr, grad_output_ptr, grad_logsumexp_ptr, statistics_ptr, row_terms_ptr,
-    out_strides, grad_output_strides, lse_strides, H, M, E, tiles,
+    out_ptr, low_ptr, grad_output_ptr, grad_logsumexp_ptr, statistics_ptr, row_terms_ptr,
+    out_strides, low_strides, grad_output_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write row_terms [B, H, 2 or 3, M]: what the tiles of backward read of each row.
 
     This is delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its log2_sum.
     They are computed here once and not for each tile. A logarithm of -inf becomes 0, since all
-    scores of its row are -inf.
+    scores of its row are -inf. In half precision o has a low half (operands.allocate_low).
     """
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
     i = start_m + row_m
     out_ptr = head(out_ptr, out_strides, b, h)
+    own_low_ptr = low_ptr
+    if low_ptr is not None:
+        own_low_ptr = head(low_ptr, low_strides, b, h)
     grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, h)
     delta_m = tl.zeros([BLOCK_M], tl.float32)
     if grad_logsumexp_ptr is not None:
@@ -59,20 +62,22 @@ def delta_kernel(
         delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
     for start_e in range(0, E, BLOCK_E):
         e = start_e + tl.arange(0, BLOCK_E)
-        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True)
+        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True).to(tl.float32)
+        if low_ptr is not None:
+            out += load_tile((own_low_ptr, start_m, row_m, low_strides, M), e, E, True, True).to(tl.float32)
         grad_output = load_tile((grad_output_ptr, start_m, row_m, grad_output_strides, M), e, E, True, True)
-        delta_m += tl.sum(out.to(tl.float32) * grad_output.to(tl.float32), 1)
+        delta_m += tl.sum(out * grad_output.to(tl.float32), 1)
     row_terms_ptr = row_terms_at(row_terms_ptr, bh, M, BASE_2) + i
     tl.store(row_terms_ptr, delta_m, mask=i < M)
+    statistics_ptr += bh.to(tl.int64) * (2 * M) + i
+    max_m = tl.load(statistics_ptr, mask=i < M, other=0.0)
+    log_sum_m = tl.load(statistics_ptr + M, mask=i < M, other=0.0)
+    log2_sum_m = tl.where(log_sum_m == -float("inf"), 0.0, log_sum_m) * LOG2E
     if BASE_2:
-        logarithm_ptr = statistics_ptr + bh.to(tl.int64) * M + i
+        max_m = tl.where(log_sum_m == -float("inf"), 0.0, max_m * LOG2E) + log2_sum_m
     else:
-        maximum_ptr = statistics_ptr + bh.to(tl.int64) * (2 * M) + i
-        tl.store(row_terms_ptr + M, tl.load(maximum_ptr, mask=i < M, other=0.0), mask=i < M)
-        logarithm_ptr, row_terms_ptr = maximum_ptr + M, row_terms_ptr + M
-    logarithm_m = tl.load(logarithm_ptr, mask=i < M, other=0.0)
-    logarithm_m = tl.where(logarithm_m == -float("inf"), 0.0, logarithm_m) * LOG2E
-    tl.store(row_terms_ptr + M, logarithm_m, mask=i < M)
+        tl.store(row_terms_ptr + 2 * M, log2_sum_m, mask=i < M)
+    tl.store(row_terms_ptr + M, max_m, mask=i < M)
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Provide what the Triton kernels share: a tile of scores, from its product to its gradient.
 
-Scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one instruction. Beside a
-floating-point bias they stay in natural units, since -1e9, or the lowest number there is, has to
-keep its value.
+In half precision scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one
+instruction. Beside a floating-point bias they stay in natural units, since -1e9, or the lowest
+number there is, has to keep its value; and so in float32, whose weights are exact only as the
+exponential of a difference of scores (decision 0055).
 
 Indices i of queries and j of keys are columns or rows of numbers that broadcast against each other.
 A kernel that wants the transposed tile passes them transposed.
@@ -180,11 +181,13 @@ def score_tile(
     """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     room = product
+    # Rounded here: a compiler that fuses this product with the subtraction of the row's maximum, a
+    # rounded product, would find that the largest score is not its own maximum.
     if SOFTCAP > 0:
         capped, room = tanh_and_room(product * (scale / SOFTCAP))
-        z = capped * (SOFTCAP * unit)
+        z = tl.fma(capped, SOFTCAP * unit, 0.0)
     else:
-        z = product * (scale * unit)
+        z = tl.fma(product, scale * unit, 0.0)
     if bias_ptr is not None:
         if COLUMN_BIAS:
             bias = tl.load(bias_ptr + j.to(tl.int64) * bias_strides[3], mask=j < N, other=0)
@@ -217,14 +220,12 @@ def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
 def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
     """Store the statistics of some rows in natural units (Operands.statistics_shape)."""
     nothing_m = sum_m == 0.0
-    log2_sum_m = tl.log2(tl.where(nothing_m, 1.0, sum_m))
+    log_sum_m = tl.where(nothing_m, -float("inf"), tl.log2(tl.where(nothing_m, 1.0, sum_m)) / LOG2E)
     if BASE_2:
-        logsumexp_m = tl.where(nothing_m, -float("inf"), (max_m + log2_sum_m) / LOG2E)
-        tl.store(ptr + bh.to(tl.int64) * M + i, logsumexp_m, mask=i < M)
-    else:
-        ptr += bh.to(tl.int64) * (2 * M) + i
-        tl.store(ptr, max_m, mask=i < M)
-        tl.store(ptr + M, tl.where(nothing_m, -float("inf"), log2_sum_m / LOG2E), mask=i < M)
+        max_m = tl.where(nothing_m, LOWEST, max_m / LOG2E)
+    ptr += bh.to(tl.int64) * (2 * M) + i
+    tl.store(ptr, max_m, mask=i < M)
+    tl.store(ptr + M, log_sum_m, mask=i < M)
 
 
 @triton.jit
