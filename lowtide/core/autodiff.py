@@ -22,8 +22,9 @@ def in_transform(*tensors: Tensor | None) -> bool:
             raise NotImplementedError("forward mode inside torch.compile: compile what is outside of it")
         return False
     given = [tensor for tensor in tensors if tensor is not None]
-    if any(map(torch_private.is_legacy_batched, given)):
-        return True
+    for each in given:
+        if torch_private.is_legacy_batched(each):
+            return True
     in_forward_mode = forward_ad._current_level >= 0
     return in_forward_mode and any(forward_ad.unpack_dual(each).tangent is not None for each in given)
 

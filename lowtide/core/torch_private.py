@@ -84,6 +84,24 @@ is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transf
 is_batched = _find("_C._functorch.is_batchedtensor") or _in_no_transform
 is_legacy_batched = _find("_C._functorch.is_legacy_batchedtensor") or _in_no_transform
 
+_sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
+
+
+def sdp_settings() -> tuple[object, ...]:
+    """Return the settings by which torch chooses one of its attention kernels.
+
+    Without the order of their priorities no two answers are equal.
+    """
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        *_sdp_order(),
+    )
+
 
 def outside_backward() -> bool:
     """Return True where no pass of backward runs, or where torch does not tell."""

@@ -22,7 +22,7 @@ from lowtide.ops.attention.definition.validation import (
     check_seed,
     check_window,
 )
-from lowtide.ops.attention.remembered import hand_on, known_call
+from lowtide.ops.attention.remembered import hand_on, signature
 
 Window = tuple[int | None, int | None]
 
@@ -236,9 +236,9 @@ def scaled_dot_product_attention(
     """
     known = None
     if attn_mask is None:
-        given = is_causal, dropout_p, scale, enable_gqa
-        known = known_call((query, key, value), "torch", *given)
-        if (out := hand_on(known)) is not None:
+        given = is_causal, dropout_p, type(dropout_p), scale, type(scale), enable_gqa
+        known = signature(query, key, value, "torch", *given)
+        if (out := hand_on(known, query, key, value)) is not None:
             return out
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None)
@@ -249,7 +249,8 @@ def scaled_dot_product_attention(
             raise ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
         mask = LowerTriangularMask()
     options = Options(_scale(scale, query), dropout=dropout_p, rows_first=False)
-    out, _ = dispatch.attention(AttentionCall(Operands(*own), mask, None, options), known)
+    call = AttentionCall(Operands(*own), mask, None, options)
+    out, _ = dispatch.attention(call, known, (query, key, value))
     return layout.result(out)
 
 
@@ -271,8 +272,9 @@ def _attention(
     known = None
     plain = softcap is window is seed is generator is None
     if plain and not with_logsumexp and _is_bare(attn_bias):
-        known = known_call((query, key, value), "xformers", type(attn_bias), p, scale, backend)
-        if (out := hand_on(known)) is not None:
+        given = type(attn_bias), p, type(p), scale, type(scale), backend
+        known = signature(query, key, value, "xformers", *given)
+        if (out := hand_on(known, query, key, value)) is not None:
             return out, None
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
@@ -283,7 +285,7 @@ def _attention(
     layout, *own = layouts.from_xformers(query, key, value, tensor)
     options = Options(_scale(scale, query), float(softcap or 0), float(p), True, backend)
     call = AttentionCall(Operands(*own), mask, band, options, with_logsumexp, seed, generator)
-    out, logsumexp = dispatch.attention(call, known)
+    out, logsumexp = dispatch.attention(call, known, (query, key, value))
     return layout.result(out), None if logsumexp is None else layout.logsumexp(logsumexp)
 
 

@@ -16,19 +16,22 @@ from lowtide.ops.attention.definition.masks import AttentionBias, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.definition.validation import check_operands
 from lowtide.ops.attention.operator import autograd, higher_order
-from lowtide.ops.attention.remembered import Known, remember
+from lowtide.ops.attention.remembered import Signature, Tensors, remember
 
 
 @breaks_old_graphs
-def attention(call: AttentionCall, known: Known | None = None) -> tuple[Tensor, Tensor | None]:
+def attention(
+    call: AttentionCall, known: Signature | None = None, tensors: Tensors | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
 
-    A call that torch's kernels take is remembered as `known`.
+    A call of these tensors that torch's kernels take is remembered as `known`.
     """
     E = call.operands.value.shape[3]
     call = prepare(call)
     backend = choose_backend(call).backend
-    remember(known, call, backend)
+    if known is not None and tensors is not None:
+        remember(known, tensors, call, backend)
     out, logsumexp = _run(call, backend)
     return (out if E else out[..., :0]), logsumexp
 

@@ -193,7 +193,9 @@ def test_compile_operator(dtype, causal, rows_first):
             (operands._replace(**intervals), own._replace(backend="torch")),
         )
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        *([out, statistics.sum(2)] for out, statistics in (found, expected))
+    )  # of which one is all in the first number
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     wanted = (True, False, True, False)
     upstream = torch.randn_like(found[0])
