@@ -59,6 +59,10 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("grad_value_ptr",),
     ),
     "scores": ("ops.attention.triton_backend.stored_scores", "scores_kernel", ()),
+    **dict.fromkeys(
+        ("delta as key and value", "delta as value", "delta as query"),
+        ("ops.attention.triton_backend.confident_rows", "confident_delta_kernel", ()),
+    ),
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
@@ -88,6 +92,9 @@ SPILLS = {
     "value of 3 pieces, keeping scores, 512, all": 640,
     "key and value of scores of 3 pieces, 300, all": 8,
     "key and value, half, keeping scores, 128": 2080,
+    "delta as query, float32, 64": 64,
+    "delta as value of 3 pieces, 128": 384,
+    "delta as value of 3 pieces, 512, all": 192,
 }
 
 
@@ -107,7 +114,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys(
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
-                *("first_group", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
+                *("first_group", "first_head", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
             ),
             "i32",
         ),
@@ -142,7 +149,7 @@ def _tile(
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
     if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
-    kernel = re.sub(r" of \d pieces", "", kernel)
+    kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
     tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes)
     assert tile is not None
     return {**dict(zip(CONSTANTS, tile.constants)), "warps": tile.warps, "stages": tile.stages}
@@ -220,6 +227,8 @@ def _builds() -> dict[str, Build]:
         add(name, f"half, {label}", True, features, arguments, targets)
     add("query", "float32, 64", False, 64, {}, TARGETS)
     add("bias of scores", "float32, 64", False, 64, {"grad_scores_ptr": F32}, (90,))
+    dlse = {"lse_strides": ("i32", "i32", 1)}
+    add("delta as query", "float32, 64", False, 64, dlse, TARGETS)
     kept = {"grad_scores_ptr": F32}
     for count in (2, 3):
         pieces = {"PIECES": count, **{f"{name}_ptr": "*bf16" for name in OPERANDS}}
@@ -232,11 +241,16 @@ def _builds() -> dict[str, Build]:
             ("key and value", "keeping scores, 64, all", 64, {**kept, "grad_z_ptr": F32, **ALL}, (80,)),
             ("value", "keeping scores, 128", 128, kept, TARGETS),
             ("value", "keeping scores, 512, all", 512, {**kept, **ALL}, (80,)),
+            ("delta as key and value", "64", 64, dlse, (90,)),
+            ("delta as value", "128", 128, dlse, TARGETS),
+            ("delta as value", "512, all", 512, {**dlse, **ALL}, TARGETS),
             ("query of scores", "128", 128, {**kept, "ADD": False}, (90,)),
             ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
             ("key and value of scores", "128", 128, kept, (90,)),
             ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
         ):
+            if count == 2 and name.startswith("delta"):
+                continue  # three pieces alone are so exact
             if count == 2 and name == "value" and features == 128:
                 name, arguments = "key and value", kept
                 if targets == TARGETS:
@@ -253,6 +267,8 @@ BUILDS = _builds()
 # Those that another covers (tests/support/ahead_of_time.py).
 LEFT_OUT = {
     80: (
+        "delta as query, float32, 64",
+        "delta as value of 3 pieces, 512, all",
         "query, half, 128",
         "key and value, half, 128",
         "key, half, 256",
@@ -269,6 +285,9 @@ LEFT_OUT = {
         "query of scores of 3 pieces, 300, all",
     ),
     90: (
+        "delta as query, float32, 64",
+        "delta as key and value of 3 pieces, 64",
+        "delta as value of 3 pieces, 128",
         "forward, half, 128",
         "forward, half, all",
         "query, half, 128",

@@ -10,6 +10,7 @@ The modules, in the order of imports (a module imports only those above it):
     tiles.py            what the kernels share: loads, products, scores, masks
     forward.py          the forward kernel
     recompute.py        backward kernels that compute the scores again
+    confident_rows.py   a row's delta from scores, in float32
     stored_scores.py    backward kernels that read stored gradients of scores
     strips.py           which scores backward stores, and how many at a time
     launch.py           one call as its kernels read it

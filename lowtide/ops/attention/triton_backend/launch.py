@@ -23,7 +23,7 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, cdiv, find_til
 DROPOUT_KEYS = 1024
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
-    *("query", "key", "value", "bias", "row_key", "grad_output", "row_terms"),
+    *("query", "key", "value", "bias", "row_key", "grad_output", "grad_logsumexp", "row_terms"),
     *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
 )
 Strides = tuple[int, ...]
@@ -71,6 +71,7 @@ class KernelCall:
     # Of backward alone.
     grad_output: Tensor | None = None
     """Gradient of the result; in pieces where query is."""
+    grad_logsumexp: Tensor | None = None
     row_terms: Tensor | None = None
     """Holds what delta_kernel writes per row, [B, H, 2 or 3, M]."""
     row_first: Tensor | None = None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
+from lowtide.ops.attention.triton_backend.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
     Strides,
@@ -90,9 +91,9 @@ def backward(
     row_first, row_end = _rows_of_keys(call)
     grad_query, grad_key, grad_value = gradients
     call = replace(
-        call, grad_output=grad_output, row_terms=row_terms, row_first=row_first, row_end=row_end,
-        grad_query=grad_query, grad_key=grad_key, grad_value=grad_value, grad_bias=bias_of_scores,
-        bias_sum=bias_sum,
+        call, grad_output=grad_output, grad_logsumexp=grad_logsumexp, row_terms=row_terms,
+        row_first=row_first, row_end=row_end, grad_query=grad_query, grad_key=grad_key,
+        grad_value=grad_value, grad_bias=bias_of_scores, bias_sum=bias_sum,
     )  # fmt: skip
     many = call.find_tile("query") is None
     together = call.find_tile("key and value") is not None
@@ -100,9 +101,14 @@ def backward(
     if many or any(stores):
         _in_strips(call, stores, many)
     else:
+        whole = Strip(0, B, 0, G, 0, N)
         if grad_query is not None:
+            _confident_delta("query", replace(call, pieces=1), whole)
             _query_gradient(call, grad_query)
-        _key_value_gradient(call.split(slice(None), slice(None)), Strip(0, B, 0, G, 0, N), StripMemory())
+        split_call = call.split(slice(None), slice(None))
+        if grad_key is not None or bias_sum is not None:
+            _confident_delta("key and value", split_call, whole)
+        _key_value_gradient(split_call, whole, StripMemory())
     if bias_sum is not None:
         assert bias is not None
         grad_bias = bias_sum.sum_to_size(bias.shape).to(bias.dtype)
@@ -138,6 +144,24 @@ def _row_terms(
         min(128, max(16, next_power_of_2(E))),
     )  # fmt: skip
     return row_terms
+
+
+def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
+    """Replace delta in float32 where rows are confident, in the arithmetic of a kernel of scores.
+
+    `call` has its operands as that kernel reads them. Two pieces, for TF32, err by more than delta.
+    """
+    if call.dtype.itemsize == 2 or call.pieces == 2:
+        return
+    tile = call.tile(kernel)
+    tiles = cdiv(call.size.M, tile.M)
+    lse_strides = (0, 0, 0) if call.grad_logsumexp is None else call.grad_logsumexp.stride()
+    confident_delta_kernel[(tiles * heads.batches * heads.groups * call.size.R,)](
+        *call.tensors, call.grad_output, call.grad_logsumexp, call.row_terms, *call.strides,
+        strides_of(call.grad_output), lse_strides, heads.batches, *call.sizes,
+        heads.first_group * call.size.R, tiles, *call.scalars, *call.switches, call.pieces,
+        *tile.constants, **tile.options,
+    )  # fmt: skip
 
 
 def _query_gradient(call: KernelCall, grad_query: Tensor) -> None:
@@ -176,6 +200,8 @@ def _strips_of_heads(
     grad_query = None if call.grad_query is None else call.grad_query[:, first.heads(call.size)]
     total = _sum_of(grad_query) if add else grad_query
     call = call.split(first.heads(call.size), first.key_heads)
+    together = call.find_tile("key and value") is not None
+    _confident_delta("key and value" if together else "value", call, first)
     for strip in of_heads:
         memory = _memory(call, strip, stores, room)
         if many:

@@ -1,0 +1,104 @@
+"""Compute delta in float32 for rows that have most of their weight on one key.
+
+There dz is a small difference of do v and delta, and errs by the rounding of both unless delta is
+the sum of p D (do v^T) over products that are the same, bit for bit. So this kernel computes them as
+`key_value_gradient_kernel` does: tiles [keys, queries] of its sizes, from operands in pieces.
+
+A tile of queries without such a row is left at once, with delta as `delta_kernel` wrote it.
+"""
+
+import triton
+import triton.language as tl
+
+from lowtide.ops.attention.triton_backend.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.tiles import (
+    head,
+    interval,
+    keep_mask,
+    load_pieces,
+    load_shift,
+    product,
+    row_terms_at,
+    score_tile,
+    visible_range,
+    weights,
+)
+
+# A row is confident if one key has more than half of its weight: if this is above the logarithm in
+# base 2 of the sum of its weights, of which the largest is 1.
+CONFIDENT = tl.constexpr(1.0)
+
+
+@triton.jit(do_not_specialize=["first_head"])
+def confident_delta_kernel(
+    query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
+    grad_output_ptr, grad_logsumexp_ptr, row_terms_ptr,
+    query_strides, key_strides, value_strides, bias_strides, grad_output_strides, lse_strides,
+    B, H, R, M, N, K, E, first_head, tiles, scale, limit, rescale,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+):  # fmt: skip
+    """Write delta of a tile of queries of one head, if one of them is confident.
+
+    Query, key, value and grad_output have the heads from first_head on.
+    """
+    start_m, unit = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
+    b, own_h = unit % B, unit // B
+    h = first_head + own_h
+    row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    i = start_m + row_m
+    row_terms_ptr = row_terms_at(row_terms_ptr, b * H + h, M, BASE_2)
+    shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
+    confident_m = (log2_sum_m < CONFIDENT) & (i < M)
+    if tl.max(confident_m.to(tl.int32), 0) == 0:
+        return
+
+    query_ptr = head(query_ptr, query_strides, b, own_h)
+    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, own_h)
+    key_ptr = head(key_ptr, key_strides, b, own_h // R)
+    value_ptr = head(value_ptr, value_strides, b, own_h // R)
+    head_bias_ptr, head_row_key_ptr = bias_ptr, row_key_ptr
+    if bias_ptr is not None:
+        head_bias_ptr = head(bias_ptr, bias_strides, b, h)
+    if row_key_ptr is not None:
+        head_row_key_ptr = row_key_ptr + (b * H + h).to(tl.int64) * M
+    width_k, width_e = K, E
+    if PIECES > 1:
+        width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
+    k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
+    query_place = query_ptr, start_m, row_m, query_strides, M
+    grad_output_place = grad_output_ptr, start_m, row_m, grad_output_strides, M
+    query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
+    grad_output = load_pieces(grad_output_place, e, width_e, True, CUT_E, PIECES)
+    first, end = interval(first_ptr, end_ptr, i, M, N)
+    low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    delta_m = tl.zeros([BLOCK_M], tl.float32)
+    if grad_logsumexp_ptr is not None:
+        dlse_ptr = head(grad_logsumexp_ptr, lse_strides, b, h)
+        delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
+    for tile in tl.range(low // BLOCK_N, tl.cdiv(high, BLOCK_N)):
+        start_n = tile * BLOCK_N
+        key_place = key_ptr, start_n, row_n, key_strides, N
+        value_place = value_ptr, start_n, row_n, value_strides, N
+        key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
+        value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
+        zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        scores = product(
+            key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
+            True, True, CUT_K, PIECES,
+        )  # fmt: skip
+        grad_weight = product(
+            value, grad_output, value_place, grad_output_place, width_e, zero, PRECISION, BLOCKS_E,
+            True, True, CUT_E, PIECES,
+        )  # fmt: skip
+        j = start_n + row_n
+        z, _ = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
+            head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
+        weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
+        if row_key_ptr is not None:
+            keep = keep_mask(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
+            grad_weight = tl.where(keep, grad_weight * rescale, 0.0)
+        delta_m += tl.sum(weight * grad_weight, 0)
+    tl.store(row_terms_ptr + i, delta_m, mask=i < M)
