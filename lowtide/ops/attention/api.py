@@ -118,9 +118,10 @@ def memory_efficient_attention(
     sums are float32, or float64 for float64.
 
     Memory, beside inputs, result and gradients:
-        Every backend holds a few tiles of fixed size. For gradients it also keeps the logsumexp,
-        one float32 for each query and head, or two numbers beside a floating-point bias. Backward
-        computes the scores again.
+        Every backend holds a few tiles of fixed size. For gradients it also keeps two float32 for
+        each query and head, whose sum is the logsumexp. In half precision "triton" keeps what
+        rounding took off the result, as much memory as the result. Backward computes the scores
+        again.
         Backward of "triton" stores gradients of some scores at a time in three cases: float32
         operands, a bias [.., M, N], and more than 256 features. It holds at most 304 MiB, and at
         most three tenths of what all scores take in the operands' dtype; or, where that is more,

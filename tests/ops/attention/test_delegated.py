@@ -3,11 +3,13 @@ CUDA kernels themselves are in test_delegated_cuda.py.
 """
 
 import sys
+import weakref
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import attn_bias as masks
@@ -340,3 +342,21 @@ def test_no_hook_left_after_second_derivative():
         assert torch.equal(first, second)
         assert differentiable.requires_grad
         torch.testing.assert_close(first, differentiable)
+
+
+def test_checkpoint_frees_tensors():
+    """Nothing of a checkpointed call is held between forward and backward."""
+    memory = []
+
+    def function(x):
+        query = x * 2
+        out = lowtide.scaled_dot_product_attention(query, query, query)
+        memory.extend(weakref.ref(each.untyped_storage()) for each in (query, out))
+        return out + 1
+
+    x = torch.randn(1, 4, 64, 8, requires_grad=True)
+    out = checkpoint(function, x, use_reentrant=False)
+    assert [each() for each in memory] == [None, None]
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    (expected,) = torch.autograd.grad(function(x).square().sum(), x)
+    torch.testing.assert_close(found, expected)
