@@ -97,9 +97,10 @@ def forward_kernel(
 
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key, whose result is 0
     out *= (rescale / divisor_m)[:, None]
-    store_tile(out_ptr, i, e, out_strides, M, E, out)
+    rounded = out.to(out_ptr.dtype.element_ty)
     if low_ptr is not None:
         low_ptr = head(low_ptr, out_strides, b, h)
-        store_tile(low_ptr, i, e, out_strides, M, E, out - out.to(out_ptr.dtype.element_ty).to(tl.float32))
+        store_tile(low_ptr, i, e, out_strides, M, E, out - rounded.to(tl.float32))
+    store_tile(out_ptr, i, e, out_strides, M, E, rounded)
     if statistics_ptr is not None and tl.program_id(1) == 0:
         store_statistics(statistics_ptr, bh, i, M, max_m, sum_m, BASE_2)
