@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, remember_launches
+
 
 @triton.jit
 def tanh_and_room(x):
@@ -29,6 +31,7 @@ def slope_of_tanh(room):
     return room * (2.0 - room)
 
 
+@remember_launches
 @triton.jit
 def _scale_kernel(
     tensor_ptr, factor_ptr, second_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
@@ -54,6 +57,6 @@ def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor, second: Tensor |
     count, block = tensor.numel(), 4096
     if count:
         # So few programs that the launch ends at once where the factor is 1.
-        grid = (min(triton.cdiv(count, block), 2048),)
+        grid = (min(cdiv(count, block), 2048),)
         in_place = out.data_ptr() == tensor.data_ptr()
         _scale_kernel[grid](tensor, factor, second, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)

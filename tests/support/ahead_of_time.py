@@ -91,6 +91,7 @@ def compiled(
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    kernel = getattr(kernel, "kernel", kernel)  # inside lowtide.core.launch.RememberedKernel
     constants: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import next_power_of_2, remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
@@ -78,6 +79,7 @@ def _gaps(s_b, t_b, log_ratio, beta):
     return near_b - tl.maximum(gap_b, 0.0), tl.minimum(gap_b, 0.0) + near_b
 
 
+@remember_launches
 @triton.jit
 def _statistics_kernel(
     own_CV_ptr,
@@ -153,6 +155,7 @@ def _statistics_kernel(
     tl.store(loss_C_ptr + row, loss)
 
 
+@remember_launches
 @triton.jit
 def _gradient_kernel(
     student_CB_ptr,
@@ -228,7 +231,7 @@ def divergence_(
     """
     (C, B), stat = student.product_CB.shape, statistics
     plain = all(each.bias_B is None and not each.softcap for each in (student, teacher))
-    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
+    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, next_power_of_2(B))
     # With fused multiply-adds, a product minus an equal product is not 0, which matters near the
     # teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}

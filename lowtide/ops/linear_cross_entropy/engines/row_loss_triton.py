@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, remember_launches
 from lowtide.ops.linear_cross_entropy.definition.head import Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
@@ -24,6 +25,7 @@ BLOCK, WARPS = 512, 4
 SUM_BLOCK, SUM_WARPS = 4096, 16
 
 
+@remember_launches
 @triton.jit(do_not_specialize=["N", "V", "ignore_index"])
 def _row_vectors_kernel(
     label_N_ptr, class_weight_V_ptr, total_weight_ptr, row_weight_N_ptr, upstream_N_ptr,
@@ -76,6 +78,7 @@ def _row_vectors_kernel(
         tl.store(lse_coef_N_ptr + rows, lse_coef, mask=inside)
 
 
+@remember_launches
 @triton.jit(do_not_specialize=["N"])
 def _mean_kernel(
     target_weight_N_ptr, ignored_N_ptr, normalizer_ptr, denominator_ptr, factor_ptr, N, BLOCK: tl.constexpr
@@ -101,6 +104,7 @@ def _mean_kernel(
     tl.store(factor_ptr, tl.div_rn(1.0, tl.where(some, denominator, 1.0)))
 
 
+@remember_launches
 @triton.jit(do_not_specialize=["N"])
 def _loss_kernel(
     target_weight_N_ptr, ignored_N_ptr, nll_N_ptr, smooth_nll_N_ptr, max_N_ptr, sum_N_ptr,
@@ -176,7 +180,7 @@ class TritonRowLoss(RowLoss):
         total_weight = self.total_weight() if smoothed else None
         by_row = (self.label_N, self.row_weight_N, upstream_N)
         if self.M:
-            _row_vectors_kernel[(triton.cdiv(self.M, BLOCK),)](
+            _row_vectors_kernel[(cdiv(self.M, BLOCK),)](
                 self.label_N, self.class_weight_V,
                 total_weight if isinstance(total_weight, Tensor) else None, self.row_weight_N, upstream_N,
                 *targets, softmax_coef_N, target_coef_N, smoothing_coef_N, lse_coef_N,
@@ -198,7 +202,7 @@ class TritonRowLoss(RowLoss):
     def loss_N(self, stats: RowStats) -> Tensor:
         loss_N = self._vector()
         if self.M:
-            self._launch_loss((triton.cdiv(self.M, BLOCK),), stats, None, loss_N, None, BLOCK, WARPS)
+            self._launch_loss((cdiv(self.M, BLOCK),), stats, None, loss_N, None, BLOCK, WARPS)
         return loss_N
 
     def total_loss(self, stats: RowStats, denominator: Tensor | None) -> Tensor:

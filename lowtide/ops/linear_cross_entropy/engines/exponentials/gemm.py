@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from lowtide.core import backend
+from lowtide.core.launch import cdiv
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
@@ -25,7 +25,7 @@ NO_TRANSFORM = LogitTransform()
 
 def halves_of_tiles(classes: int) -> int:
     """Return the number of half tiles in a row of `classes` classes."""
-    return 2 * triton.cdiv(classes, tiles.BLOCK_B)
+    return 2 * cdiv(classes, tiles.BLOCK_B)
 
 
 class Exponentials:
@@ -51,16 +51,11 @@ class Exponentials:
         self.classes = slice(first_class, first_class + self.B)
         self.softcap = transform.softcap
         self.device = reference_C.device
-        self.of_call = {
-            "reference_C_ptr": reference_C,
-            "target_C_ptr": target_C,
-            "bias_B_ptr": transform.bias_V,
-            "scale_ptr": transform.scale,
-            "softmax_coef_C_ptr": softmax_coef_C,
-            "entropy_coef_C_ptr": entropy_coef_C,
-            "factor_C_ptr": factor_C,
-            **{"C": self.C, "B": self.B, "D": self.D, "first_class": first_class},
-        }
+        self.of_call = (
+            reference_C, target_C, transform.bias_V, transform.scale,
+            softmax_coef_C, entropy_coef_C, factor_C,
+        )  # fmt: skip
+        self.sizes = (self.C, self.B, self.D, first_class)
 
     def partials(self, dtype: torch.dtype = torch.float32, *, memory: Tensor | None = None) -> Tensor:
         """Return memory for one partial result per half tile and row: [half tiles, C]."""
@@ -89,13 +84,8 @@ class Exponentials:
         infinite logit gets a wrong place for its maximum.
         """
         programs = tiles.multiprocessors(self.device)
-        arguments: dict[str, Any] = {
-            **self.of_call,
-            "sum_ptr": sums,
-            "mean_ptr": means,
-            "grad_dot_logit_ptr": grad_dot_logits,
-            "max_ptr": maxima,
-            "argmax_ptr": places,
+        results = (sums, means, grad_dot_logits, maxima, places)
+        constants: dict[str, Any] = {
             "STORE": store and self.exp_CB is not None,
             "GUARDED": guarded,
             "ADD": self.classes.start > 0 and (sums is not None or grad_dot_logits is not None),
@@ -105,17 +95,22 @@ class Exponentials:
         if marks is None and self._pipelined:
             from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_gluon
 
-            gemm_gluon.run(self.terms, self.exp_CB, arguments)
+            arguments = (*self.of_call, *results, *self.sizes)
+            gemm_gluon.run(self.terms, self.exp_CB, arguments, constants)
             return
         kernels.exponentials_kernel[(programs,)](
-            **(self._tiles if store else {**self._tiles, "exp_CB": None}),
-            **arguments,
+            *self._operand_tiles,
+            self._out_tiles if store else None,
+            *self.of_call,
+            marks,
+            *results,
+            *self.sizes,
+            **constants,
             SOFTCAP=self.softcap,
             # A branch would spare most half tiles the comparison with the target, which takes
             # longer than an exponential. But it takes registers, which a kernel with these options
             # lacks.
             MASKED=self.softcap > 0 and grad_dot_logits is not None,  # decision 0012
-            marks_ptr=marks,
             RECOMPUTE=marks is not None,
             BLOCK_C=tiles.BLOCK_C,
             BLOCK_B=tiles.BLOCK_B,
@@ -130,10 +125,14 @@ class Exponentials:
         return large and self.softcap == 0 and backend.pipelines_on(self.device)
 
     @cached_property
-    def _tiles(self) -> dict[str, Any]:
-        """Return descriptors of the operands and of E, as keyword arguments of the kernel."""
-        names = (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
-        pairs = [(None, None) if term is None else tiles.described(term) for term in self.terms]
-        operands = {name: each for of_term, pair in zip(names, pairs) for name, each in zip(of_term, pair)}
-        out = None if self.exp_CB is None else tiles.describe(self.exp_CB, tiles.BLOCK_C, tiles.BLOCK_B // 2)
-        return {**operands, "exp_CB": out}
+    def _operand_tiles(self) -> tuple[Any, ...]:
+        """Return descriptors of both operands of each term; None for those of a term that is not there."""
+        first, second = ((None, None) if term is None else tiles.described(term) for term in self.terms)
+        return (*first, *second)
+
+    @cached_property
+    def _out_tiles(self) -> Any:
+        """Return a descriptor of E, or None where it is not stored."""
+        if self.exp_CB is None:
+            return None
+        return tiles.describe(self.exp_CB, tiles.BLOCK_C, tiles.BLOCK_B // 2)

@@ -126,21 +126,24 @@ def exponentials_kernel(
 
 
 def run(
-    terms: Sequence[tuple[Tensor, Tensor] | None], exp_CB: Tensor | None, arguments: dict[str, Any]
+    terms: Sequence[tuple[Tensor, Tensor] | None],
+    exp_CB: Tensor | None,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
 ) -> None:
-    """Launch the kernel on one or two terms; `arguments` are those that both languages take."""
-    rows, pairs = pipeline.BLOCK_A // 2, (("x_CD", "weight_BD"), ("x_CR", "weight_BR"))
-    operands: dict[str, Any] = {}
-    for (x_name, weight_name), term in zip(pairs, terms):
+    """Launch the kernel on one or two terms; arguments and constants are those of both languages."""
+    rows, operands = pipeline.BLOCK_A // 2, []
+    for term in terms:
         x, weight = term or (None, None)
-        operands[x_name] = None if x is None else pipeline.describe(x, rows, pipeline.BLOCK_K)
-        operands[weight_name] = (
-            None if weight is None else pipeline.describe(weight, pipeline.BLOCK_B, pipeline.BLOCK_K)
-        )
-    exponentials_kernel[(arguments["PROGRAMS"],)](
-        **operands,
-        **arguments,
-        exp_CB=None if exp_CB is None else pipeline.describe(exp_CB, rows, pipeline.BLOCK_B // 2),
+        operands += [
+            None if x is None else pipeline.describe(x, rows, pipeline.BLOCK_K),
+            None if weight is None else pipeline.describe(weight, pipeline.BLOCK_B, pipeline.BLOCK_K),
+        ]
+    exponentials_kernel[(constants["PROGRAMS"],)](
+        *operands,
+        None if exp_CB is None else pipeline.describe(exp_CB, rows, pipeline.BLOCK_B // 2),
+        *arguments,
+        **constants,
         STAGES=pipeline.STAGES,
         REGISTERS=pipeline.REGISTERS,
         num_warps=pipeline.WARPS,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, remember_launches
 from lowtide.ops.linear_cross_entropy.engines import row_math
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
@@ -38,6 +39,7 @@ def reduced(partials_TC_ptr, rows, T, C, LARGEST: tl.constexpr, BLOCK_C: tl.cons
     return tl.max(result_tc, 0) if LARGEST else tl.sum(result_tc, 0)
 
 
+@remember_launches
 @triton.jit
 def _sum_kernel(
     partials_TC_ptr, out_C_ptr, marks_ptr, T, C,
@@ -66,6 +68,7 @@ def _sum_kernel(
                 tl.store(mark_ptr, 1)
 
 
+@remember_launches
 @triton.jit
 def _references_kernel(
     maxima_TC_ptr, sum_C_ptr, ignored_C_ptr, reference_C_ptr, marks_ptr, T, C,
@@ -86,6 +89,7 @@ def _references_kernel(
         tl.store(reference_C_ptr + rows, tl.where(near_c | ignored_c, old_c, max_c), mask=rows < C)
 
 
+@remember_launches
 @triton.jit
 def _mark_infinite_kernel(
     maxima_TC_ptr, ignored_C_ptr, marks_ptr, T, C,
@@ -105,6 +109,7 @@ def _mark_infinite_kernel(
         tl.store(marks_ptr + 1 + first // HEIGHT, 1)
 
 
+@remember_launches
 @triton.jit
 def _recomputed_product_kernel(
     exp_CB,
@@ -138,7 +143,7 @@ def _recomputed_product_kernel(
 
 def marks_memory(rows_C: Tensor) -> Tensor:
     """Return memory for the marks of a chunk's row tiles."""
-    return rows_C.new_empty(1 + triton.cdiv(rows_C.shape[0], tiles.BLOCK_C), dtype=torch.int32)
+    return rows_C.new_empty(1 + cdiv(rows_C.shape[0], tiles.BLOCK_C), dtype=torch.int32)
 
 
 def mark_infinite(maxima_TC: Tensor, ignored_C: Tensor, marks: Tensor) -> None:
@@ -176,7 +181,7 @@ def reducing(C: int) -> tuple[tuple[int], dict[str, int]]:
     """
     rows = min(REDUCED_ROWS, tiles.BLOCK_C)
     options = {"HEIGHT": tiles.BLOCK_C, "BLOCK_C": rows, "BLOCK_T": REDUCED_PARTS, "num_warps": 8}
-    return (triton.cdiv(C, rows),), options
+    return (cdiv(C, rows),), options
 
 
 def recomputed_product(
@@ -184,7 +189,7 @@ def recomputed_product(
 ) -> None:
     """Compute the product again in row tiles that are marked; the tiles are gemm/triton.py's."""
     (C, B), D, height = exp_CB.shape, weight_BD.shape[1], tiles.BLOCK_C
-    _recomputed_product_kernel[(triton.cdiv(C, height), triton.cdiv(D, BLOCK_D))](
+    _recomputed_product_kernel[(cdiv(C, height), cdiv(D, BLOCK_D))](
         describe(exp_CB, height, BLOCK_B),
         describe(weight_BD, BLOCK_B, BLOCK_D),
         marks,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduced, reducing
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
@@ -24,6 +25,7 @@ def _log1p(x):
     return tl.where(sum == 1.0, x, tl.where(x < 1.0, tl.log(sum) * (x / (sum - 1.0)), tl.log(sum)))
 
 
+@remember_launches
 @triton.jit
 def _coefficients_kernel(
     logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, softmax_coef_C_ptr, target_coef_C_ptr,

@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reducing
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 LOWEST = tl.constexpr(-200.0)  # exp of it is 0; finite where a half has only the target or nothing
 
 
+@remember_launches
 @triton.jit
 def _log_probs_kernel(
     sum_TC_ptr, mean_TC_ptr, max_TC_ptr, argmax_TC_ptr, logit_C_ptr, target_C_ptr,

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, remember_launches
+
 # A kernel finds the place of each row by counting the rows that come before it. That is one launch,
 # where torch takes about ten, but its time grows with the square of a chunk's rows. With this many,
 # it is an estimated 10 microseconds, as long as a sort.
@@ -15,6 +17,7 @@ COUNTED_ROWS = 4096
 BLOCK, WIDTH = 32, 128
 
 
+@remember_launches
 @triton.jit
 def _order_kernel(
     target_N_ptr, ignored_N_ptr, class_N_ptr, order_N_ptr, N, V, chunk,
@@ -56,6 +59,6 @@ def sorted_targets(target_N: Tensor, ignored_N: Tensor, V: int, rows: int) -> tu
         key_N, order_N = key_N.sort(stable=True)
         return key_N.remainder_(V + 1), order_N
     class_N, order_N = torch.empty_like(target_N), torch.empty_like(target_N)
-    grid = triton.cdiv(N, rows), triton.cdiv(rows, BLOCK)
+    grid = cdiv(N, rows), cdiv(rows, BLOCK)
     _order_kernel[grid](target_N, ignored_N, class_N, order_N, N, V, rows, BLOCK=BLOCK, WIDTH=WIDTH)
     return class_N, order_N

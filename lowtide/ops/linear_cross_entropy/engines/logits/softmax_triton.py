@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import next_power_of_2, remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed, whole_softmax_coef
 
@@ -68,6 +69,7 @@ def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
     return tl.where(columns < B, soft_b, 0.0)
 
 
+@remember_launches
 @triton.jit
 def _softmax_gradient_kernel(
     logits_CB_ptr,
@@ -244,7 +246,7 @@ def softmax_gradient_into(
     plain = (
         transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
     )
-    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, triton.next_power_of_2(B))
+    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, next_power_of_2(B))
     soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()
     if C:
         _softmax_gradient_kernel[(C,)](

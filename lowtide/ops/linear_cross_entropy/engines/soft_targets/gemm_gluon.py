@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from lowtide.core.launch import cdiv
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args
@@ -174,7 +174,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
     soft: Any = columns.soft_CB
     out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 2 * triton.cdiv(V, pipeline.BLOCK_B), multiprocessors(soft.device)
+    T, programs = 2 * cdiv(V, pipeline.BLOCK_B), multiprocessors(soft.device)
     partials_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     _distance_pipeline_kernel[(programs,)](
         x_CD, weight_VD, x_CR, weight_VR, out, columns.transform.bias_V, columns.transform.scale,

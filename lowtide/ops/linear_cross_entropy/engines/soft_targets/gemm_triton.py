@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     LOG2_E,
@@ -167,6 +168,7 @@ def _epilogue(
     )  # fmt: skip
 
 
+@remember_launches
 @triton.jit
 def _distances_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB_ptr, class_weight_B_ptr,
@@ -234,7 +236,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
-    T, programs = 2 * triton.cdiv(V, tiles.BLOCK_B), multiprocessors(soft.device)
+    T, programs = 2 * cdiv(V, tiles.BLOCK_B), multiprocessors(soft.device)
     partials_CT4 = torch.empty(C, T, 4, dtype=torch.float32, device=soft.device)
     out = None if out_CV is None else describe(place_of_distances(out_CV), tiles.BLOCK_C, tiles.BLOCK_B // 2)
     row_stride, stride = soft.stride()

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, next_power_of_2, remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
@@ -31,6 +32,7 @@ BLOCK, WARPS = 2048, 8  # decision 0042
 WHOLE_BITS = tl.constexpr(0x4B000000)
 
 
+@remember_launches
 @triton.jit
 def _rows_kernel(
     partials_CT4_ptr, soft_target_coef_C_ptr, lse_coef_C_ptr, max_C_ptr, sum_C_ptr, soft_mass_C_ptr,
@@ -97,6 +99,7 @@ def _put_gradient(
     tl.store(grad_ptr + columns, grad_th.to(grad_ptr.dtype.element_ty), mask=mask)
 
 
+@remember_launches
 @triton.jit
 def _gradient_kernel(
     partials_CT4_ptr, distance_CB_ptr, grad_CB_ptr, soft_CB_ptr, class_weight_B_ptr,
@@ -145,13 +148,13 @@ def gradient(
         stat = [stats.max_N, stats.sum_N, stats.soft_mass_N, stats.soft_nll_N]
     _rows_kernel[(C,)](
         partials_CT4, coefs.soft_target_coef_N, coefs.lse_coef_N, *stat, T,
-        GRADIENT=grad_CV is not None, PARTS=triton.next_power_of_2(T),
+        GRADIENT=grad_CV is not None, PARTS=next_power_of_2(T),
     )  # fmt: skip
     if grad_CV is None:
         return
     soft: Any = columns.soft_CB
     V = soft.shape[1]
-    _gradient_kernel[(C * triton.cdiv(V, BLOCK),)](
+    _gradient_kernel[(C * cdiv(V, BLOCK),)](
         partials_CT4, place_of_distances(grad_CV), grad_CV, soft, columns.class_weight_B,
         coefs.soft_target_coef_N, V, T,
         grad_CV.stride(0), *soft.stride(), *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0),

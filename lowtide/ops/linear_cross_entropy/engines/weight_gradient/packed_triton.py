@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import next_power_of_2, remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
@@ -95,6 +96,7 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
         return even_vh - weight_v[:, None] * even_h[None, :], odd_vh - weight_v[:, None] * odd_h[None, :]
 
 
+@remember_launches
 @triton.jit
 def _add_product_kernel(
     exp_CV,
@@ -148,6 +150,7 @@ def _add_product_kernel(
                 tl.store(pair_ptr, rounded_pairs(even_vh, odd_vh, tl.load(factor_ptr)), mask=mask_vh)
 
 
+@remember_launches
 @triton.jit
 def _round_kernel(
     pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, D, BLOCK: tl.constexpr
@@ -217,5 +220,5 @@ def round_(
 ) -> None:
     """Round the sum to the gradient in place, minus the smoothing term, times the factor."""
     V, P = pair_VP.shape
-    block = min(512, triton.next_power_of_2(P))
+    block = min(512, next_power_of_2(P))
     _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, smoothing_row_D, 2 * P, BLOCK=block)

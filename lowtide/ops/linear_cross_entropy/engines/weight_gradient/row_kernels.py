@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.launch import cdiv, next_power_of_2, remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     load_pairs,
@@ -17,6 +18,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
 )
 
 
+@remember_launches
 @triton.jit
 def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, logit_C_ptr, reference_C_ptr, marks_ptr,
@@ -53,6 +55,7 @@ def _factor(factor_ptr):
     return factor
 
 
+@remember_launches
 @triton.jit
 def _scale_rows_kernel(
     x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr
@@ -69,6 +72,7 @@ def _scale_rows_kernel(
         )
 
 
+@remember_launches
 @triton.jit
 def _input_gradient_kernel(
     product_CD_ptr,
@@ -164,6 +168,7 @@ def _with_target_rows(
     return sum_d
 
 
+@remember_launches
 @triton.jit
 def _add_target_rows_kernel(
     x_ptr,
@@ -219,6 +224,7 @@ def _add_target_rows_kernel(
             store_pairs(pair_ptr, low_ptr, even_p, odd_p, pairs < D // 2)
 
 
+@remember_launches
 @triton.jit
 def _round_block_kernel(
     sum_BD_ptr,
@@ -350,7 +356,7 @@ def add_target_rows(
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
     block = min(512, _width(D))
-    _add_target_rows_kernel[(T, triton.cdiv(D, block))](
+    _add_target_rows_kernel[(T, cdiv(D, block))](
         x,
         target_weight_coef_N,
         factor,
@@ -386,7 +392,7 @@ def round_block(
     """Round the sum of the block of classes from first_class on into the weight gradient."""
     (B, D), N = sum_BD.shape, class_N.shape[0]
     block = min(512, _width(D))
-    _round_block_kernel[(B, triton.cdiv(D, block))](
+    _round_block_kernel[(B, cdiv(D, block))](
         sum_BD,
         x,
         target_weight_coef_N,
@@ -413,4 +419,4 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 
 def _width(D: int) -> int:
     """Return the width of the blocks in which a row is read."""
-    return min(1024, triton.next_power_of_2(D))
+    return min(1024, next_power_of_2(D))
