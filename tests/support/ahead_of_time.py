@@ -91,7 +91,9 @@ def compiled(
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(kernel, "kernel", kernel)  # inside lowtide.core.launch.RememberedKernel
+    from lowtide.core.launch import RememberedKernel
+
+    kernel = kernel.kernel if isinstance(kernel, RememberedKernel) else kernel
     constants: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
 
