@@ -6,13 +6,49 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.library import Library, define, impl
 
 from lowtide.core import torch_private
 
 # Its registrations end with its life.
 LIBRARY = Library("lowtide", "FRAGMENT")
+
+_direct: dict[Any, Callable[..., list[Tensor]]] = {}
+"""What computes an operator, with its derivative if it has one, without torch's dispatcher."""
+
+
+def call(operator: Any, *arguments: Any) -> list[Tensor]:
+    """Call an operator, past torch's dispatcher where nothing there would look at the call.
+
+    The dispatcher converts all arguments twice each way, which takes the host 0.1 ms or more.
+    """
+    if torch.compiler.is_compiling() or not _nobody_looks() or not _are_plain(arguments):
+        return operator(*arguments)  # type: ignore[no-any-return]
+    return _direct.get(operator, operator)(*arguments)  # type: ignore[no-any-return]
+
+
+def _nobody_looks() -> bool:
+    """Return True if no mode, transform, trace or profile is to see the operators."""
+    return (
+        torch_private.dispatch_modes() == 0
+        and torch_private.function_modes() == 0
+        and torch_private.current_level() is None
+        and not torch_private.profiles()
+        and not torch.jit.is_tracing()
+    )
+
+
+def _are_plain(arguments: Iterable[Any]) -> bool:
+    """Return True if all tensors are torch's own, on the CPU or CUDA, alone or in lists."""
+    for each in arguments:
+        kind = type(each)
+        if kind is Tensor or kind is nn.Parameter:
+            if not (each.is_cuda or each.is_cpu):
+                return False
+        elif isinstance(each, Tensor) or (kind in (list, tuple) and not _are_plain(each)):
+            return False
+    return True
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -36,7 +72,9 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
             return function(*arguments)
 
         impl(f"lowtide::{name}", ("cpu", "cuda"), run)
-        return getattr(torch.ops.lowtide, name).default
+        made = getattr(torch.ops.lowtide, name).default
+        _direct[made] = run
+        return made
 
     return registered
 
@@ -54,11 +92,20 @@ def derivative(
 
     if torch_private.below_autograd is None or torch_private.after_autograd_keyset is None:
         torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=LIBRARY)
+        del _direct[operator]
         return
     schema = [(str(argument.type), argument.default_value) for argument in operator._schema.arguments]
     kinds = [kind for kind, _ in schema if "Tensor" in kind]
     assert all("Tensor" in kind for kind, _ in schema[: len(kinds)])
     defaults, lists = tuple(default for _, default in schema), [kind == "List[Tensor]" for kind in kinds]
+    implementation = _direct[operator]
+
+    def compute(keys: Any, arguments: Sequence[Any]) -> list[Tensor]:
+        """Compute the operator below autograd; without keys the dispatcher is not asked."""
+        with torch_private.below_autograd():
+            if keys is None:
+                return implementation(*arguments)
+            return operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)  # type: ignore[no-any-return]
 
     class Derivative(torch.autograd.Function):
         # Autograd sees tensors only as arguments of their own, so lists are passed item by item. All
@@ -68,8 +115,7 @@ def derivative(
             ctx: Any, keys: Any, lengths: Sequence[int | None], others: tuple[Any, ...], *items: Tensor | None
         ) -> tuple[Tensor, ...]:
             arguments = [*_in_lists(items, lengths), *others]
-            with torch_private.below_autograd():
-                output = operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
+            output = compute(keys, arguments)
             ctx.lengths = lengths
             setup_context(ctx=ctx, inputs=arguments, output=output)
             return tuple(output)
@@ -91,8 +137,7 @@ def derivative(
     def run(keys: Any, *arguments: Any) -> Any:
         tensors = arguments[: len(lists)]
         if not (torch.is_grad_enabled() and _need_gradients(tensors)):
-            with torch_private.below_autograd():
-                return operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)
+            return compute(keys, arguments)
         # The dispatcher leaves out arguments that have their default.
         tensors += defaults[len(tensors) : len(lists)]
         others = arguments[len(lists) :] + defaults[max(len(arguments), len(lists)) :]
@@ -100,6 +145,7 @@ def derivative(
         return list(function.apply(keys, lengths, others, *_one_by_one(tensors, lengths)))
 
     LIBRARY.impl(operator, run, "Autograd", with_keyset=True)
+    _direct[operator] = functools.partial(run, None)
 
 
 def _one_by_one(arguments: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:

@@ -32,6 +32,11 @@ def _many_modes() -> int:
     return 1
 
 
+def _profiled() -> bool:
+    """Count on a profile, whose operators are to have their names."""
+    return True
+
+
 def _hooks_unknown(_: bool = True) -> tuple[None, None]:
     """Count on hooks of saved tensors, whose owner is not known."""
     return None, None
@@ -78,6 +83,10 @@ backward_id: Any = _find("_C._current_graph_task_id") or object
 
 dispatch_modes = _find("_C._len_torch_dispatch_stack") or _many_modes
 """The number of modes that see each operation, as make_fx's and those of fake tensors do."""
+
+function_modes = _find("_C._len_torch_function_stack") or _many_modes
+"""The number of modes that see each call of a function."""
+profiles = _find("_C._autograd._profiler_enabled") or _profiled
 
 current_level = _find("_C._functorch.maybe_current_level") or _level_unknown
 is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transform

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.errors import ArgumentError
+from lowtide.core.operator import call
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
@@ -40,7 +41,7 @@ class _Distillation(torch.autograd.Function):
         ctx: Any, options: DistillationOptions, needs_grad: list[bool], *tensors: Tensor | None
     ) -> Tensor:
         now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
-        loss, *rest = ops.distillation(*tensors, now, *options)
+        loss, *rest = call(ops.distillation, *tensors, now, *options)
         ctx.options, ctx.needs_grad, ctx.device = options, needs_grad, loss.device
         ctx.set_materialize_grads(False)
         if any(needs_grad):
@@ -69,7 +70,7 @@ def _gradients(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...
         return higher_order.gradients(heads, options, needs_grad, grad_output)
     if options.reduction == "none":
         number = rest[0] if options.group else None
-        found = ops.distillation_backward(grad_output, number, *heads, needs_grad, *options)
+        found = call(ops.distillation_backward, grad_output, number, *heads, needs_grad, *options)
         return scatter_gradients(found, needs_grad)
     backend = choose_backend("auto", heads.device, options.sum_dtype)
     return finish_gradients(rest, grad_output, heads.student, needs_grad, backend)

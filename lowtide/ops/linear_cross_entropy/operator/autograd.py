@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.core.errors import ArgumentError
-from lowtide.core.operator import derivative
+from lowtide.core.operator import call, derivative
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
@@ -34,9 +34,8 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
     """Run the loss operator; the result is [N] for none, else 0-d."""
     needs_grad = _needs_grad(head)
     call_kind = ops.call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
-    loss, *_ = ops.linear_cross_entropy(
-        *head, *labels, needs_grad, *with_graph_facts(head, options, call_kind)
-    )
+    options = with_graph_facts(head, options, call_kind)
+    loss, *_ = call(ops.linear_cross_entropy, *head, *labels, needs_grad, *options)
     return loss
 
 
@@ -46,8 +45,8 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tens
     options = with_graph_facts(
         head, options, ops.call_kind_of(head, target, None, needs_grad, log_probs=True)
     )
-    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = ops.linear_log_probs(
-        *head, target, needs_grad, *options
+    log_prob_N, entropy_N, logsumexp_N, argmax_N, *_ = call(
+        ops.linear_log_probs, *head, target, needs_grad, *options
     )
     return log_prob_N, entropy_N, logsumexp_N, argmax_N
 
@@ -82,7 +81,9 @@ def _gradients_of_loss(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
 
         return _arguments(ctx, differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,)))
     if options.reduction == "none":
-        found = ops.linear_cross_entropy_backward(grad_output, rest, *head, *labels, needs_grad, *options)
+        found = call(
+            ops.linear_cross_entropy_backward, grad_output, rest, *head, *labels, needs_grad, *options
+        )
         return _arguments(ctx, scatter_gradients(found, needs_grad))
     backend = backend_of(options.engine)
     return _arguments(ctx, finish_gradients(rest, grad_output, head.tensors, needs_grad, backend))
@@ -110,7 +111,7 @@ def _gradients_of_log_probs(ctx: Any, grad_output: Sequence[Tensor | None]) -> t
             return higher_order.linear_log_probs(head.of(own), target, options)
 
         return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, needs_grad, grad_output))
-    found = ops.linear_log_probs_backward(*grad_output, statistics, *head, target, needs_grad, *options)
+    found = call(ops.linear_log_probs_backward, *grad_output, statistics, *head, target, needs_grad, *options)
     return _arguments(ctx, scatter_gradients(found, needs_grad))
 
 
