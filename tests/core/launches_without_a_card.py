@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.core.launch import remember_launches
 
-
 launched = []
 
 
