@@ -31,6 +31,7 @@ from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
 from lowtide.tools.bench.heads.table import draw as draw_heads
+from lowtide.tools.bench.host import CALLS, HOST, SHAPES, host_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import DIVIDED, PROVIDERS, SWEPT, Provider
@@ -355,6 +356,26 @@ def _real(
     if plot is not None:
         draw_real(every, plot)
         Console().print(f"picture: {plot}", soft_wrap=True)
+
+
+class _Shape(NamedTuple):
+    name: str
+    smoke: bool | None = None
+
+
+@app.command("host")
+def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = None) -> None:
+    """Time what a call of each operator takes of the host, forward and backward.
+
+    Each row is one operator at one number of tokens and head, in turn with the
+    same in plain torch: the median time until Python goes on. A card computes
+    meanwhile, and a small call waits for the host.
+    """
+    on = choose_device(device)
+    shapes = SHAPES["cpu" if smoke else on]
+    calls = 3 if smoke else CALLS
+    tables = [_Table(_Shape(str(shape)), 6, iter(host_rows(shape, on, calls))) for shape in shapes]
+    _print(tables, on, smoke, out, HOST)
 
 
 @app.command("draw")

@@ -17,4 +17,5 @@ Modules, in the order of imports:
 * compare: the figures of two CSVs, row by row.
 * attention: the benchmark of attention.
 * heads: the loss on the heads of public models.
+* host: what a call of each operator takes of the host.
 """

@@ -1,0 +1,26 @@
+import csv
+
+from tests.support.commands import invoke
+
+OPERATORS = {
+    "linear_cross_entropy",
+    'linear_cross_entropy, reduction="none"',
+    "linear_log_probs",
+    "distillation.forward_kl",
+    "chunked_loss",
+    "memory_efficient_attention",
+}
+
+
+def test_smoke_run_times_each_operator(tmp_path):
+    out = tmp_path / "host.csv"
+    done = invoke("bench", "host", "--smoke", "--device", "cpu", "--csv", out)
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["operator"] for row in rows} == OPERATORS
+    for row in rows:
+        times = [float(value) for name, value in row.items() if name.endswith("_us")]
+        assert len(times) == 4
+        assert all(0 < each < 1e6 for each in times)
+    assert "microseconds of the host" in done.output
