@@ -95,8 +95,6 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
     for each in arguments:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
-            if not each.is_cuda:
-                return None
             pointer = each.data_ptr()
             pointers |= pointer
             key.append(each.dtype)

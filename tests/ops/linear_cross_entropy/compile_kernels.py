@@ -207,6 +207,9 @@ def _row_vectors(**changes: Any) -> Build:
         "upstream_N",
         "smoothing_coef_N",
         "lse_coef_N",
+        "normalizer",
+        "denominator",
+        "factor",
     )
     arguments = {
         **{"label_N_ptr": I64, "target_N_ptr": I64, **_IGNORED, "invalid_target_N_ptr": None},
@@ -216,7 +219,8 @@ def _row_vectors(**changes: Any) -> Build:
         **dict.fromkeys(("label_stride", "row_weight_stride", "upstream_stride"), 1),
         **dict.fromkeys(("target_share", "smoothing_share", "lse_share"), "fp32"),
     }
-    return _row_loss("_row_vectors_kernel", 4, 512, arguments, **changes)
+    of_mean = changes.get("factor_ptr") is not None  # by a single program
+    return _row_loss("_row_vectors_kernel", *((16, 4096) if of_mean else (4, 512)), arguments, **changes)
 
 
 _ALL_VECTORS = {
@@ -359,6 +363,10 @@ BUILDS = {
         **_ALL_VECTORS | dict.fromkeys(
             ("target_N_ptr", "ignored_N_ptr", "invalid_target_N_ptr", "target_weight_N_ptr")
         )
+    ),
+    "row vectors, mean": _row_vectors(denominator_ptr=F32, factor_ptr=F32),
+    "row vectors, all, normaliser": _row_vectors(
+        **_ALL_VECTORS, normalizer_ptr=F32, denominator_ptr=F32, factor_ptr=F32
     ),
     "mean": _row_loss("_mean_kernel", 16, 4096, _MEAN, normalizer_ptr=None),
     "mean, normaliser": _row_loss("_mean_kernel", 16, 4096, _MEAN, normalizer_ptr=F32),

@@ -31,13 +31,15 @@ def _row_vectors_kernel(
     label_N_ptr, class_weight_V_ptr, total_weight_ptr, row_weight_N_ptr, upstream_N_ptr,
     target_N_ptr, ignored_N_ptr, invalid_target_N_ptr, target_weight_N_ptr,
     softmax_coef_N_ptr, target_coef_N_ptr, smoothing_coef_N_ptr, lse_coef_N_ptr,
+    normalizer_ptr, denominator_ptr, factor_ptr,
     N, V, label_stride, row_weight_stride, upstream_stride,
     ignore_index, target_share, smoothing_share, lse_share, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute each row's target and weight, unless known, and its coefficients. Grid: (N / BLOCK,).
 
     Labels are integers, row weights and upstream gradients numbers, of any dtype. Without label
-    smoothing softmax_coef is target_coef and is not written.
+    smoothing softmax_coef is target_coef and is not written. A single program also computes what
+    `_store_mean` does.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N
@@ -76,6 +78,24 @@ def _row_vectors_kernel(
         tl.store(smoothing_coef_N_ptr + rows, smoothing_coef, mask=inside)
     if lse_coef_N_ptr is not None:
         tl.store(lse_coef_N_ptr + rows, lse_coef, mask=inside)
+    if factor_ptr is not None:
+        kept = (inside & (label != ignore_index)).to(tl.int32)
+        _store_mean(tl.where(inside, weight, 0.0), kept, normalizer_ptr, denominator_ptr, factor_ptr)
+
+
+@triton.jit
+def _store_mean(weight, kept, normalizer_ptr, denominator_ptr, factor_ptr):
+    """Store a mean's denominator, unless given, and 1 / denominator.
+
+    If every row is ignored, the denominator is NaN, as the loss in torch, and the factor is 1.
+    """
+    some = tl.max(kept, 0) != 0
+    if normalizer_ptr is None:
+        denominator = tl.sum(weight, 0)
+        tl.store(denominator_ptr, tl.where(some, denominator, float("nan")))
+    else:
+        denominator = tl.load(normalizer_ptr).to(tl.float32)
+    tl.store(factor_ptr, tl.div_rn(1.0, tl.where(some, denominator, 1.0)))
 
 
 @remember_launches
@@ -83,10 +103,7 @@ def _row_vectors_kernel(
 def _mean_kernel(
     target_weight_N_ptr, ignored_N_ptr, normalizer_ptr, denominator_ptr, factor_ptr, N, BLOCK: tl.constexpr
 ):
-    """Compute a mean's denominator, unless given, and 1 / denominator. Grid: (1,).
-
-    If every row is ignored, the denominator is NaN, as the loss in torch, and the factor is 1.
-    """
+    """Compute what `_store_mean` does, of any number of rows. Grid: (1,)."""
     weight = tl.zeros((BLOCK,), tl.float32)
     kept = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, N, BLOCK):
@@ -95,13 +112,7 @@ def _mean_kernel(
         kept |= (tl.load(ignored_N_ptr + rows, mask=inside, other=1) == 0).to(tl.int32)
         if normalizer_ptr is None:
             weight += tl.load(target_weight_N_ptr + rows, mask=inside, other=0.0)
-    some = tl.max(kept, 0) != 0
-    if normalizer_ptr is None:
-        denominator = tl.sum(weight, 0)
-        tl.store(denominator_ptr, tl.where(some, denominator, float("nan")))
-    else:
-        denominator = tl.load(normalizer_ptr).to(tl.float32)
-    tl.store(factor_ptr, tl.div_rn(1.0, tl.where(some, denominator, 1.0)))
+    _store_mean(weight, kept, normalizer_ptr, denominator_ptr, factor_ptr)
 
 
 @remember_launches
@@ -163,15 +174,26 @@ class TritonRowLoss(RowLoss):
         if self.plan.call_kind.log_probs:
             invalid_target_N = self.invalid_target_N = self._vector(torch.bool)
         known = (self.target_N, self.ignored_N, invalid_target_N, self.target_weight_N)
-        self.own_coefs = self._coefs(None, known)
+        self.normalizer, self.mean_of_rows = labels.normalizer, None
+        if 0 < self.M <= SUM_BLOCK and self.plan.options.reduction == "mean":
+            self.mean_of_rows = self._mean_memory(self.normalizer)
+        self.own_coefs = self._coefs(None, known, self.mean_of_rows)
 
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         if upstream_N is None:
             return self.own_coefs
         return self._coefs(self.of_kept(upstream_N), (None,) * 4)
 
-    def _coefs(self, upstream_N: Tensor | None, targets: tuple[Tensor | None, ...]) -> RowCoefs:
-        """Return the coefficients, and write targets, ignored, invalid and weights if given."""
+    def _coefs(
+        self,
+        upstream_N: Tensor | None,
+        targets: tuple[Tensor | None, ...],
+        mean: tuple[Tensor, Tensor] | None = None,
+    ) -> RowCoefs:
+        """Return the coefficients, and write targets, ignored, invalid and weights if given.
+
+        With memory for it, a mean's divisor and factor are written too, by a single program.
+        """
         options, smoothed = self.plan.options, self.plan.options.label_smoothing > 0
         target_coef_N = self._vector()
         softmax_coef_N = self._vector() if smoothed else target_coef_N
@@ -180,24 +202,31 @@ class TritonRowLoss(RowLoss):
         total_weight = self.total_weight() if smoothed else None
         by_row = (self.label_N, self.row_weight_N, upstream_N)
         if self.M:
-            _row_vectors_kernel[(cdiv(self.M, BLOCK),)](
+            block, warps = (BLOCK, WARPS) if mean is None else (SUM_BLOCK, SUM_WARPS)
+            _row_vectors_kernel[(cdiv(self.M, block),)](
                 self.label_N, self.class_weight_V,
                 total_weight if isinstance(total_weight, Tensor) else None, self.row_weight_N, upstream_N,
                 *targets, softmax_coef_N, target_coef_N, smoothing_coef_N, lse_coef_N,
+                *((None,) * 3 if mean is None else (self.normalizer, *mean)),
                 self.M, self.V, *map(_stride, by_row), options.ignore_index,
-                *self._shares(), 2 * options.z_loss, BLOCK=BLOCK, num_warps=WARPS,
+                *self._shares(), 2 * options.z_loss, BLOCK=block, num_warps=warps,
             )  # fmt: skip
         vectors = (self.target_N, self.ignored_N, softmax_coef_N, target_coef_N, smoothing_coef_N)
         return RowCoefs(*vectors, lse_coef_N=lse_coef_N)
 
     def mean(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-        denominator = self._vector(size=()) if normalizer is None else normalizer
-        factor = self._vector(size=())
+        if self.mean_of_rows is not None and normalizer is self.normalizer:
+            return self.mean_of_rows
+        denominator, factor = self._mean_memory(normalizer)
         _mean_kernel[(1,)](
             self.target_weight_N, self.ignored_N, normalizer, denominator, factor, self.M,
             BLOCK=SUM_BLOCK, num_warps=SUM_WARPS,
         )  # fmt: skip
         return denominator, factor
+
+    def _mean_memory(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return memory for a mean's divisor, or the normaliser, and for the gradients' factor."""
+        return self._vector(size=()) if normalizer is None else normalizer, self._vector(size=())
 
     def loss_N(self, stats: RowStats) -> Tensor:
         loss_N = self._vector()

@@ -308,35 +308,34 @@ class ExponentialsEngine(LossEngine):
 
         grad_dot_logit_C = None if stat.grad_dot_logit_N is None else torch.empty_like(logit_C)
         if marks is None:
-            return grad_dot_logit_C, self._run_blocks(tiles, linear, grad_dot_logit_C, sums=False)
-        sums_TC = self._run_blocks(tiles, linear, grad_dot_logit_C, guarded=False)
+            self._run_blocks(tiles, linear, grad_dot_logit_C, None)
+            return grad_dot_logit_C, None
+        sums_TC = maxima = tiles[0].partials()
+        self._run_blocks(tiles, linear, grad_dot_logit_C, sums_TC, guarded=False)
         # If no row is marked, the kernels below return at once.
         add_partials(sums_TC, stat.sum_N, marks=marks, mark=True)
-        del sums_TC  # free them before others are made
         # This run stores no E. So take all classes at once; then the maxima may use E's memory.
-        whole, memory = tiles[0], None
+        whole = tiles[0]
         if len(tiles) > 1:
             whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
-            memory = buffer
-        maxima = whole.partials(memory=memory)
+            maxima = whole.partials(memory=buffer)
         whole.run(maxima=maxima, marks=marks, store=False)
         replace_references(maxima, stat.sum_N, row.ignored_N, stat.max_N, marks)
-        del maxima
-        return grad_dot_logit_C, self._run_blocks(tiles, linear, grad_dot_logit_C, marks=marks)
+        self._run_blocks(tiles, linear, grad_dot_logit_C, sums_TC, marks=marks)
+        return grad_dot_logit_C, sums_TC
 
     def _run_blocks(
         self,
         tiles: list[Exponentials],
         linear: list[LinearTerm],
         grad_dot_logit_C: Tensor | None,
+        sums_TC: Tensor | None,
         *,
-        sums: bool = True,
         marks: Tensor | None = None,
         guarded: bool = True,
-    ) -> Any:  # Tensor [T, C]; None without `sums`
-        """Run each block of classes in turn; return the partial sums of E, if they are wanted."""
+    ) -> None:
+        """Run each block of classes in turn, and write the partial sums of E if they have memory."""
         # Each block adds to the partial sums of the one before. The first block is the largest.
-        sums_TC = tiles[0].partials() if sums else None
         grad_dot_logits = None if grad_dot_logit_C is None else tiles[0].partials()
         for each in tiles:
             each.run(sums=sums_TC, grad_dot_logits=grad_dot_logits, marks=marks, guarded=guarded)
@@ -344,7 +343,6 @@ class ExponentialsEngine(LossEngine):
                 term.add_block(each.exp_CB, each.classes, marks)
         if grad_dot_logits is not None and grad_dot_logit_C is not None:
             add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks)
-        return sums_TC
 
     def _run_log_probs(
         self,
