@@ -8,6 +8,7 @@ arguments         name the argument that is meant by another library's name for 
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 backend           capabilities of the device: Triton and its interpreter, Gluon pipelines
+launch            Triton kernels that remember what their launches need
 triton_helpers    Triton functions and a kernel that several operators use
 soft_cap          slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again

@@ -72,16 +72,6 @@ class RememberedKernel:
         self.known[tuple(key)] = compiled, [constants[each.name] for each in rest]
 
 
-def cdiv(a: int, b: int) -> int:
-    """Return a / b, rounded up; triton.cdiv, which serves kernels as well, takes 2 microseconds."""
-    return -(-a // b)
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the smallest power of 2 that is no smaller than the number, which is at least 1."""
-    return 1 << (number - 1).bit_length()
-
-
 def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
     """Return what a compiled kernel depends on, and the values to pass; None if that is not known.
 

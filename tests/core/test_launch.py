@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from lowtide.core.launch import cdiv, next_power_of_2
+from lowtide.core.backend import cdiv, next_power_of_2
 
 ODD_POINTERS, UNKNOWN_TYPES = 2, 1  # of the 21 cases, each with two sets of constants
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
 from lowtide.ops.attention.triton_backend.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.launch import (
@@ -34,7 +35,6 @@ from lowtide.ops.attention.triton_backend.stored_scores import (
     scores_kernel,
 )
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
-from lowtide.ops.attention.triton_backend.tile_sizes import cdiv, next_power_of_2
 
 # Queries of a program of delta_kernel.
 ROWS = 64

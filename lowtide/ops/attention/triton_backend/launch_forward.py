@@ -6,10 +6,10 @@ Shapes: B batches; H query heads; M queries; E features of values.
 import torch
 from torch import Tensor
 
+from lowtide.core.backend import cdiv
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
 from lowtide.ops.attention.triton_backend.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
-from lowtide.ops.attention.triton_backend.tile_sizes import cdiv
 
 
 def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:

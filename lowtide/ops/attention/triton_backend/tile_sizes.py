@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide.core.backend import cdiv, next_power_of_2
+
 # Bytes of shared memory that a block may have on an H100: 227 KiB. Consumer cards have 99 KiB.
 LARGE = 227 << 10
 
@@ -208,12 +210,3 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return LARGE
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def cdiv(total: int, step: int) -> int:
-    """Return total / step, rounded up; Triton's own function takes 2 us (decision 0023)."""
-    return -(-total // step)
-
-
-def next_power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()

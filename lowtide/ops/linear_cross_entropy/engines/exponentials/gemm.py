@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import backend
-from lowtide.core.launch import cdiv
+from lowtide.core.backend import cdiv
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform

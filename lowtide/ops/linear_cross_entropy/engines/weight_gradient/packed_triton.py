@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.launch import next_power_of_2, remember_launches
+from lowtide.core.backend import next_power_of_2
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
