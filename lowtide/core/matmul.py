@@ -46,6 +46,11 @@ def blocks(size: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, size))
 
 
+def rows_of(tensor: Tensor, rows: slice) -> Tensor:
+    """Return these rows of a tensor; all of them are the tensor itself, as a view takes the host 2 us."""
+    return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
+
+
 class Operand:
     """Hold one linear term: an input [..., D] read by rows, a weight [V, D] read by classes."""
 
@@ -68,7 +73,7 @@ class Operand:
         """Return these tokens as [C, D] in the operands' dtype: a view, or a copy of these rows."""
         x_CD = None
         if self.input.dim() == 2 and self.kept_rows is None:
-            x_CD = self.input[rows]
+            x_CD = rows_of(self.input, rows)
             if not self.copies_rows or (x_CD.dtype == self.dtype and lies_by_rows(x_CD)):
                 return x_CD
         elif self.input.dtype == self.dtype:
@@ -94,7 +99,7 @@ class Operand:
 
     def weight(self, classes: slice) -> Tensor:
         """Return the weight of these classes in a dtype and layout that a GEMM reads."""
-        weight_BD = self.weight_VD[classes]
+        weight_BD = rows_of(self.weight_VD, classes)
         if weight_BD.dtype == self.dtype and multiplies(weight_BD):
             return weight_BD
         # A GEMM copies a layout that it cannot read, each time.
