@@ -7,9 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+import lowtide
+from lowtide.core import launch
 from lowtide.core.backend import cdiv, next_power_of_2
 
 ODD_POINTERS, UNKNOWN_TYPES = 2, 1  # of the 21 cases, each with two sets of constants
@@ -42,3 +45,23 @@ def test_sizes_as_of_triton():
         assert next_power_of_2(number) == triton.next_power_of_2(number)
         assert cdiv(number, 7) == triton.cdiv(number, 7)
     assert cdiv(0, 7) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "odd"])
+def test_same_bits_as_by_triton(monkeypatch, reduction, first):
+    """Twice remembered, and by Triton; an input that begins at an odd address is left to Triton."""
+    torch.manual_seed(0)
+    memory = torch.randn(40 * 64 + 8, device="cuda", dtype=torch.bfloat16)
+    x = memory[first : first + 40 * 64].view(40, 64).requires_grad_()
+    w = torch.randn(1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(1000, (40,), device="cuda")
+    found = []
+    for by_triton in (False, False, True):
+        if by_triton:
+            monkeypatch.setattr(launch.RememberedKernel, "__getitem__", lambda self, grid: self.kernel[grid])
+        loss = lowtide.linear_cross_entropy(x, w, target, reduction=reduction)
+        found.append((loss, *torch.autograd.grad(loss.sum(), (x, w))))
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
