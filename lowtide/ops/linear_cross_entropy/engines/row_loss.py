@@ -41,6 +41,7 @@ class RowLoss:
         self.own_classes, self.order = head.classes, None
         if plan.agreement is not None and plan.options.tokens_sharded and plan.agreement.group.size > 1:
             self.order = TokenOrder(plan.agreement, self.device)
+        self.cleared_N: Tensor | None = None
         self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
         self._set_rows(labels)
 
@@ -51,7 +52,7 @@ class RowLoss:
             self.row_weight_N = self._of_kept_as_sums(labels.row_weight.flatten())
 
     def _set_target(self, target: Tensor) -> None:
-        self.soft_NV, self.kept_rows, self.cleared_N = None, None, None
+        self.soft_NV, self.kept_rows = None, None
         if self.plan.call_kind.probabilities:
             self.soft_NV = target.reshape(self.N, self.own_classes)
             self.M = self.N
