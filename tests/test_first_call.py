@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.support.graphs import needs_tracing
+
 PROGRAM = """
 import functools, sys, warnings
 import torch
@@ -64,6 +66,7 @@ print(len(calls))
 """
 
 
+@needs_tracing  # without it lowtide imports Dynamo, to break its graphs
 def test_first_call_does_not_import_dynamo(plain_environment):
     arguments = [sys.executable, "-c", PROGRAM]
     run = subprocess.run(arguments, env=plain_environment, capture_output=True, text=True, check=False)

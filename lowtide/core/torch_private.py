@@ -63,7 +63,10 @@ UNTRACED = "torch.compile needs torch 2.11 to trace lowtide"
 
 
 def breaks_old_graphs(function: Function) -> Function:
-    """Let graphs of a torch before 2.11 end at a function's call, which then runs eagerly."""
+    """Let graphs of a torch before 2.11 end at a function's call, which then runs eagerly.
+
+    There it imports torch.compile, which takes a second or two.
+    """
     if TRACES_PROPERTIES:
         return function
     return torch.compiler.disable(function, reason=UNTRACED)  # type: ignore[no-any-return]
