@@ -202,11 +202,12 @@ def linear_cross_entropy(
         or class weights.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss. Whether
-    it reaches gradients depends on the path: the CPU leaves the row out; a path that multiplies the
-    row by 0 keeps the NaN. An upstream gradient that is not finite makes an ignored row's gradient
-    NaN for mean and sum. Where all targets have class weight 0, smoothing makes the mean
-    infinite; in torch it is NaN. The mean over one ignored row without a batch is NaN here; in
-    torch it is 0 on CUDA and NaN everywhere else.
+    it reaches gradients depends on the path: the CPU leaves the row out, and so do large calls on
+    Hopper (docs/reference/loss.md); a path that multiplies the row by 0 keeps the NaN. An upstream
+    gradient that is not finite makes an ignored row's gradient NaN for mean and sum. Where all
+    targets have class weight 0, smoothing makes the mean infinite; in torch it is NaN. The mean
+    over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN everywhere
+    else.
 
     FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once behind
     backward, whichever unit the head belongs to (docs/howto/distributed.md).

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 TARGETS = (80, 90)
 
 F32, I32, I32_PTR, BF16, I64 = "*fp32", "i32", "*i32", "*bf16", "*i64"
+COUNTED = {"count_ptr": I32_PTR, "first_place": I32}
+"""What tells a kernel how many rows of its chunk count."""
 ROUNDING = ("factor_ptr", "class_weight_V_ptr", "smoothing_row_D_ptr")
 
 
@@ -38,6 +40,7 @@ def _pipelined_exponentials(**changes: Any) -> Build:
         "target_C_ptr": I64,
         **dict.fromkeys(f"{name}_ptr" for name in absent + partials),
         "sum_ptr": F32,
+        **COUNTED,
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
@@ -86,6 +89,7 @@ def _add_product(low: str, **changes: Any) -> Build:
         "pair_VP": "tensordesc<i32[64, 64]>",
         "low_VP": f"tensordesc<{low}[64, 64]>",
         **dict.fromkeys(ROUNDING),
+        **COUNTED,
         **dict.fromkeys(("C", "D", "V"), I32),
         **_LAUNCH,
     }

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.ops.linear_cross_entropy.builds import (
     BF16,
+    COUNTED,
     F32,
     I32,
     I32_PTR,
@@ -97,6 +98,7 @@ def _exponentials(**changes: Any) -> Build:
         "target_C_ptr": "*i64",
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         "sum_ptr": F32,
+        **COUNTED,
         **dict.fromkeys(("C", "B", "D", "first_class"), I32),
         "STORE": True,
         "GUARDED": False,
@@ -264,6 +266,7 @@ def _add_product(**changes: Any) -> Build:
         "pair_VP_ptr": "*i32",
         "low_VP_ptr": "*u16",
         **dict.fromkeys(ROUNDING, None),
+        **COUNTED,
         **dict.fromkeys(("C", "D", "V"), I32),
         "PROGRAMS": 132,
         "GROUP": 8,
@@ -281,11 +284,36 @@ def _add_product(**changes: Any) -> Build:
     )
 
 
+def _input_gradient(**changes: Any) -> Build:
+    vectors = ("row_scale_C_ptr", "target_weight_coef_ptr", "factor_ptr")
+    arguments = {
+        "exp_CV": "tensordesc<bf16[128, 64]>",
+        "weight_VD": "tensordesc<bf16[64, 256]>",
+        "weight_VD_ptr": BF16,
+        "target_C_ptr": I64,
+        "ignored_C_ptr": "*i1",
+        **dict.fromkeys(vectors, F32),
+        **dict.fromkeys(("smoothing_coef_C_ptr", "total_weight_D_ptr")),
+        "out_ptr": BF16,
+        "row_C_ptr": I64,
+        **COUNTED,
+        **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V"), I32),
+        "PROGRAMS": 132,
+        "GROUP": 8,
+        "BLOCK_C": 128,
+        "BLOCK_D": 256,
+        "BLOCK_V": 64,
+    }
+    module = "ops.linear_cross_entropy.engines.exponentials.input_gradient"
+    return Build(module, "_input_gradient_product_kernel", arguments | changes, 8, 4, (90,))
+
+
 _REDUCING = {"HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}
 
 
 def _sums(**changes: Any) -> Build:
     arguments = {"partials_TC_ptr": F32, "out_C_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32}
+    arguments |= COUNTED
     module = "ops.linear_cross_entropy.engines.exponentials.recompute"
     return Build(module, "_sum_kernel", {**arguments, **_REDUCING, **changes}, warps=8)
 
@@ -377,12 +405,29 @@ BUILDS = {
     ),
     "target logits": _rows(
         "_target_logits_kernel", x_CD_ptr=BF16, weight_VD_ptr=BF16, target_C_ptr=I64, ignored_C_ptr="*i1",
-        logit_C_ptr=F32, reference_C_ptr=F32, marks_ptr=I32_PTR, x_stride=I32, weight_stride=I32, D=I32,
-        HEIGHT=128, BLOCK=1024,
+        logit_C_ptr=F32, reference_C_ptr=F32, marks_ptr=I32_PTR, **COUNTED, x_stride=I32, weight_stride=I32,
+        C=I32, D=I32, HEIGHT=128, BLOCK=1024,
     ),
     "scale rows": _rows(
         "_scale_rows_kernel", x_CD_ptr=BF16, row_scale_C_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16,
-        x_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
+        **COUNTED, x_stride=I32, out_stride=I32, C=I32, D=I32, BLOCK=1024,
+    ),
+    "rows, gathered": _rows(
+        "_gather_rows_kernel", x_ptr=F32, row_C_ptr=I64, **COUNTED, out_CD_ptr=BF16, out_stride=I32,
+        outer_stride=I32, inner_stride=I32, inner=I32, C=I32, D=I32, BLOCK=1024,
+    ),
+    "rows, cleared": _rows(
+        "_clear_rows_kernel", matrix_ptr=BF16, row_C_ptr=I64, **COUNTED, stride=I32, C=I32, D=I32, BLOCK=1024,
+    ),
+    "rows in order": Build(
+        "ops.linear_cross_entropy.engines.gemm.counted_rows_triton", "_order_rows_kernel",
+        {"label_N_ptr": I64, "row_N_ptr": I64, "place_N_ptr": I64, "count_ptr": I32_PTR,
+         **dict.fromkeys(("N", "label_stride", "ignore_index"), I32), "BLOCK": 1024, "WIDTH": 4096},
+        warps=8,
+    ),
+    "rows of dX": _input_gradient(),
+    "rows of dX, in float32, smoothing": _input_gradient(
+        out_ptr=F32, smoothing_coef_C_ptr=F32, total_weight_D_ptr=F32
     ),
     "input gradient": _rows(
         "_input_gradient_kernel", product_CD_ptr=F32, weight_VD_ptr=BF16, target_C_ptr=I64,
@@ -426,7 +471,7 @@ BUILDS = {
         "ops.linear_cross_entropy.engines.exponentials.row_log_probs", "_log_probs_kernel",
         {**dict.fromkeys(("sum_TC_ptr", "mean_TC_ptr", "max_TC_ptr", "logit_C_ptr", "max_C_ptr", "sum_C_ptr",
             "mean_C_ptr"), F32), "argmax_TC_ptr": I32_PTR, "target_C_ptr": I64, "argmax_C_ptr": I64,
-         "T": I32, "C": I32, **_REDUCING}, warps=8,
+         **COUNTED, "T": I32, "C": I32, **_REDUCING}, warps=8,
     ),
     "parts, added up": _sums(MARK=True),
     "parts, added up again": _sums(MARK=False),
@@ -444,9 +489,9 @@ BUILDS = {
         "ops.linear_cross_entropy.engines.exponentials.row_coefficients", "_coefficients_kernel",
         {**dict.fromkeys((f"{name}_C_ptr" for name in (
             "logit", "max", "sum", "softmax_coef", "target_coef", "lse_coef", "entropy_coef", "slope",
-            "nll", "row_scale", "target_weight_coef"
-        )), F32), "ignored_C_ptr": "*i1", "partials_TC_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32,
-         **_REDUCING}, warps=8,
+            "nll", "row_scale"
+        )), F32), "target_weight_coef_ptr": F32, "row_C_ptr": I64, "ignored_C_ptr": "*i1",
+         "partials_TC_ptr": F32, "marks_ptr": I32_PTR, "T": I32, "C": I32, **_REDUCING}, warps=8,
     ),
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),

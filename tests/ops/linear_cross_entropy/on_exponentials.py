@@ -12,13 +12,18 @@ from torch import Tensor
 from lowtide.core import matmul
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.exponentials import (
+    input_gradient,
     recompute,
     row_coefficients,
     row_log_probs,
     spec,
 )
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
+    accumulators,
+    packed_triton,
+    row_kernels,
+)
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
@@ -45,6 +50,8 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
+    for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16)):
+        monkeypatch.setattr(input_gradient, name, size)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):
@@ -75,7 +82,8 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    for module in (kernels, row_coefficients, row_log_probs, recompute, row_kernels, packed_triton):
+    modules = (kernels, row_coefficients, row_log_probs, recompute, row_kernels, packed_triton)
+    for module in (*modules, input_gradient):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())
     for name, size in (("BLOCK_C", 128), ("BLOCK_B", 256), ("BLOCK_D", 64)):

@@ -16,6 +16,7 @@ from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
@@ -80,7 +81,7 @@ class LossEngine(Engine):
             coefs, factor = coefs * scale, factor / scale
         if self.plan.needs_grad.scale:
             stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
-        some_rows = self.kept_rows is not None
+        some_rows = self.kept_rows is not None and not self.plan.skips_ignored
         gradients = allocate(
             self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=some_rows
         )
@@ -97,6 +98,11 @@ class LossEngine(Engine):
         super().walk_classes(coefs, known, gradients, of_tokens)
 
     # What engines use.
+
+    def counted_chunk(self, rows: slice) -> CountedChunk:
+        """Return where the chunk's rows lie, and how many of them count."""
+        order = self.rows.counted_rows
+        return ALL if order is None else order.chunk(rows)
 
     def columns(self, rows: slice, classes: slice = slice(0, None)) -> TileColumns:
         """Return what the softmax needs of a tile's columns."""

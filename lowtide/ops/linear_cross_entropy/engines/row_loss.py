@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedRows
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     ExcludedTargetStats,
@@ -31,14 +32,16 @@ class RowLoss:
     """Hold the labels of each kept row.
 
     On the CPU these are the rows that are not ignored. On CUDA they are all rows, because counting
-    would wait for the device. Where ranks have tokens of their own they are all rows, too, and those
-    of `cleared_N` are to be read as zeros.
+    would wait for the device; `counted_rows` holds their order if ignored rows are skipped. Where
+    ranks have tokens of their own they are all rows, too, and those of `cleared_N` are to be read as
+    zeros.
     """
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
         self.plan, self.device = plan, head.device
         self.N, self.V = head.tokens, plan.options.num_classes or head.classes
         self.own_classes, self.order = head.classes, None
+        self.counted_rows: CountedRows | None = None
         if plan.agreement is not None and plan.options.tokens_sharded and plan.agreement.group.size > 1:
             self.order = TokenOrder(plan.agreement, self.device)
         self.cleared_N: Tensor | None = None

@@ -17,6 +17,7 @@ from lowtide.core.backend import cdiv
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.definition.head import Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import order_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import logsumexp, row_coefs, row_loss
@@ -162,12 +163,18 @@ def _loss_kernel(
 
 
 class TritonRowLoss(RowLoss):
-    """Take class indices of a head that is not sharded, on the backend "triton"; all rows are kept."""
+    """Take class indices of a head that is not sharded, on the backend "triton".
+
+    All rows are kept, in an order in which ignored ones come last if the plan skips those.
+    """
 
     def _set_rows(self, labels: Labels) -> None:
         self.soft_NV, self.kept_rows, self.M = None, None, self.N
         label_N, row_weight = labels.target.flatten(), labels.row_weight
         check_classes(label_N, self.V, self.plan.options.ignore_index)
+        if self.plan.skips_ignored:
+            self.counted_rows = order_rows(label_N, self.plan.options.ignore_index)
+            self.kept_rows = self.counted_rows.row_N
         self.label_N = self.of_kept(label_N)
         self.row_weight_N = None if row_weight is None else self.of_kept(row_weight.flatten())
         self.target_N, self.ignored_N = self._vector(torch.long), self._vector(torch.bool)
@@ -179,6 +186,10 @@ class TritonRowLoss(RowLoss):
         if 0 < self.M <= SUM_BLOCK and self.plan.options.reduction == "mean":
             self.mean_of_rows = self._mean_memory(self.normalizer)
         self.own_coefs = self._coefs(None, known, self.mean_of_rows)
+
+    def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
+        vector_M = vector_M.masked_fill(self.ignored_N, ignored)
+        return vector_M if self.counted_rows is None else vector_M[self.counted_rows.place_N]
 
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         if upstream_N is None:

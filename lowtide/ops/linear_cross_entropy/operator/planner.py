@@ -116,6 +116,7 @@ def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
 @remembered
 def _plan_of(call: Call) -> Plan:
     access, workspace, counts = _memory(call)
+    tiling = sizes.choose_sizes(workspace, counts)
     return Plan(
         options=call.options,
         call_kind=call.call_kind,
@@ -123,7 +124,8 @@ def _plan_of(call: Call) -> Plan:
         compute_dtype=access.dtype,
         copies_rows=access.copies_rows,
         scales_in_gradient=access.scales_in_gradient,
-        **vars(sizes.choose_sizes(workspace, counts)),
+        skips_ignored=exponentials.skips_ignored(call, tiling.weight_gradient),
+        **vars(tiling),
     )
 
 

@@ -59,6 +59,8 @@ class Plan(Tiling):
 
     See exponentials/linear_term.py.
     """
+    skips_ignored: bool = False
+    """True if rows are put in an order in which ignored ones come last, and kernels end before those."""
     agreement: Agreement | None = None
     """Holds what the ranks agreed on, if the head is sharded."""
 

@@ -11,6 +11,7 @@ gemm              choose and launch one of the two on a chunk's operands, once o
 recompute         sum the partial sums; recompute the row tiles that are marked
 row_coefficients  the Triton kernel of the row coefficients
 row_log_probs     that of the row statistics of log-probabilities and entropies
+input_gradient    the GEMM that forms rows of dX and ends after those that count
 target_order      sort the targets of each chunk
 linear_term       the gradients of one linear term of the head, chunk by chunk
 engine            the engine

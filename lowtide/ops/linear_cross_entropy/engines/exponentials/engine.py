@@ -28,6 +28,11 @@ blocks of classes. The first computes what belongs to tokens; the second, which 
 belongs to classes. In the first, dX is summed over the blocks, and its marked row tiles are
 computed again, too.
 
+Otherwise the rows of a large call are taken in an order in which ignored ones come last, and the
+kernels end after those that count (gemm/counted_rows.py). Vectors of rows are then in that order,
+except h, which is read with the rows of X and dX. The last chunk of that order is taken first
+(linear_term.py).
+
 The idea of scaled exponentials comes from quack-kernels (github.com/Dao-AILab/quack), which has
 offsets per tile, applied in the GEMMs.
 
@@ -51,6 +56,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
@@ -91,13 +97,16 @@ class ExponentialsEngine(LossEngine):
         least = 2 * halves_of_tiles(self.V) if width < self.V else 0
         buffer = self._exponentials_buffer(plan.rows, max(width, least)) if needs_grad else None
         order = self._sorted_targets(plan.rows) if db is not None or sums else None
-        for rows in blocks(self.M, plan.rows):
-            row, stat = coefs[rows], stats[rows]
-            chunks = [operand.rows(rows) for operand in self.operands]
+        # A GEMM of cuBLAS reads all rows, and a NaN times 0 would be NaN.
+        clears = plan.skips_ignored and (db is not None or any(each.reads_all_rows for each in linear))
+        in_turn = list(blocks(self.M, plan.rows))
+        for rows in reversed(in_turn) if plan.skips_ignored else in_turn:
+            row, stat, counted = coefs[rows], stats[rows], self.counted_chunk(rows)
+            chunks = [each.rows(rows, counted) for each in linear]
             marks = marks_memory(row.target_N) if take_stats else None
-            raw_C, logit_C, slope_C = self._target_logits(linear, chunks, row, stat, marks)
+            raw_C, logit_C, slope_C = self._target_logits(linear, chunks, row, stat, marks, counted)
             tiles = [
-                self._tiles(chunks, row, stat, buffer=buffer, classes=classes)
+                self._tiles(chunks, row, stat, buffer=buffer, classes=classes, counted=counted)
                 for classes in blocks(self.V, width)
             ]
             grad_dot_logit_C = sums_TC = None
@@ -105,14 +114,15 @@ class ExponentialsEngine(LossEngine):
                 grad_dot_logit_C, sums_TC = self._run(
                     tiles, chunks, row, stat, logit_C, buffer, linear, marks
                 )
-            row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
+            row_scale_C = row_scale_N[rows]
             coefficients(
                 row,
                 stat,
                 logit_C,
                 slope_C,
                 row_scale_C,
-                target_weight_coef_C,
+                counted.of(target_weight_coef_N, rows),
+                counted=counted,
                 take_nll=take_stats,
                 partials_TC=sums_TC,
                 marks=marks,
@@ -129,18 +139,24 @@ class ExponentialsEngine(LossEngine):
                 del chunks, tiles
                 continue
             if grad_dot_logit_C is not None:
+                target_weight_coef_C = target_weight_coef_N[rows if counted.row_C is None else counted.row_C]
                 grad_dot_logit_C = grad_dot_logit_C * row_scale_C + target_weight_coef_C * raw_C
                 if smoothing:
                     grad_dot_logit_C -= row.smoothing_coef_N * raw_smooth_C
                 stat.grad_dot_logit_N.copy_(grad_dot_logit_C)
             targets = None if order is None else (order[0][rows], order[1][rows])
+            if clears:
+                row_kernels.clear_rows(tiles[0].exp_CB, counted._replace(row_C=None))
             for each, x_CD in zip(linear, chunks):
-                each.add_chunk(tiles[0].exp_CB, x_CD, row, row_scale_C, rows, target_weight_coef_N, targets)
-                each.finish_rows(tiles[0].exp_CB, row, row_scale_C, target_weight_coef_C, rows)
+                of_rows = row_scale_C, rows, target_weight_coef_N
+                each.add_chunk(tiles[0].exp_CB, x_CD, row, *of_rows, targets, counted)
+                each.finish_rows(tiles[0].exp_CB, row, *of_rows, counted)
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], tiles[0].exp_CB)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
             del chunks, x_CD, tiles
+        for each in linear:
+            each.clear_ignored_rows(self.counted_chunk(slice(0, self.M)))
         if db is not None:
             self._subtract_bias_smoothing(db.tensor, coefs)
         return linear, row_scale_N, target_weight_coef_N
@@ -149,7 +165,9 @@ class ExponentialsEngine(LossEngine):
         """Return the terms of the head; with class blocks they form no dW."""
         plan, linear, class_weight_V = self.plan, [], self.class_weight_V
         for k, (operand, dx, dw) in enumerate(zip(self.operands, gradients.inputs, gradients.weights)):
-            sum = None if plan.weight_gradient == "class_blocks" else choose_accumulator(plan, k, dw)
+            sum = None
+            if plan.weight_gradient != "class_blocks":
+                sum = choose_accumulator(plan, k, dw)
             term = LinearTerm(operand, dx, sum, plan, class_weight_V, place=k, smoothing=smoothing)
             linear.append(term)
         return linear
@@ -231,6 +249,7 @@ class ExponentialsEngine(LossEngine):
         row: RowCoefs,
         stat: ExcludedTargetStats,
         marks: Tensor | None,
+        counted: CountedChunk,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the targets' products, logits and slopes.
 
@@ -245,13 +264,14 @@ class ExponentialsEngine(LossEngine):
             x_CD,
             row.target_N,
             raw_C,
+            counted,
             ignored_C=row.ignored_N if at_once else None,
             reference_C=stat.max_N if at_once else None,
             marks=marks,
         )
         for each, x_CD in zip(others, more):
             part_C = torch.empty_like(raw_C)
-            each.target_logits(x_CD, row.target_N, part_C)
+            each.target_logits(x_CD, row.target_N, part_C, counted)
             raw_C += part_C
         logit_C, slope_C = self.target_logits(raw_C, row.target_N)
         if take_stats and not at_once:
@@ -267,6 +287,7 @@ class ExponentialsEngine(LossEngine):
         *,
         buffer: Tensor | None,
         classes: slice,
+        counted: CountedChunk = ALL,
         factor_C: Tensor | None = None,
     ) -> Exponentials:
         """Return the tiles of a chunk and a block of classes, ready to run."""
@@ -281,6 +302,7 @@ class ExponentialsEngine(LossEngine):
             entropy_coef_C=row.entropy_coef_N,
             factor_C=factor_C,
             first_class=classes.start,
+            counted=counted,
         )
 
     def _run(
@@ -313,11 +335,13 @@ class ExponentialsEngine(LossEngine):
         sums_TC = maxima = tiles[0].partials()
         self._run_blocks(tiles, linear, grad_dot_logit_C, sums_TC, guarded=False)
         # If no row is marked, the kernels below return at once.
-        add_partials(sums_TC, stat.sum_N, marks=marks, mark=True)
+        add_partials(sums_TC, stat.sum_N, marks=marks, mark=True, counted=tiles[0].counted)
         # This run stores no E. So take all classes at once; then the maxima may use E's memory.
         whole = tiles[0]
         if len(tiles) > 1:
-            whole = self._tiles(chunks, row, stat, buffer=None, classes=slice(0, self.V))
+            whole = self._tiles(
+                chunks, row, stat, buffer=None, classes=slice(0, self.V), counted=tiles[0].counted
+            )
             maxima = whole.partials(memory=buffer)
         whole.run(maxima=maxima, marks=marks, store=False)
         replace_references(maxima, stat.sum_N, row.ignored_N, stat.max_N, marks)
@@ -342,7 +366,7 @@ class ExponentialsEngine(LossEngine):
             for term in linear:
                 term.add_block(each.exp_CB, each.classes, marks)
         if grad_dot_logits is not None and grad_dot_logit_C is not None:
-            add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks)
+            add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks, counted=tiles[0].counted)
 
     def _run_log_probs(
         self,
@@ -362,7 +386,7 @@ class ExponentialsEngine(LossEngine):
         tiles.run(**found, guarded=False)
         mark_infinite(found["maxima"], row.ignored_N, marks)
         tiles.run(maxima=found["maxima"], places=found["places"], marks=marks)
-        row_log_probs.combine(found, row, stat, logit_C)
+        row_log_probs.combine(found, row, stat, logit_C, tiles.counted)
 
     def _raw_smooth(self, linear: list[LinearTerm], chunks: list[Tensor]) -> Tensor:  # [C]
         """Return sum_v w_v u_v of each row."""
@@ -376,7 +400,8 @@ class ExponentialsEngine(LossEngine):
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk of `rows` rows."""
-        return sorted_targets(self.rows.target_N, self.rows.ignored_N, self.V, rows)
+        class_N, order_N = sorted_targets(self.rows.target_N, self.rows.ignored_N, self.V, rows)
+        return class_N, order_N if self.kept_rows is None else self.kept_rows[order_N]
 
     def _add_bias_targets(self, sum_V: Tensor, target_weight_coef_N: Tensor, targets: Targets) -> None:
         """Add h of each row to the bias gradient of its target."""

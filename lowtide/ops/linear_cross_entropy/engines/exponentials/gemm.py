@@ -14,6 +14,7 @@ from lowtide.core import backend
 from lowtide.core.backend import cdiv
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
@@ -44,18 +45,19 @@ class Exponentials:
         entropy_coef_C: Tensor | None = None,
         factor_C: Tensor | None = None,
         first_class: int = 0,
+        counted: CountedChunk = ALL,
     ) -> None:
         (self.C, self.D), (self.B, _) = (tensor.shape for tensor in first_term)
         self.terms = (first_term, second_term)
         self.exp_CB: Any = out_CB
         self.classes = slice(first_class, first_class + self.B)
         self.softcap = transform.softcap
-        self.device = reference_C.device
+        self.device, self.counted = reference_C.device, counted
         self.of_call = (
             reference_C, target_C, transform.bias_V, transform.scale,
             softmax_coef_C, entropy_coef_C, factor_C,
         )  # fmt: skip
-        self.sizes = (self.C, self.B, self.D, first_class)
+        self.sizes = (counted.number, counted.first_place, self.C, self.B, self.D, first_class)
 
     def partials(self, dtype: torch.dtype = torch.float32, *, memory: Tensor | None = None) -> Tensor:
         """Return memory for one partial result per half tile and row: [half tiles, C]."""

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import epilogue
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     DEPTH,
     HALF,
@@ -32,12 +33,13 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, tile_at
 
 @gluon.jit
 def _load(
-    operands, a_s, b_s, full, empty, C, B, D,
+    operands, a_s, b_s, full, empty, counted, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands of all tiles: the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
-    tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
+    count_ptr, first_place = counted
+    tiles_c, tiles_b = gl.cdiv(counted_rows(count_ptr, first_place, C), 2 * HALF), gl.cdiv(B, WIDTH)
     step = 0
     for tile in range(gl.program_id(0), tiles_c * tiles_b, PROGRAMS):
         tile_c, tile_b = tile_at(tile, tiles_c, tiles_b, GROUP)
@@ -49,7 +51,7 @@ def _load(
 
 @gluon.jit
 def _multiply_and_store(
-    a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
+    a_s, b_s, full, empty, out, of_rows, of_classes, found, counted, C, B, steps, first_class,
     WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -58,7 +60,8 @@ def _multiply_and_store(
     reference_C_ptr, target_C_ptr, softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr = of_rows
     bias_B_ptr, scale_ptr = of_classes
     sum_ptr, mean_ptr, grad_dot_logit_ptr, max_ptr, argmax_ptr = found
-    tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
+    count_ptr, first_place = counted
+    tiles_c, tiles_b = gl.cdiv(counted_rows(count_ptr, first_place, C), 2 * HALF), gl.cdiv(B, WIDTH)
     scale = None
     if scale_ptr is not None:
         scale = gl.load(scale_ptr)
@@ -92,7 +95,7 @@ def _multiply_and_store(
 def exponentials_kernel(
     x_CD, weight_BD, x_CR, weight_BR, exp_CB, reference_C_ptr, target_C_ptr, bias_B_ptr, scale_ptr,
     softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr, sum_ptr, mean_ptr, grad_dot_logit_ptr,
-    max_ptr, argmax_ptr,
+    max_ptr, argmax_ptr, count_ptr, first_place,
     C, B, D, first_class,
     STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
@@ -112,16 +115,17 @@ def exponentials_kernel(
     of_rows = pack_args(reference_C_ptr, target_C_ptr, softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr)
     of_classes = pack_args(bias_B_ptr, scale_ptr)
     found = pack_args(sum_ptr, mean_ptr, grad_dot_logit_ptr, max_ptr, argmax_ptr)
+    counted = pack_args(count_ptr, first_place)
     gl.warp_specialize([
         (_multiply_and_store, (
-            a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
+            a_s, b_s, full, empty, out, of_rows, of_classes, found, counted, C, B, steps, first_class,
             0, STORE, GUARDED, ADD, PROGRAMS, GROUP, STAGES,
         )),
         (_multiply_and_store, (
-            a_s, b_s, full, empty, out, of_rows, of_classes, found, C, B, steps, first_class,
+            a_s, b_s, full, empty, out, of_rows, of_classes, found, counted, C, B, steps, first_class,
             1, STORE, GUARDED, ADD, PROGRAMS, GROUP, STAGES,
         )),
-        (_load, (operands, a_s, b_s, full, empty, C, B, D, PROGRAMS, GROUP, STAGES)),
+        (_load, (operands, a_s, b_s, full, empty, counted, C, B, D, PROGRAMS, GROUP, STAGES)),
     ], [4, 1], REGISTERS)  # fmt: skip
 
 

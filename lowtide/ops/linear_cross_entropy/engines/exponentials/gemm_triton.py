@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from lowtide.core.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed
 
@@ -143,6 +144,8 @@ def exponentials_kernel(
     grad_dot_logit_ptr,
     max_ptr,
     argmax_ptr,
+    count_ptr,
+    first_place,
     C,
     B,
     D,
@@ -174,11 +177,12 @@ def exponentials_kernel(
     ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: only the row tiles
     that are marked; marks_ptr[0] is 1 if any is, marks_ptr[1 + i] is not 0 if tile i is. GUARDED:
     an ignored row, whose reference is infinite, adds 0 even if its logits are not finite. MASKED:
-    the target is excluded in every half tile, not only in those that hold one.
+    the target is excluded in every half tile, not only in those that hold one. Row tiles without a
+    row that counts (counted_rows.py) are left as they are.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """
-    tiles_c, tiles_b = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B)
+    tiles_c, tiles_b = tl.cdiv(counted_rows(count_ptr, first_place, C), BLOCK_C), tl.cdiv(B, BLOCK_B)
     scale = None
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)

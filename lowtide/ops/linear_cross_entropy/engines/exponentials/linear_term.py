@@ -4,9 +4,15 @@ exponentials/engine.py has the formulas.
 
 A chunk adds two things to dW: the GEMM of its exponentials and its scaled rows of X, and the rows
 of its targets. Its rows of dX are the GEMM of its exponentials and the weight, plus what
-`input_gradient` in row_kernels.py adds. The dW GEMM runs first, because its scaled rows of X lie in
-the memory where the rows of dX will be. In the last chunk dW is finished before dX, since it reads
-the scaled rows once more.
+`input_gradient` in row_kernels.py adds; or, where rows are ignored, one kernel forms both
+(input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the memory where
+the rows of dX will be. In the last chunk dW is finished before dX, since it reads the scaled rows
+once more.
+
+Where ignored rows come last, a chunk's rows of X are gathered into that memory first. Its rows of
+dX lie elsewhere: a row is at its own place or an earlier one, as the places before it count. So
+chunks are taken from the last places to the first, and what a chunk overwrites belongs to no chunk
+taken before. The memory of ignored rows is cleared at the end.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -18,7 +24,9 @@ from torch import Tensor
 
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_of_products
 from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import recomputed_product
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
@@ -51,7 +59,8 @@ class LinearTerm:
         # The GEMM for dX, summed over the blocks of classes so far.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
-        if sum is not None and not plan.scales_in_gradient[place]:
+        lacks_room = dx is None or not plan.scales_in_gradient[place]
+        if lacks_room and (sum is not None or plan.skips_ignored):
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
         # Only with label smoothing: sum_v w_v W_v and sum_i smoothing_coef_i x_i. It adds nothing
         # else to dX and dW.
@@ -64,9 +73,29 @@ class LinearTerm:
             self.total_weight_D = sum_of_products(summed_V[None], weight_VD)[0]
             self.smoothing_row_D = torch.zeros_like(self.total_weight_D)
 
-    def target_logits(self, x_CD: Tensor, target_C: Tensor, logit_C: Tensor, **first: Tensor | None) -> None:
+    def rows(self, rows: slice, counted: CountedChunk) -> Tensor:  # [C, D]
+        """Return the chunk's rows of X."""
+        if counted.row_C is None:
+            return self.operand.rows(rows)
+        x_CD = self._scaled_rows(rows)
+        row_kernels.gather_rows(x_CD, self.operand.input, counted)
+        return x_CD
+
+    def clear_ignored_rows(self, counted: CountedChunk) -> None:
+        """Write zeros to the rows of dX that do not count."""
+        if self.dx is not None and counted.row_C is not None:
+            row_kernels.clear_rows(self.dx.tensor, counted)
+
+    def target_logits(
+        self,
+        x_CD: Tensor,
+        target_C: Tensor,
+        logit_C: Tensor,
+        counted: CountedChunk,
+        **first: Tensor | None,
+    ) -> None:
         """Write this term's part of the target logits; `first` is what the first term writes too."""
-        row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, **first)
+        row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, counted=counted, **first)
 
     def sum_of_logits(self, x_CD: Tensor) -> Tensor:
         """Return this term's part of sum_v w_v u_v, [C]."""
@@ -97,6 +126,7 @@ class LinearTerm:
         rows: slice,
         target_weight_coef_N: Tensor,
         targets: tuple[Tensor, Tensor] | None,
+        counted: CountedChunk = ALL,
     ) -> None:
         """Add the chunk to dW; the last chunk finishes it.
 
@@ -108,14 +138,21 @@ class LinearTerm:
             self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
         if self.sum is None or targets is None:
             return
-        last = rows.stop == target_weight_coef_N.shape[0]
-        scaled_CD, factor = self._scaled_rows(rows), self.sum.factor
-        row_kernels.scale_rows(x_CD, row_scale_C, factor, scaled_CD)
-        self.sum.add_product(e_CV, scaled_CD, first=rows.start == 0, last=last)
+        first, last = rows.start == 0, rows.stop == target_weight_coef_N.shape[0]
+        if counted.row_C is not None:
+            first, last = last, first
+        scaled_CD = self._scaled_rows(rows)
+        row_kernels.scale_rows(x_CD, row_scale_C, self.sum.factor, scaled_CD, counted)
+        self.sum.add_product(e_CV, scaled_CD, first=first, last=last, counted=counted)
         self.sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
         if last:
             self._subtract_smoothing(self.sum)
             self.sum.finish()
+
+    @property
+    def reads_all_rows(self) -> bool:
+        """Return True if dW takes rows that do not count too; then these must be finite."""
+        return self.sum is not None and not self.sum.ends_early
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
         if self.scaled_CD is not None:
@@ -135,12 +172,37 @@ class LinearTerm:
             sum.subtract_outer(self.class_weight_V, self.smoothing_row_D)
 
     def finish_rows(
-        self, e_CV: Tensor, row: RowCoefs, row_scale_C: Tensor, target_weight_coef_C: Tensor, rows: slice
+        self,
+        e_CV: Tensor,
+        row: RowCoefs,
+        row_scale_C: Tensor,
+        rows: slice,
+        target_weight_coef_N: Tensor,
+        counted: CountedChunk,
     ) -> None:
-        """Compute the chunk's rows of dX, some at a time, over the memory that dW has used."""
+        """Compute the chunk's rows of dX, some at a time, over the memory that dW has used.
+
+        Where ignored rows come last, one kernel forms those that count.
+        """
         if self.dx is None:
             return
+        if counted.row_C is not None:
+            input_gradient.input_gradient(
+                e_CV,
+                self.operand.weight_VD,
+                row.target_N,
+                row.ignored_N,
+                row_scale_C,
+                target_weight_coef_N,
+                row.smoothing_coef_N,
+                self.total_weight_D,
+                self.dx.applied,
+                self.dx.tensor,
+                counted,
+            )
+            return
         C, dx_CD, sum_CD = rows.stop - rows.start, self.dx.tensor[rows], self.product_CD
+        target_weight_coef_C = target_weight_coef_N[rows]
         self.product_CD = None
         for piece in blocks(C, self.plan.product_rows):
             of_piece = row[piece]

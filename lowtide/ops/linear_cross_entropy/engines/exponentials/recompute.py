@@ -17,6 +17,8 @@ from lowtide.core.backend import cdiv
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines import row_math
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 
 LARGEST_SUM = tl.constexpr(row_math.LARGEST_SUM)
@@ -43,15 +45,17 @@ def reduced(partials_TC_ptr, rows, T, C, LARGEST: tl.constexpr, BLOCK_C: tl.cons
 @remember_launches
 @triton.jit
 def _sum_kernel(
-    partials_TC_ptr, out_C_ptr, marks_ptr, T, C,
+    partials_TC_ptr, out_C_ptr, marks_ptr, count_ptr, first_place, T, C,
     MARK: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Add up the partial sums of each row. Grid: (C / BLOCK_C,).
 
     MARK: mark the row tile if a sum is too large or NaN. Otherwise, with marks, a program returns
-    at once if its row tile is not marked, which is nearly always so.
+    at once if its row tile is not marked, which is nearly always so. The sum of rows that do not
+    count is 0.
     """
     first = tl.program_id(0) * BLOCK_C
+    T = tl.where(first < counted_rows(count_ptr, first_place, C), T, 0)
     mark_ptr = marks_ptr
     wanted = 1
     if marks_ptr is not None:
@@ -155,7 +159,12 @@ def mark_infinite(maxima_TC: Tensor, ignored_C: Tensor, marks: Tensor) -> None:
 
 
 def add_partials(
-    partials_TC: Tensor, out_C: Tensor, *, marks: Tensor | None = None, mark: bool = False
+    partials_TC: Tensor,
+    out_C: Tensor,
+    *,
+    marks: Tensor | None = None,
+    mark: bool = False,
+    counted: CountedChunk = ALL,
 ) -> None:
     """Write the sum over half tiles to out; with `marks`, in marked row tiles only.
 
@@ -163,7 +172,9 @@ def add_partials(
     """
     T, C = partials_TC.shape
     grid, options = reducing(C)
-    _sum_kernel[grid](partials_TC, out_C, marks, T, C, MARK=mark, **options)
+    _sum_kernel[grid](
+        partials_TC, out_C, marks, counted.number, counted.first_place, T, C, MARK=mark, **options
+    )
 
 
 def replace_references(

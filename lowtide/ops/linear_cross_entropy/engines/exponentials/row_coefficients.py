@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduced, reducing
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import row_at
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
 
@@ -30,12 +32,13 @@ def _log1p(x):
 def _coefficients_kernel(
     logit_C_ptr, max_C_ptr, sum_C_ptr, ignored_C_ptr, softmax_coef_C_ptr, target_coef_C_ptr,
     lse_coef_C_ptr, entropy_coef_C_ptr, slope_C_ptr, nll_C_ptr, row_scale_C_ptr,
-    target_weight_coef_C_ptr, partials_TC_ptr, marks_ptr, T, C,
+    target_weight_coef_ptr, row_C_ptr, partials_TC_ptr, marks_ptr, T, C,
     HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK_C,).
 
-    With partial sums, those of marked row tiles are added up first.
+    With partial sums, those of marked row tiles are added up first. h is stored by rows, all else by
+    places (counted_rows.py).
     """
     first = tl.program_id(0) * BLOCK_C
     rows = first + tl.arange(0, BLOCK_C)
@@ -75,7 +78,7 @@ def _coefficients_kernel(
     if slope_C_ptr is not None:
         rest *= tl.load(slope_C_ptr + rows, mask=inside, other=0.0)
     tl.store(row_scale_C_ptr + rows, tl.where(ignored, 0.0, row_scale), mask=inside)
-    tl.store(target_weight_coef_C_ptr + rows, rest, mask=inside)
+    tl.store(target_weight_coef_ptr + row_at(row_C_ptr, rows, inside), rest, mask=inside)
 
 
 def coefficients(
@@ -84,13 +87,14 @@ def coefficients(
     logit_C: Tensor,
     slope_C: Tensor | None,
     row_scale_C: Tensor,
-    target_weight_coef_C: Tensor,
+    target_weight_coef: Tensor,
     *,
+    counted: CountedChunk = ALL,
     take_nll: bool,
     partials_TC: Tensor | None,
     marks: Tensor | None,
 ) -> None:
-    """Write c to row_scale_C and h to target_weight_coef_C; with `take_nll`, nll too.
+    """Write c to row_scale_C and h to the rows of target_weight_coef; with `take_nll`, nll too.
 
     partials_TC are sums to add up first, in marked row tiles.
     """
@@ -99,6 +103,6 @@ def coefficients(
     _coefficients_kernel[grid](
         logit_C, stat.max_N, stat.sum_N, row.ignored_N, row.softmax_coef_N, row.target_coef_N,
         row.lse_coef_N, row.entropy_coef_N,
-        slope_C, stat.nll_N if take_nll else None, row_scale_C, target_weight_coef_C,
-        partials_TC, marks, T, C, **options,
+        slope_C, stat.nll_N if take_nll else None, row_scale_C, target_weight_coef,
+        counted.row_C, partials_TC, marks, T, C, **options,
     )  # fmt: skip

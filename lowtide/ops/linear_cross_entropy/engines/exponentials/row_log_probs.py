@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reducing
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 LOWEST = tl.constexpr(-200.0)  # exp of it is 0; finite where a half has only the target or nothing
@@ -21,11 +23,16 @@ LOWEST = tl.constexpr(-200.0)  # exp of it is 0; finite where a half has only th
 @triton.jit
 def _log_probs_kernel(
     sum_TC_ptr, mean_TC_ptr, max_TC_ptr, argmax_TC_ptr, logit_C_ptr, target_C_ptr,
-    max_C_ptr, sum_C_ptr, mean_C_ptr, argmax_C_ptr, T, C,
+    max_C_ptr, sum_C_ptr, mean_C_ptr, argmax_C_ptr, count_ptr, first_place, T, C,
     HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Compute r, S, sum p (z - r) and the class of the largest logit. Grid: (C / BLOCK_C,)."""
-    rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Compute r, S, sum p (z - r) and the class of the largest logit. Grid: (C / BLOCK_C,).
+
+    Rows that do not count get r = z_t and S = 0.
+    """
+    first = tl.program_id(0) * BLOCK_C
+    T = tl.where(first < counted_rows(count_ptr, first_place, C), T, 0)
+    rows = first + tl.arange(0, BLOCK_C)
     inside = rows < C
     max_tc = tl.full((BLOCK_T, BLOCK_C), -float("inf"), tl.float32)
     argmax_tc = tl.full((BLOCK_T, BLOCK_C), 0, tl.int32)
@@ -44,7 +51,7 @@ def _log_probs_kernel(
     target_c = tl.load(target_C_ptr + rows, mask=inside, other=0)
     # The target's logit comes from another kernel's sum. If it is the largest, r must be exactly
     # that number, so that nll = log(1 + S) holds.
-    max_c = tl.where(argmax_c == target_c, logit_c, max_c)
+    max_c = tl.where((argmax_c == target_c) | (T == 0), logit_c, max_c)
     sum_tc = tl.full((BLOCK_T, BLOCK_C), 0.0, tl.float32)
     mean_tc = tl.full((BLOCK_T, BLOCK_C), 0.0, tl.float32)
     for start in range(0, T, BLOCK_T):
@@ -69,11 +76,18 @@ def _log_probs_kernel(
     tl.store(argmax_C_ptr + rows, argmax_c.to(tl.int64), mask=inside)
 
 
-def combine(partials: dict[str, Tensor], row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor) -> None:
+def combine(
+    partials: dict[str, Tensor],
+    row: RowCoefs,
+    stat: ExcludedTargetStats,
+    logit_C: Tensor,
+    counted: CountedChunk = ALL,
+) -> None:
     """Write max_N, sum_N, mean_N and argmax_N of the half tiles' partial results."""
     T, C = partials["maxima"].shape
     grid, options = reducing(C)
     _log_probs_kernel[grid](
         partials["sums"], partials["means"], partials["maxima"], partials["places"], logit_C, row.target_N,
-        stat.max_N, stat.sum_N, stat.mean_N, stat.argmax_N, T, C, **options,
+        stat.max_N, stat.sum_N, stat.mean_N, stat.argmax_N, counted.number, counted.first_place, T, C,
+        **options,
     )  # fmt: skip

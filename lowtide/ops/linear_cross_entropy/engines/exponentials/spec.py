@@ -17,6 +17,7 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import (
     with_packed_sum,
 )
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
+from lowtide.ops.linear_cross_entropy.planning.plan import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
@@ -27,6 +28,9 @@ MOST_BYTES = 2 << 30  # decision 0044
 # the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused
 # multiply-adds this kernel would spill registers.
 LARGEST_CAP = 2.0**24
+# Ignored rows are skipped in calls of so many tokens and features, where dW is formed in one of
+# these ways. There a call without ignored rows takes no longer: it was measured for these alone.
+FEWEST_TOKENS, FEWEST_FEATURES, SKIPPING = 8192, 1024, ("packed",)  # decision 0056
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -68,6 +72,12 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
         class_blocks=_class_blocks(call, access) if counts.weight_sum else None,
     )
+
+
+def skips_ignored(call: Call, weight_gradient: WeightGradient) -> bool:
+    """Return True if the call's ignored rows are skipped."""
+    large = call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES
+    return call.options.engine == "exponentials" and large and weight_gradient in SKIPPING
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:

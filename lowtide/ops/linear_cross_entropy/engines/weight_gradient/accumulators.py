@@ -17,7 +17,12 @@ from torch import Tensor
 
 from lowtide.core import backend
 from lowtide.core.matmul import product
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch, packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
+    in_torch,
+    packed_triton,
+    row_kernels,
+)
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
 
@@ -38,7 +43,7 @@ class PackedSum:
     packed_triton.py has the format.
     """
 
-    factor = None
+    factor, ends_early = None, True
 
     def __init__(self, gradient_VD: Tensor, applied: Tensor, *, bits: int) -> None:
         self.pair_VP = gradient_VD.view(torch.int32)
@@ -47,12 +52,14 @@ class PackedSum:
         self.outer: tuple[Tensor | None, Tensor | None] = (None, None)
         self.operands: tuple[Tensor, Tensor] | None = None
 
-    def add_product(self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+    def add_product(
+        self, exp_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
         if last and not first:
             # Deferred: once everything else is added, this GEMM's epilogue rounds.
-            self.operands = (exp_CV, x_CD)
+            self.operands, self.counted = (exp_CV, x_CD), counted
         else:
-            self._add(exp_CV, x_CD, add=not first)
+            self._add(exp_CV, x_CD, add=not first, counted=counted)
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
         row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, coef_N, class_N, order_N)
@@ -67,7 +74,7 @@ class PackedSum:
         if operands is None:
             packed_triton.round_(self.pair_VP, self.low_VP, *rounding)
         else:
-            self._add(*operands, add=True, rounding=rounding)
+            self._add(*operands, add=True, counted=self.counted, rounding=rounding)
 
     def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
         """Add a GEMM on the Gluon pipeline if it fits, else in Triton."""
@@ -83,10 +90,14 @@ class RoundedProduct:
     token, are computed again by a separate GEMM.
     """
 
+    ends_early = False
+
     def __init__(self, gradient_VD: Tensor, applied: Tensor) -> None:
         self.gradient_VD, self.factor = gradient_VD, applied
 
-    def add_product(self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool) -> None:
+    def add_product(
+        self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
         assert first
         assert last
         self.operands = (exp_NV, x_ND)

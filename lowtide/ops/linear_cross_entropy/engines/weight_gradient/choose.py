@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RowNumbers
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
@@ -19,9 +20,16 @@ class WeightAccumulator(Protocol):
 
     factor: Tensor | None
     """Multiplies the rows of x before `add_product`, by the caller; None for 1."""
+    ends_early: bool
+    """True if `add_product` reads no rows but those that count."""
 
-    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
-        """Add g_CV^T x_CD; the first chunk overwrites what was there."""
+    def add_product(
+        self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
+        """Add g_CV^T x_CD; the first chunk overwrites what was there.
+
+        Rows of x_CD that do not count are zeros.
+        """
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
         """Add coef[n] x[n] to the class of each row n in `order`; class_N is in that order."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import product
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 
 Part = tuple[slice, Tensor]  # classes, and their sum [B, D]
 RowNumbers: TypeAlias = Tensor | slice  # row numbers
@@ -22,6 +23,8 @@ def multiply_transposed(out: Tensor, g_CB: Tensor, x_CD: Tensor, *, add: bool) -
 
 class FloatSum:
     """Accumulate in float32 (float64 for float64), in the gradient itself or beside it."""
+
+    ends_early = False
 
     def __init__(
         self,
@@ -38,7 +41,9 @@ class FloatSum:
         self.parts = [part for part in parts if part[1].shape[0]]
         self.factor, self.multiply = factor, multiply
 
-    def add_product(self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool) -> None:
+    def add_product(
+        self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
         for classes, sum_BD in self.parts:
             self.multiply(sum_BD, g_CV[:, classes], x_CD, add=not first)
 

@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     DEPTH,
     HALF,
@@ -28,6 +30,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
     load,
     load_tiles,
     multiply,
+    pack_args,
     release,
     ring,
     store,
@@ -36,6 +39,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     GROUP,
+    added_tiles,
     from_pairs,
     less_smoothing,
     rounded_pairs,
@@ -60,17 +64,20 @@ def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
 
 @gluon.jit
 def _load_all(
-    exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, GROUP: gl.constexpr,
+    exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty, counted, C, D, V,
+    ADD: gl.constexpr, ALWAYS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands and the previous sums of all tiles: the producer warp."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    count_ptr, first_place = counted
+    tiles = added_tiles(count_ptr, first_place, C, tiles_v * tiles_d, ALWAYS)
+    rows = counted_rows(count_ptr, first_place, C)
     BYTES: gl.constexpr = 4 + low_VP.dtype.primitive_bitwidth // 8
     step = 0
-    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+    for tile in range(gl.program_id(0), tiles, PROGRAMS):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
-        for start in range(0, C, DEPTH):
+        for start in range(0, rows, DEPTH):
             step = load_tiles(
                 exp_CV, x_CD, tile_v * 2 * HALF, tile_d * WIDTH, start, a_s, b_s, full, empty, step,
                 STAGES, True,
@@ -136,16 +143,19 @@ def _add_halves(
 @gluon.jit
 def _add_all(
     WHICH: gl.constexpr, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-    a_s, b_s, full, empty, C, D, V,
-    ADD: gl.constexpr, GROUP: gl.constexpr,
+    a_s, b_s, full, empty, counted, C, D, V,
+    ADD: gl.constexpr, ALWAYS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiply and add all tiles: one of the two consumer warpgroups."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
+    count_ptr, first_place = counted
+    tiles = added_tiles(count_ptr, first_place, C, tiles_v * tiles_d, ALWAYS)
+    rows = counted_rows(count_ptr, first_place, C)
     step = 0
-    for tile in range(gl.program_id(0), tiles_v * tiles_d, PROGRAMS):
+    for tile in range(gl.program_id(0), tiles, PROGRAMS):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
-        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(C, DEPTH), WHICH, STAGES, True)
+        sum_vd, step = multiply(a_s, b_s, full, empty, step, gl.cdiv(rows, DEPTH), WHICH, STAGES, True)
         first_class = tile_v * 2 * HALF + WHICH * HALF
         step = _add_halves(
             sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
@@ -155,7 +165,8 @@ def _add_all(
 
 @gluon.jit
 def _add_product_pipelined_kernel(
-    exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, C, D, V,
+    exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
+    count_ptr, first_place, C, D, V,
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -164,19 +175,21 @@ def _add_product_pipelined_kernel(
     For the last chunk, a factor means that the sum is rounded to the gradient.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
+    counted = pack_args(count_ptr, first_place)
+    ALWAYS: gl.constexpr = not ADD or factor_ptr is not None
     gl.warp_specialize(
         [
             (_add_all, (
                 0, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
+                a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
                 1, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-                a_s, b_s, full, empty, C, D, V, ADD, GROUP, PROGRAMS, STAGES,
+                a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (
                 exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty,
-                C, D, V, ADD, GROUP, PROGRAMS, STAGES,
+                counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
             )),
         ],
         [4, 1],
@@ -191,6 +204,7 @@ def add_product(
     x_CD: Tensor,
     *,
     add: bool,
+    counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
     """Add exp_CV^T x_CD to the sum, or write it there.
@@ -205,6 +219,7 @@ def add_product(
         describe(pair_VP, *part),
         describe(low_VP, *part),
         *rounding,
+        *counted[1:],
         C,
         D,
         V,

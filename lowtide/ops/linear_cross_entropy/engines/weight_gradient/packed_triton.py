@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lowtide.core.backend import next_power_of_2
 from lowtide.core.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
@@ -97,6 +99,15 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
         return even_vh - weight_v[:, None] * even_h[None, :], odd_vh - weight_v[:, None] * odd_h[None, :]
 
 
+@triton.jit
+def added_tiles(count_ptr, first_place, C, tiles, ALWAYS: tl.constexpr):
+    """Return how many of the tiles a product is added to: none if no row counts, unless ALWAYS."""
+    if ALWAYS or count_ptr is None:
+        return tiles
+    else:
+        return tl.where(counted_rows(count_ptr, first_place, C) > 0, tiles, 0)
+
+
 @remember_launches
 @triton.jit
 def _add_product_kernel(
@@ -107,6 +118,8 @@ def _add_product_kernel(
     factor_ptr,
     class_weight_V_ptr,
     smoothing_row_D_ptr,
+    count_ptr,
+    first_place,
     C,
     D,
     V,
@@ -122,10 +135,13 @@ def _add_product_kernel(
     Grid: one program per multiprocessor, which takes tiles in turn.
     """
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
-    for tile in tl.range(tl.program_id(0), tiles_v * tiles_d, PROGRAMS, flatten=True):
+    ALWAYS: tl.constexpr = not ADD or factor_ptr is not None
+    tiles = added_tiles(count_ptr, first_place, C, tiles_v * tiles_d, ALWAYS)
+    rows = counted_rows(count_ptr, first_place, C)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
         tile_v, tile_d = tile_at(tile, tiles_v, tiles_d, GROUP)
         sum_vd = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-        for start in range(0, C, BLOCK_C):
+        for start in range(0, rows, BLOCK_C):
             exp_cv = exp_CV.load([start, tile_v * BLOCK_V])
             x_cd = x_CD.load([start, tile_d * BLOCK_D])
             sum_vd = tl.dot(exp_cv.T, x_cd, sum_vd)
@@ -182,6 +198,7 @@ def add_product(
     x_CD: Tensor,
     *,
     add: bool,
+    counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
     """Add exp_CV^T x_CD to the sum, or write it there.
@@ -197,6 +214,7 @@ def add_product(
         pair_VP,
         low_VP,
         *rounding,
+        *counted[1:],
         C,
         D,
         V,

@@ -13,6 +13,8 @@ from torch import Tensor
 from lowtide.core.backend import cdiv, next_power_of_2
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     load_pairs,
     store_pairs,
@@ -21,19 +23,53 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
 
 @remember_launches
 @triton.jit
+def _gather_rows_kernel(
+    x_ptr, row_C_ptr, count_ptr, first_place, out_CD_ptr, out_stride, outer_stride, inner_stride, inner, C, D,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy the rows that count, and write zeros as the others. Grid: one program per row."""
+    place = tl.program_id(0).to(tl.int64)
+    read = tl.where(place < counted_rows(count_ptr, first_place, C), D, 0)
+    row = tl.load(row_C_ptr + place)
+    x_ptr += row // inner * outer_stride + row % inner * inner_stride
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x_d = tl.load(x_ptr + columns, mask=columns < read, other=0.0)
+        tl.store(
+            out_CD_ptr + place * out_stride + columns, x_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
+        )
+
+
+@remember_launches
+@triton.jit
+def _clear_rows_kernel(
+    matrix_ptr, row_C_ptr, count_ptr, first_place, stride, C, D, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write zeros to the rows that do not count. Grid: one program per row."""
+    place = tl.program_id(0).to(tl.int64)
+    if place >= counted_rows(count_ptr, first_place, C):
+        row = row_at(row_C_ptr, place, place < C)
+        for start in range(0, D, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            zero = tl.zeros((BLOCK,), matrix_ptr.dtype.element_ty)
+            tl.store(matrix_ptr + row * stride + columns, zero, mask=columns < D)
+
+
+@remember_launches
+@triton.jit
 def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, logit_C_ptr, reference_C_ptr, marks_ptr,
-    x_stride, weight_stride, D, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    count_ptr, first_place, x_stride, weight_stride, C, D, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row.
 
     The same becomes the reference of the row if that has a pointer, or infinity if it is ignored.
-    The marks of all row tiles, each HEIGHT rows, are cleared.
+    The marks of all row tiles, each HEIGHT rows, are cleared. The logit of rows that do not count is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
     dot_d = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, D, BLOCK):
+    for start in range(0, tl.where(row < counted_rows(count_ptr, first_place, C), D, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0)
         weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
@@ -59,18 +95,25 @@ def _factor(factor_ptr):
 @remember_launches
 @triton.jit
 def _scale_rows_kernel(
-    x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, x_stride, out_stride, D, BLOCK: tl.constexpr
-):
-    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: one program per row."""
+    x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, count_ptr, first_place, x_stride, out_stride, C, D,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: one program per row.
+
+    Rows that do not count are left as they are.
+    """
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(row_scale_C_ptr + row) * _factor(factor_ptr)
-    for start in range(0, D, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
-        x_d = tl.where(scale == 0.0, 0.0, x_d * scale)
-        tl.store(
-            out_CD_ptr + row * out_stride + columns, x_d.to(out_CD_ptr.dtype.element_ty), mask=columns < D
-        )
+    if row < counted_rows(count_ptr, first_place, C):
+        scale = tl.load(row_scale_C_ptr + row) * _factor(factor_ptr)
+        for start in range(0, D, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0).to(tl.float32)
+            x_d = tl.where(scale == 0.0, 0.0, x_d * scale)
+            tl.store(
+                out_CD_ptr + row * out_stride + columns,
+                x_d.to(out_CD_ptr.dtype.element_ty),
+                mask=columns < D,
+            )
 
 
 @remember_launches
@@ -284,6 +327,7 @@ def target_logits(
     ignored_C: Tensor | None = None,
     reference_C: Tensor | None = None,
     marks: Tensor | None = None,
+    counted: CountedChunk = ALL,
 ) -> None:
     """Write the dot product of each row with its target's weight to logit_C.
 
@@ -292,17 +336,43 @@ def target_logits(
     """
     C, D = x_CD.shape
     _target_logits_kernel[(C,)](
-        x_CD, weight_VD, target_C, ignored_C, logit_C, reference_C, marks, x_CD.stride(0),
-        weight_VD.stride(0), D, HEIGHT=tiles.BLOCK_C, BLOCK=_width(D),
+        x_CD, weight_VD, target_C, ignored_C, logit_C, reference_C, marks, *counted[1:], x_CD.stride(0),
+        weight_VD.stride(0), C, D, HEIGHT=tiles.BLOCK_C, BLOCK=_width(D),
     )  # fmt: skip
 
 
-def scale_rows(x_CD: Tensor, row_scale_C: Tensor, factor: Tensor | None, out_CD: Tensor) -> None:
-    """Write factor row_scale_C x_CD to out_CD; without a factor it is 1."""
+def gather_rows(out_CD: Tensor, x: Tensor, counted: CountedChunk) -> None:
+    """Copy a chunk's rows to out_CD, with zeros as the rows that do not count.
+
+    x is [N, D], or [outer, inner, D] if it has no view [N, D].
+    """
+    C, D = out_CD.shape
+    _gather_rows_kernel[(C,)](
+        x, *counted, out_CD, out_CD.stride(0), *_strides(x), C, D, BLOCK=_width(D)
+    )  # fmt: skip
+
+
+def clear_rows(matrix: Tensor, counted: CountedChunk) -> None:
+    """Write zeros to the chunk's rows that do not count."""
+    C = matrix.shape[0]
+    _clear_rows_kernel[(C,)](
+        matrix, *counted, matrix.stride(0), C, matrix.shape[1], BLOCK=min(1024, _width(matrix.shape[1]))
+    )  # fmt: skip
+
+
+def scale_rows(
+    x_CD: Tensor,
+    row_scale_C: Tensor,
+    factor: Tensor | None,
+    out_CD: Tensor,
+    counted: CountedChunk = ALL,
+) -> None:
+    """Write factor row_scale_C x_CD to out_CD, which may be x_CD; without a factor it is 1."""
     C, D = x_CD.shape
     _scale_rows_kernel[(C,)](
-        x_CD, row_scale_C, factor, out_CD, x_CD.stride(0), out_CD.stride(0), D, BLOCK=_width(D)
-    )
+        x_CD, row_scale_C, factor, out_CD, *counted[1:], x_CD.stride(0), out_CD.stride(0), C, D,
+        BLOCK=_width(D),
+    )  # fmt: skip
 
 
 def input_gradient(
