@@ -3,8 +3,7 @@
 Modules, in import order (a module imports only from those above it):
 
 torch_private     torch's private functions, and what is done without each
-errors            the two classes of errors for arguments
-arguments         name the argument that is meant by another library's name for it
+errors            the two classes of errors for arguments; which argument a name of others means
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 backend           capabilities of the device: Triton and its interpreter, Gluon pipelines

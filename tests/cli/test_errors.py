@@ -134,7 +134,8 @@ OUTPUTS = {
     ("bench", "options"): ("--out",),
     ("bench", "heads"): ("--out", "--plot"),
     ("bench", "chunked-loss"): ("--out",),
-    ("bench", "attention"): ("--out",),
+    ("bench", "attention"): ("--out", "--plot"),
+    ("bench", "host"): ("--out",),
     ("bench", "draw", "rows.csv"): ("--out",),
     ("bench", "memory-timeline", "--smoke"): ("--csv", "--picture"),
 }

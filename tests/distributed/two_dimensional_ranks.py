@@ -13,7 +13,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lowtide
-from tests.support.ranks import as_rank
 
 KINDS = ("inside root", "outside root", "outside own", "deferred root")
 
@@ -61,7 +60,3 @@ def run(kind: str, rank: int) -> dict[str, Any]:
         gradient = found.grad.full_tensor()
         errors[name] = float((gradient - expected.grad).norm() / expected.grad.norm())
     return {"errors": errors, "fused": deferral.fused if deferral else 1}
-
-
-if __name__ == "__main__":
-    as_rank(run)

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowtide.core.arguments import advises_on_names
-from lowtide.core.errors import ArgumentError
+from lowtide.core.errors import ArgumentError, advises_on_names
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.masks import (

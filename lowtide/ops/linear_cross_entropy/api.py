@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lowtide.core.arguments import advises_on_names
 from lowtide.core.checks import check_tensors
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises_on_names
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import by_class, takes_data_sharded_head

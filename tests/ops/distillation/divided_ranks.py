@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import lowtide
 from lowtide.core.collectives import Group
 from tests.ops.distillation import DIVERGENCES, Inputs, check, differentiate, fused, make_inputs
-from tests.support.ranks import as_rank
 
 N, V = 13, 23
 SMALL = 30_000  # bytes of a workspace for chunks of a few rows
@@ -405,7 +404,3 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     if kind.startswith("matrix"):
         return matrix(kind.split()[1])
     return globals()[kind]() or {}
-
-
-if __name__ == "__main__":
-    as_rank(run)

@@ -68,5 +68,5 @@ def test_memory(results):
 def test_triton(tmp_path):
     """The kernel's statistics of parts, merged, are those of all classes."""
     pytest.importorskip("triton")
-    (rank,) = run_ranks(RANKS, tmp_path / "store", ["triton"], ranks=1)
+    (rank,) = run_ranks(RANKS, tmp_path / "store", ["triton"], ranks=1, interpreted=True)
     assert "raised" not in rank["triton"], rank["triton"]["raised"]

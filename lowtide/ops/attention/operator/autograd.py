@@ -19,6 +19,8 @@ from lowtide.ops.attention.operator import higher_order, ops
 
 Gradients = tuple[Tensor | None, ...]
 
+KEPT_FEATURES = 256  # the most of a result whose low half is kept (decision 0055)
+
 
 def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
@@ -29,8 +31,10 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
     needs_grad = tuple(
         tracked and each is not None and each.requires_grad for each in operands.differentiable
     )
+    # With more features its memory would be no longer small beside that of the scores.
+    few = operands.value.shape[-1] <= KEPT_FEATURES
     half = operands.query.dtype.itemsize == 2
-    keep_low = half and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
+    keep_low = half and few and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
     options = options._replace(keep_low=keep_low)
     out, logsumexp = _Attention.apply(options, needs_grad, with_logsumexp, *operands)
     return out, logsumexp

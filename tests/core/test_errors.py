@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.core.arguments import advises_on_names
+from lowtide.core.errors import advises_on_names
 from lowtide.ops.attention import api as attention
 from lowtide.ops.linear_cross_entropy.definition import advice
 from tests.support.graphs import needs_tracing
