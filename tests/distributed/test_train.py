@@ -3,8 +3,11 @@
 import argparse
 import csv
 import inspect
+import os
 import re
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 from lowtide.cli.train import FIGURE
 from tests.support.extended import all_extended_but
-from tests.support.ranks import torchrun
+from tests.support.ranks import ROOT, torchrun
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -89,8 +92,19 @@ def test_resumed_run_is_the_whole_one(tmp_path, options):
     ],
 )
 def test_errors_are_told_once(tmp_path, arguments, said):
-    """In a line, and in the report that torchrun ends with."""
-    done = train(tmp_path, *arguments.split())
+    """In a line, and in the report that torchrun ends with: torchrun itself starts the ranks here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, "-m", "lowtide", "train", *TINY.split(), *arguments.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 1
     assert len(re.findall(rf"^lowtide train: .*{said}", done.stderr, re.MULTILINE)) == 1
     assert len(re.findall(rf"^ *traceback *: lowtide train: .*{said}", done.stderr, re.MULTILINE)) == 1
