@@ -40,11 +40,15 @@ def _nobody_looks() -> bool:
 
 
 def _are_plain(arguments: Iterable[Any]) -> bool:
-    """Return True if all tensors are torch's own, on the CPU or CUDA, alone or in lists."""
+    """Return True if all tensors are torch's own, on the CPU or CUDA, alone or in lists.
+
+    The dispatcher negates what has torch's negative bit, and gives memory to tensors of zeros that
+    have none: kernels of our own would read other numbers there.
+    """
     for each in arguments:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
-            if not (each.is_cuda or each.is_cpu):
+            if not (each.is_cuda or each.is_cpu) or each.is_neg() or each._is_zerotensor():
                 return False
         elif isinstance(each, Tensor) or (kind in (list, tuple) and not _are_plain(each)):
             return False

@@ -43,6 +43,11 @@ def permute(name: str, input: DeferredLogits, *dims: Any, **kwargs: Any) -> Any:
     return input.like(node, meta, order[input.class_dim])
 
 
+@handles("positive", "__pos__")
+def positive(input: DeferredLogits) -> DeferredLogits:
+    return input
+
+
 @handles("contiguous")
 def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
     memory_format = memory_format or torch.contiguous_format

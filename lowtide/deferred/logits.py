@@ -208,6 +208,9 @@ class DeferredLogits(Proxy):
         return self.class_dim == self.meta.dim() - 1
 
     def like(self, node: Node, meta: Tensor, class_dim: int | None = None) -> "DeferredLogits":
+        """Return logits with the same head; these, where torch returns the tensor it was given."""
+        if meta is self.meta and node is self.node:
+            return self
         return DeferredLogits(node, meta, self.head_call, self.class_dim if class_dim is None else class_dim)
 
     def check_function(self) -> None:

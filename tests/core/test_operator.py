@@ -123,3 +123,37 @@ def test_transforms_compute_by_rows():
     found = torch.func.grad(lambda x: lowtide.linear_cross_entropy(x, w.detach(), target))(x.detach())
     truth = torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.T, target), x)[0]
     torch.testing.assert_close(found, truth)
+
+
+def with_negative_bit(tensor):
+    """A view whose memory holds numbers of the other sign."""
+    view = torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+    assert view.is_neg()
+    assert torch.equal(view, tensor)
+    return view
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of tanh, by numpy in the interpreter
+@pytest.mark.parametrize("negated", ["input", "linear_weight", "target", "linear_bias", "weight", "upstream"])
+def test_views_with_the_negative_bit_are_read_as_what_they_say(negated):
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"input": (6, 7), "linear_weight": (22, 7), "target": (6, 22), "linear_bias": (22,)}
+    shapes |= {"weight": (22,), "upstream": (6,)}
+    tensors = {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}
+
+    def differentiated(upstream, **tensors):
+        leaves = {
+            name: each.detach().requires_grad_(name in ("input", "linear_weight"))
+            for name, each in tensors.items()
+        }
+        loss = lowtide.linear_cross_entropy(**leaves, softcap=3.0, reduction="none", backend="triton")
+        gradients = torch.autograd.grad(loss, (leaves["input"], leaves["linear_weight"]), upstream)
+        return [loss.detach(), *gradients]
+
+    plain = differentiated(**tensors)
+    found = differentiated(**tensors | {negated: with_negative_bit(tensors[negated])})
+    torch.testing.assert_close(found, plain)
+
+
+def test_tensors_without_memory_are_dispatched():
+    assert not operator._are_plain([torch._efficientzerotensor(3)])

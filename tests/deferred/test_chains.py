@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lowtide
 from tests.deferred.helpers import differentiated, make, norm, plain_and_deferred
 
 
@@ -128,3 +129,23 @@ def test_random_chains(first):
             allowed = 3 * scaled + 8 * torch.finfo(torch.float64).eps * norm(want)
             error = norm(ours - want)
             assert error <= allowed, f"seed {seed}: {', '.join(names)}; {end}: {error:.1e}, not {allowed:.1e}"
+
+
+@pytest.mark.parametrize(
+    "same", [lambda z: +z, torch.positive, lambda z: z.contiguous(), lambda z: z.flatten(0, 0)]
+)
+def test_what_torch_returns_as_it_is_keeps_its_gradient_under_no_grad(same):
+    head, x = torch.nn.Linear(5, 7), torch.randn(3, 5)
+    model = torch.nn.Sequential(head)
+    target = torch.tensor([1, 0, 6])
+
+    def gradient():
+        z = model(x)
+        with torch.no_grad():
+            z = same(z)
+        return torch.autograd.grad(F.cross_entropy(z, target), head.weight)[0]
+
+    want = gradient()
+    with lowtide.defer_logits(model, head=head) as deferral:
+        torch.testing.assert_close(gradient(), want)
+    assert deferral.fused == 1
