@@ -12,10 +12,12 @@ from tests.support.commands import invoke
 
 @pytest.mark.extended
 def test_version():
-    command = [sys.executable, "-m", "lowtide", "--version"]
+    command = [sys.executable, "-X", "importtime", "-m", "lowtide", "--version"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert found.stdout == f"lowtide {lowtide.__version__}\n"
+    assert "lowtide.tools.bench.attention" in found.stderr
+    assert "torch._dynamo" not in found.stderr  # it takes as long to import as torch does
 
 
 def test_version_of_this_process():

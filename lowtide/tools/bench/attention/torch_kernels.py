@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
 from lowtide.tools.bench.providers import Unavailable
@@ -36,7 +35,9 @@ def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
     dense = bool(case.lengths or case.window or case.padded or case.bias)
     is_causal = case.causal and not dense and case.keys == case.M
     lower_right = case.causal and not dense and not is_causal
-    own_mask: Any = causal_lower_right(case.M, case.keys) if lower_right else None
+    own_mask: Any = None
+    if lower_right:  # the module of these masks imports Dynamo, which every command would wait for
+        own_mask = importlib.import_module("torch.nn.attention.bias").causal_lower_right(case.M, case.keys)
     seen = case.seen() if dense else None
     shared = case.key_heads != case.H
     known: list[Tensor] = []
