@@ -136,16 +136,9 @@ def run(
     constants: dict[str, Any],
 ) -> None:
     """Launch the kernel on one or two terms; arguments and constants are those of both languages."""
-    rows, operands = pipeline.BLOCK_A // 2, []
-    for term in terms:
-        x, weight = term or (None, None)
-        operands += [
-            None if x is None else pipeline.describe(x, rows, pipeline.BLOCK_K),
-            None if weight is None else pipeline.describe(weight, pipeline.BLOCK_B, pipeline.BLOCK_K),
-        ]
     exponentials_kernel[(constants["PROGRAMS"],)](
-        *operands,
-        None if exp_CB is None else pipeline.describe(exp_CB, rows, pipeline.BLOCK_B // 2),
+        *(operand for term in terms for operand in pipeline.described(term)),
+        None if exp_CB is None else pipeline.describe(exp_CB, pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2),
         *arguments,
         **constants,
         STAGES=pipeline.STAGES,

@@ -63,6 +63,14 @@ def describe(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
 
+def described(term: tuple[Tensor, Tensor] | None) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return tensor descriptors of a term's input and weight, or two None."""
+    if term is None:
+        return None, None
+    x_CD, weight_BD = term
+    return describe(x_CD, BLOCK_A // 2, BLOCK_K), describe(weight_BD, BLOCK_B, BLOCK_K)
+
+
 @tl.core.builtin
 def view(buffer, dtype, shape, layout, _semantic=None):
     """Return a stage's memory, reinterpreted with another dtype, shape and layout."""

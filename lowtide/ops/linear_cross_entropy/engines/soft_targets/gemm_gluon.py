@@ -169,8 +169,7 @@ def _distance_pipeline_kernel(
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
     """Run the kernel on the operands of a chunk; engine.py has the contract."""
-    operands: Any = [_described(term) for term in terms]
-    (x_CD, weight_VD), (x_CR, weight_VR) = (*operands, (None, None))[:2]
+    (x_CD, weight_VD), (x_CR, weight_VR) = (pipeline.described(term) for term in (*terms, None)[:2])
     soft: Any = columns.soft_CB
     out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
     (C, D), V = terms[0][0].shape, terms[0][1].shape[0]
@@ -185,12 +184,3 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
         enable_fp_fusion=columns.transform.scale is None,
     )  # fmt: skip
     return partials_CT4
-
-
-def _described(term: tuple[Tensor, Tensor]) -> tuple[Any, Any]:
-    """Return tensor descriptors of a term's input and weight."""
-    x_CD, weight_VD = term
-    return (
-        pipeline.describe(x_CD, ROWS, pipeline.BLOCK_K),
-        pipeline.describe(weight_VD, pipeline.BLOCK_B, pipeline.BLOCK_K),
-    )
