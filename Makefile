@@ -22,7 +22,8 @@ test: $(READY)  ## tests with each value of their parameters; without a GPU kern
 test-extended: $(READY)  ## what make test leaves out: the other combinations of parameters, and what takes long
 	$(PYTEST) -m 'extended and not every_build'
 
-test-all: test test-extended
+test-all: $(READY)  ## both, collected and imported once
+	$(PYTEST) -m 'not every_build'
 
 docs: $(READY_FOR_DOCS)  ## this site into docs/_build/html, without network; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html

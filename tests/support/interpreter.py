@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
@@ -18,6 +18,10 @@ def leave_out_what_has_no_effect() -> None:
         _shift_bfloat16()
     if hasattr(core, "block_type") and hasattr(core, "tensor"):
         _describe_a_shape_once()
+    if hasattr(core, "dtype") and hasattr(core.block_type, "with_element_ty"):
+        _compare_and_make_types_once()
+    if hasattr(semantic, "TritonSemantic"):
+        _leave_operands_that_fit(semantic.TritonSemantic)
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
         _replace_the_language_once_a_launch()
         if not torch.cuda.is_available():
@@ -105,3 +109,54 @@ def _describe_a_shape_once() -> None:
         self.__dict__.update(of_tensors[type.name], handle=handle)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+
+
+def _compare_and_make_types_once() -> None:
+    """A type is equal to itself, whatever its name; and that of a block's other elements is made again."""
+    equal, with_element_ty, types = core.dtype.__eq__, core.block_type.with_element_ty, {}
+
+    def equal_to(self, other):
+        return self is other or equal(self, other)
+
+    def with_elements(self, scalar_ty):
+        key = self.name, scalar_ty.name
+        if key not in types:
+            types[key] = with_element_ty(self, scalar_ty)
+        return types[key]
+
+    core.dtype.__eq__, core.block_type.with_element_ty = equal_to, with_elements
+
+
+def _leave_operands_that_fit(owner) -> None:
+    """Operands that have one type and shape are asked dozens of times which they have. Whether they are left
+    as they are depends on the names of their types alone."""
+    cast, broadcast, check = (
+        getattr(owner, name) for name in ("cast", "broadcast_impl_value", "binary_op_type_checking_impl")
+    )
+    fitting = set()
+
+    def left(self, input, dst_ty, *options):
+        key = input.type.name, dst_ty.name
+        if key in fitting:
+            return input
+        result = cast(self, input, dst_ty, *options)
+        if result is input:
+            fitting.add(key)
+        return result
+
+    def both_left(change):
+        def change_both(self, lhs, rhs, *options, **named):
+            if not (isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)):
+                return change(self, lhs, rhs, *options, **named)
+            key = change, lhs.type.name, rhs.type.name, options, *named.items()
+            if key in fitting:
+                return lhs, rhs
+            result = change(self, lhs, rhs, *options, **named)
+            if result[0] is lhs and result[1] is rhs:
+                fitting.add(key)
+            return result
+
+        return change_both
+
+    owner.cast, owner.broadcast_impl_value = left, both_left(broadcast)
+    owner.binary_op_type_checking_impl = both_left(check)
