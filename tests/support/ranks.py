@@ -1,5 +1,7 @@
 """Processes of one group, on one machine, started by a test (`run_ranks`): each joins the group and runs
 `run(kind, rank)` of a module. What is wrong is known by scenario and by rank.
+
+`start_program` starts a single process from the same server, for a test that asks something of a process.
 """
 
 import importlib
@@ -10,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -81,14 +84,7 @@ def _run(
     interpreted: bool = False,
 ) -> list[int | None]:
     """Call a function in one process for each rank, and return their statuses."""
-    context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(IMPORTED)
-    processes = [context.Process(target=function, args=arguments) for arguments in given]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
-        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        for process in processes:
-            process.start()
+    processes = _started(function, given, method, interpreted)
     end = time.monotonic() + 200
     try:
         for process in processes:
@@ -97,6 +93,53 @@ def _run(
         for process in processes:
             process.kill()
     return [process.exitcode for process in processes]
+
+
+def _started(
+    function: Callable[..., None],
+    given: Sequence[tuple[Any, ...]],
+    method: str = "forkserver",
+    interpreted: bool = False,
+) -> list[Any]:
+    """Start a process for each tuple of arguments. The first start the server, with their environment."""
+    context: Any = multiprocessing.get_context(method)
+    context.set_forkserver_preload(IMPORTED)
+    processes = [context.Process(target=function, args=arguments) for arguments in given]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        for process in processes:
+            process.start()
+    return processes
+
+
+def start_program(
+    directory: Path, program: str, environment: dict[str, str]
+) -> Callable[[], tuple[int, str, str]]:
+    """Start a program in a process where lowtide is imported, and nothing has been called.
+
+    The function that is returned waits for it: its status, and what it wrote to stdout and stderr.
+    """
+    folder = Path(tempfile.mkdtemp(dir=directory))
+    outputs = folder / "stdout", folder / "stderr"
+    (process,) = _started(_program, [(program, environment, *outputs)])
+
+    def finish() -> tuple[int, str, str]:
+        process.join(200)
+        process.kill()
+        process.join()
+        stdout, stderr = (output.read_text() for output in outputs)
+        return process.exitcode, stdout, stderr
+
+    return finish
+
+
+def _program(program: str, environment: dict[str, str], stdout: Path, stderr: Path) -> None:
+    """Run a program with this environment alone."""
+    _write_to(stdout, stderr)
+    os.environ.clear()
+    os.environ.update(environment)
+    exec(program, {"__name__": "__main__"})
 
 
 def _write_to(stdout: Path, stderr: Path) -> None:

@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from lowtide.core.cpu_gemm import gemm
 from tests.ops.linear_cross_entropy.small_library import compile_strange
 from tests.support.extended import all_extended_but
+from tests.support.ranks import start_program
 
 needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
 
@@ -46,22 +45,29 @@ else:
 """
 
 
-def start(folder, program: str = ASK, **environment: str) -> subprocess.Popen:
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
+@pytest.fixture
+def start(tmp_path_factory):
+    """Start a program whose libraries are kept in a folder."""
+    outputs = tmp_path_factory.mktemp("outputs")
+
+    def start(folder, program: str = ASK, **environment: str):
+        return start_program(
+            outputs, program, {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), **environment}
+        )
+
+    return start
 
 
-def ask(folder, program: str = ASK, **environment: str) -> tuple[str, str]:
-    process = start(folder, program, **environment)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    return out, err
+@pytest.fixture
+def ask(start):
+    """Run such a program, and return what it says."""
+
+    def ask(*arguments, **environment: str) -> tuple[str, str]:
+        status, out, err = start(*arguments, **environment)()
+        assert status == 0, err
+        return out, err
+
+    return ask
 
 
 def assert_one_warning(err: str, expected: str) -> None:
@@ -78,7 +84,7 @@ def script(path, text: str) -> str:
 
 @needs_products
 @pytest.mark.parametrize("how", all_extended_but(["makes another thing"], ["fails", "makes another thing"]))
-def test_compiler_fails(tmp_path, how):
+def test_compiler_fails(ask, tmp_path, how):
     made = "exit 1" if how == "fails" else "echo no > object.o; echo no > linked.so"
     compiler = script(tmp_path / "c++", f'case "$*" in *--version*) ;; *) {made};; esac')
     out, err = ask(tmp_path / "cache", CXX=compiler)
@@ -87,28 +93,28 @@ def test_compiler_fails(tmp_path, how):
     assert_one_warning(err, f"{compiler} {said}")
 
 
-def test_compiler_missing(tmp_path):
+def test_compiler_missing(ask, tmp_path):
     assert ask(tmp_path / "cache", CXX=str(tmp_path / "c++")) == ("False\n", "")
 
 
 @pytest.mark.extended
 @needs_products
-def test_compiler_with_arguments(tmp_path):
+def test_compiler_with_arguments(ask, tmp_path):
     assert ask(tmp_path, CXX="env g++ -m64") == ("True\n", "")
 
 
 @pytest.mark.extended
 @needs_products
-def test_build_by_two_processes(tmp_path):
+def test_build_by_two_processes(start, tmp_path):
     processes = [start(tmp_path) for _ in range(2)]
-    for process in processes:
-        assert process.communicate() == ("True\n", "")
+    for finish in processes:
+        assert finish() == (0, "True\n", "")
     assert [path.suffix for path in (tmp_path / "lowtide").iterdir()] == [".so"]  # nothing else is left
 
 
 @pytest.mark.extended
 @needs_products
-def test_cache_behind_link_refused(tmp_path):
+def test_cache_behind_link_refused(ask, tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "lowtide").symlink_to(tmp_path / "elsewhere")
     out, err = ask(tmp_path)
@@ -118,7 +124,7 @@ def test_cache_behind_link_refused(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_cache_writable_by_others_warns_once(tmp_path):
+def test_cache_writable_by_others_warns_once(ask, tmp_path):
     """In all threads; and the doctor says the same."""
     (tmp_path / "lowtide").mkdir()
     (tmp_path / "lowtide").chmod(0o777)
@@ -134,7 +140,7 @@ def test_cache_writable_by_others_warns_once(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_library_damaged_or_writable_by_others(tmp_path):
+def test_library_damaged_or_writable_by_others(ask, tmp_path):
     """Half a library kills the process that loads it."""
     assert ask(tmp_path) == ("True\n", "")
     (path,) = (tmp_path / "lowtide").iterdir()
@@ -153,7 +159,7 @@ def test_library_damaged_or_writable_by_others(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_cache_exchanged_during_build(tmp_path):
+def test_cache_exchanged_during_build(ask, tmp_path):
     """In a directory that others may write to, another user exchanges the place when the compiler has run.
     The compiler does it here, at the right moment."""
     compile_strange(tmp_path)
@@ -172,7 +178,7 @@ def test_cache_exchanged_during_build(tmp_path):
 
 @pytest.mark.extended
 @needs_products
-def test_build_during_fork(tmp_path):
+def test_build_during_fork(ask, tmp_path):
     """The child does not wait for a thread that it does not have."""
     slow = f'case "$*" in *--version*) touch {tmp_path}/started; sleep 1;; esac; exec g++ "$@"'
     compiler = script(tmp_path / "c++", slow)
