@@ -31,7 +31,13 @@ RANKS = 2
 Result = dict[str, Any]
 # Imported once in each process of tests, by the server that all its ranks are forked from: these imports take
 # longer than most scenarios.
-IMPORTED = ["lowtide.cli", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+IMPORTED = [
+    "lowtide.cli",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",  # where it is installed
+]
 
 
 def run_ranks(
