@@ -25,6 +25,7 @@ def printed(example):
     return done.stdout.splitlines()
 
 
+@pytest.mark.extended
 def test_each_way():
     found = printed("examples/distributed/each_way.py")
     assert [line.partition(":")[0] for line in found] == ["fsdp", "sharded", "tensor", "sequence", "grpo"]
