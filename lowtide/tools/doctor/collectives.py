@@ -6,6 +6,7 @@ Shapes: N tokens of all ranks, with those that fill up where ranks have other nu
 from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
+from lowtide.ops.linear_cross_entropy.planning.memory_model import EXCLUDING
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 INDEX_BYTES = 8
@@ -58,7 +59,9 @@ def collectives(
     calls = 1 + again
     agreements = calls * (2 if own and tokens % ranks else 1)
     # The upstream gradient, of log-probabilities that of log_prob alone, and each row's statistics.
-    vectors = calls * row_weight + (3 + kind.log_probs) * again
+    excluding = options.engine in EXCLUDING
+    vectors = calls * row_weight + (3 + kind.log_probs + excluding) * again
+    totals = smoothing and (weights or not excluding)
     statistics = 3 + smoothing + kind.probabilities + 2 * kind.log_probs
     parts = -(-plan.options.num_classes // ranks)  # classes of a rank, and then its segments
     parts = -(-parts // options.shard.segment_classes) if options.segments else 1
@@ -68,7 +71,7 @@ def collectives(
         Collective("gather", "targets", calls * own, calls * INDEX_BYTES * n),
         Collective("gather", "vectors of rows", vectors * own, vectors * number * n),
         Collective("sum", "the targets' weights", calls * weights, calls * number * N),
-        Collective("gather", "the shards' totals", calls * smoothing, calls * number * parts),
+        Collective("gather", "the shards' totals", calls * totals, calls * number * parts),
         Collective(
             "gather", "tokens", calls * chunks * own, calls * plan.compute_dtype.itemsize * features * n
         ),

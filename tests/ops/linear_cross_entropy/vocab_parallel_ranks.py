@@ -4,11 +4,16 @@ held against the dense truth on all classes and tokens. A result has the cases t
 Shapes: N tokens, D features, V classes of all ranks.
 """
 
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowtide
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
+from lowtide.ops.linear_cross_entropy.operator import ops
 from tests.support.budgets import Inputs
 from tests.support.loss import check, check_log_probs, make_inputs
 
@@ -209,13 +216,13 @@ def whole(result: Tensor) -> Tensor:
     return result.to_local() if isinstance(result, DTensor) else result
 
 
-def loss_case(dtype, layout, target, way, name, workspace=None) -> None:
+def loss_case(dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
     options = OPTIONS[name]
     inputs = inputs_of(target, layout, options, dtype)
     shards = Shards(inputs, layout, way)
     given = {key: value for key, value in options.items() if key not in TENSORS}
     loss = lowtide.linear_cross_entropy(
-        **shards.arguments, **shards.of_loss, **shards.options, **given, workspace=workspace
+        **shards.arguments, **shards.of_loss, **shards.options, **given, workspace=workspace, backend=backend
     )
     assert isinstance(loss, DTensor) == shards.dtensor
     upstream: Any = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -229,14 +236,16 @@ def loss_case(dtype, layout, target, way, name, workspace=None) -> None:
     check({"loss": found, **shards.gradients()}, inputs, upstream=upstream, **given)
 
 
-def log_probs_case(dtype, layout, target, way, name, workspace=None) -> None:
+def log_probs_case(dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
     options = {
         key: value for key, value in OPTIONS[name].items() if key in ("bias", "logit_scale", "softcap")
     }
     inputs = inputs_of(target, layout, options, dtype)
     shards = Shards(inputs, layout, way)
     given = {key: value for key, value in options.items() if key not in TENSORS}
-    found = lowtide.linear_log_probs(**shards.arguments, **shards.options, **given, workspace=workspace)
+    found = lowtide.linear_log_probs(
+        **shards.arguments, **shards.options, **given, workspace=workspace, backend=backend
+    )
     generator = torch.Generator().manual_seed(3)
     upstream = [torch.randn(N, dtype=torch.float64, generator=generator) for _ in range(3)]
     torch.autograd.backward(found[:3], [shards.rows(each.to(found[0].dtype)) for each in upstream])
@@ -259,6 +268,8 @@ def cases(kind: str):
     ]
     if how == "all":
         return every
+    if how.isdigit():  # so many of them
+        return Random(1).sample(every, int(how))
     Random(0).shuffle(every)  # or the first value of each list would be in most
     chosen, covered = [], set()
     for each in every:
@@ -280,15 +291,47 @@ def possible(layout: str, target: str, way: str, name: str) -> bool:
     return True
 
 
-def matrix(kind: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def running_on(engine: str) -> Iterator[Counter[str]]:
+    """Let an engine without logits run each call that it can, that of a Hopper card in Triton's interpreter.
+
+    Yields how often each engine ran.
+    """
+    engines: Counter[str] = Counter()
+    make = ops._engine
+
+    def counted(plan: Any, *operands: Any) -> Any:
+        engines[plan.engine] += 1
+        return make(plan, *operands)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_engine", counted)
+        if engine == "cpu_exponentials":
+            patch.setattr(cpu_exponentials, "FEWEST_WEIGHTS", 0)
+        else:
+            from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere  # imports Triton
+            from tests.support.interpreter import leave_out_what_has_no_effect
+
+            leave_out_what_has_no_effect()
+            put_everywhere("cpu", patch)
+            patch.setattr(sys.modules[__name__], "D", 8)  # tensor maps need rows of 16 bytes
+        yield engines
+
+
+def matrix(kind: str, **options: Any) -> dict[str, Any]:
     failed, every = [], cases(kind)
     for number, (case, dtype, *rest) in enumerate(every):
         try:
-            case(dtype, *rest, workspace=FEW_ROWS if number % 2 else None)
+            case(dtype, *rest, workspace=FEW_ROWS if number % 2 else None, **options)
         except AssertionError as error:
             failed.append(f"{case.__name__} {rest}: {error}")
     return {"count": len(every), "failed": failed}
 
 
 def run(kind: str, rank: int) -> dict[str, Any]:
-    return matrix(kind)
+    kind, *engines = kind.split(" on ")
+    if not engines:
+        return matrix(kind)
+    with running_on(*engines) as ran:
+        backend = "triton" if engines == ["exponentials"] else "auto"
+        return {**matrix(kind, backend=backend), "engines": ran}

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowStats
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowStats
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES
+from lowtide.ops.linear_cross_entropy.planning.memory_model import EXCLUDING
 
 
 def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]
@@ -41,10 +43,18 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
     third = stats.mean_N if rows.plan.call_kind.log_probs else stats.soft_mass_N
     if third is not None:
         kept.append(rows.of_all(third))
+    if saves_target_logit(rows.plan.options):
+        assert isinstance(stats, ExcludedTargetStats)
+        kept.append(rows.of_all(stats.target_logit_N))
     if rows.plan.options.group:
         assert rows.plan.agreement is not None
         kept.append(torch.tensor([rows.plan.agreement.number]))
     return kept
+
+
+def saves_target_logit(options: Options) -> bool:
+    """Return True if the targets' logits are saved: one rank alone could compute them again."""
+    return bool(options.group) and options.engine in EXCLUDING
 
 
 def call_number(saved: Sequence[Tensor]) -> int:
@@ -56,11 +66,15 @@ def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Sta
     """Return the statistics of kept rows."""
     if rows.plan.options.group:
         saved = saved[:-1]
+    further = {}
+    if saves_target_logit(rows.plan.options):
+        *saved, logit_N = saved
+        further["target_logit_N"] = rows.of_kept(logit_N.flatten().contiguous())
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
     fills = (torch.inf, 1, 0)  # those of an ignored row
     max_N, sum_N, *third = (
         rows.of_kept(each.flatten().contiguous(), fill) for each, fill in zip(saved, fills)
     )
     if rows.plan.call_kind.log_probs:
-        return kind(max_N, sum_N, mean_N=third[0])
-    return kind(max_N, sum_N, soft_mass_N=third[0] if third else None)
+        return kind(max_N, sum_N, mean_N=third[0], **further)
+    return kind(max_N, sum_N, soft_mass_N=third[0] if third else None, **further)

@@ -17,7 +17,9 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows, begin_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 
-ShardedEngine = Any  # an Engine that imports this module, and has begin_stats
+ShardedEngine = Any  # an Engine that imports this module; `walk_tokens` needs its begin_stats
+
+Begun = tuple[Any, Callable[[], Any] | None]
 
 
 def walk_tokens(
@@ -36,7 +38,15 @@ def walk_tokens(
     # and without statistics a rank that has no gradient to form here has none to sum, nor have others.
     if not take_stats and not gradient:
         return
-    for rows, chunks, z_CV in _logits(engine, coefs, stats, gradient, take_stats):
+    in_turn = [*chunks_of(engine)]
+    buffers = [engine.chunk_buffer(gradient) for _ in in_turn[: 1 + take_stats]]
+
+    def begin(place: int, rows: slice, tokens: list[Tensor]) -> Begun:
+        z_CV = buffers[place % len(buffers)][: rows.stop - rows.start]
+        engine.logits_into(z_CV, tokens)
+        return z_CV, engine.begin_stats(z_CV, coefs[rows], stats[rows], rows) if take_stats else None
+
+    for rows, chunks, z_CV, _ in merged_chunks(engine, in_turn, begin):
         if not gradient:
             continue
         g_CV = engine.tile_gradient_(z_CV, coefs[rows], stats[rows], engine.columns(rows))
@@ -62,34 +72,38 @@ def walk_tokens(
             sum.finish()
 
 
-def _logits(
-    engine: ShardedEngine, coefs: Any, stats: Any, gradient: bool, take_stats: bool
-) -> Iterator[tuple[slice, list[Tensor], Any]]:
-    """Yield each chunk with its tokens and products, when its statistics are merged."""
+def chunks_of(engine: ShardedEngine) -> Iterator[slice]:
+    """Yield the chunks of tokens that the ranks take at a time."""
     order = engine.order
-    step = engine.plan.rows if order is None else order.step * order.group.size
-    chunks = [*blocks(engine.M, step)]
-    buffers = [engine.chunk_buffer(gradient) for _ in chunks[: 1 + take_stats]]
+    return blocks(engine.M, engine.plan.rows if order is None else order.step * order.group.size)
 
-    def begin(rows: slice) -> list[Callable[[], Tensor]]:
+
+def merged_chunks(
+    engine: ShardedEngine, in_turn: list[slice], begin: Callable[[int, slice, list[Tensor]], Begun]
+) -> Iterator[tuple[slice, list[Tensor], Any, Any]]:
+    """Yield each chunk with its tokens, what `begin` returned of it, and what its merge returned.
+
+    `begin` takes the chunk's number, its rows and its tokens. It returns the chunk's logits, or what
+    an engine has in their place, and what waits for the statistics of all ranks and merges them;
+    None if there are none to take. The next chunk is begun before a chunk is merged.
+    """
+    order = engine.order
+
+    def tokens_of(rows: slice) -> list[Callable[[], Tensor]]:
         return [begin_rows(operand, rows, order, engine.cleared_N) for operand in engine.operands]
 
-    ahead = begin(chunks[0]) if chunks else []
-    before: tuple[Any, Callable[[], None]] | None = None
-    for place, rows in enumerate(chunks):
+    ahead = tokens_of(in_turn[0]) if in_turn else []
+    before: tuple[slice, list[Tensor], Any, Callable[[], Any]] | None = None
+    for place, rows in enumerate(in_turn):
         tokens = [wait() for wait in ahead]
-        ahead = begin(chunks[place + 1]) if place + 1 < len(chunks) else []
-        z_CV = buffers[place % len(buffers)][: rows.stop - rows.start]
-        engine.logits_into(z_CV, tokens)
-        if not take_stats:
-            yield rows, tokens, z_CV
+        ahead = tokens_of(in_turn[place + 1]) if place + 1 < len(in_turn) else []
+        found, merge = begin(place, rows, tokens)
+        if merge is None:
+            yield rows, tokens, found, None
             continue
-        merge = engine.begin_stats(z_CV, coefs[rows], stats[rows], rows)
         if before is not None:
-            before[1]()
-            yield before[0]
-        before = (rows, tokens, z_CV), merge
-        del tokens, z_CV
+            yield *before[:3], before[3]()
+        before = rows, tokens, found, merge
+        del tokens, found
     if before is not None:
-        before[1]()
-        yield before[0]
+        yield *before[:3], before[3]()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains, keeps_input_sum
-from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_engine
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import saves_target_logit, with_engine
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight_gradient_of, with_graph_facts
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
@@ -31,6 +31,7 @@ def _vector(head: Head, options: Options) -> Tensor:
 
 
 def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
+    count += saves_target_logit(options)
     first, *others = (_vector(head, options) for _ in range(count))
     number = [torch.empty(1, dtype=torch.long, device="cpu")] * bool(options.group)
     return [with_engine(first, options.engine), *others, *number]

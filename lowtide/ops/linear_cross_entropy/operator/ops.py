@@ -257,10 +257,18 @@ def call_kind_of(
 def _engine(plan: Plan, *operands: Any) -> LossEngine:
     """Return the plan's engine; modules that import Triton are imported only here."""
     kind: type[LossEngine]
-    if plan.exponentials:
+    if plan.exponentials and plan.agreement is not None:
+        from lowtide.ops.linear_cross_entropy.engines.exponentials.sharded_engine import (
+            ShardedExponentialsEngine as kind,
+        )
+    elif plan.exponentials:
         from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import ExponentialsEngine as kind
     elif plan.soft_targets:
         from lowtide.ops.linear_cross_entropy.engines.soft_targets.engine import SoftTargetsEngine as kind
+    elif plan.cpu_exponentials and plan.agreement is not None:
+        from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.sharded_engine import (
+            ShardedCpuExponentialsEngine as kind,
+        )
     elif plan.cpu_exponentials:
         from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
             CpuExponentialsEngine as kind,

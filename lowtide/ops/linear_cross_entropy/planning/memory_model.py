@@ -19,6 +19,9 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROW
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
 # And those of a part of the classes that ranks gather, with the temporaries of their merge.
 STATISTICS_OF_PART = 16
+# Engines whose row statistics exclude the target, and the classes whose largest logit is a row's
+# first reference on a rank without the target.
+EXCLUDING, SAMPLED_CLASSES = ("exponentials", "cpu_exponentials"), 64
 
 
 def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
@@ -34,10 +37,17 @@ def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
     gathered = (call.options.shard.parts + 1) * STATISTICS_OF_PART * call.sum_size
     if call.options.tokens_sharded:
         gathered += 3 * sum(call.features) * call.sum_size
+    if call.options.engine in EXCLUDING:
+        gathered += SAMPLED_CLASSES * call.sum_size
     return replace(
         counts,
         token_bytes=2 * counts.token_bytes + gathered + kept,
         weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
+        # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum on
+        # few chunks, and chunks take all classes at a time.
+        target_rows_bytes=0,
+        packed_sum_20=0,
+        class_blocks=None,
     )
 
 

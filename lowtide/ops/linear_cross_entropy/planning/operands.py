@@ -22,14 +22,17 @@ class OperandAccess(NamedTuple):
     copies_rows: tuple[bool, ...]
     """True if a chunk of the input is copied, for its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
-    """True if a chunk's rows, scaled for dW, fit in the memory of its dX."""
+    """True if a chunk's rows, scaled for dW, fit in the memory of its dX.
+
+    Those of a sharded head do not: there dX goes first, and is summed meanwhile.
+    """
 
 
 def operand_access(call: Call) -> OperandAccess:
     """Return how the engine named in the options reads the operands of the call."""
     head, dtype = call.head, _dtype(call.head, call.options)
     scaled = (
-        grad and input.dtype.itemsize >= dtype.itemsize
+        grad and input.dtype.itemsize >= dtype.itemsize and not call.options.sharded
         for input, grad in zip(head.inputs, call.needs_grad.inputs)
     )
     return OperandAccess(dtype, _copies(head, call.options, dtype), tuple(scaled))

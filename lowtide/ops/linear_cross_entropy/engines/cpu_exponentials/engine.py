@@ -52,7 +52,8 @@ class CpuExponentialsEngine(LossEngine):
             logit_C, _ = self.target_logits((w_CD * x_CD).sum(1), row.target_N)
             e_CV = None if exp_CV is None else exp_CV[: x_CD.shape[0]]
             if take_stats:
-                self._take_stats(x_CD, e_CV, row, stat, logit_C)
+                stat.target_logit_N.copy_(logit_C)
+                self._take_stats(x_CD, e_CV, row.target_N, logit_C, stat)
             elif e_CV is not None:
                 self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
             c_C, h_C = excluded_coefs(row, stat, logit_C, take_nll=take_stats)
@@ -96,15 +97,23 @@ class CpuExponentialsEngine(LossEngine):
     # Steps of the walks.
 
     def _take_stats(
-        self, x_CD: Tensor, e_CV: Tensor | None, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor
+        self,
+        x_CD: Tensor,
+        e_CV: Tensor | None,
+        target_C: Tensor,
+        reference_C: Tensor,
+        stat: ExcludedTargetStats,
     ) -> None:
-        """Compute E and S of a chunk, again with a new reference if the first is too low."""
-        stat.target_logit_N.copy_(logit_C)
-        sum_C, max_C = self._exponentials(x_CD, e_CV, row.target_N, logit_C)
+        """Compute r, S and E of a chunk, again with a new reference if the first is too low.
+
+        The new one is the row's largest logit, or 0 if all are -inf: then S is 0.
+        """
+        sum_C, max_C = self._exponentials(x_CD, e_CV, target_C, reference_C)
         far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
-        stat.max_N.copy_(torch.where(far_C, max_C, logit_C))
+        max_C.masked_fill_(max_C == -torch.inf, 0)
+        stat.max_N.copy_(torch.where(far_C, max_C, reference_C))
         if far_C.any():
-            sum_C, _ = self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
+            sum_C, _ = self._exponentials(x_CD, e_CV, target_C, stat.max_N)
         stat.sum_N.copy_(sum_C)
 
     def _exponentials(
@@ -118,8 +127,8 @@ class CpuExponentialsEngine(LossEngine):
         """Write E of a block of classes; return S and each row's largest other logit."""
         weight_BD = self.operands[0].weight_VD[classes]
         bias_B, scale = self.transform.of(classes).bias_V, self.transform.scale
-        if bias_B is not None and scale is not None:
-            bias_B = bias_B * scale
+        if bias_B is not None:
+            bias_B = (bias_B if scale is None else bias_B * scale).contiguous()
         here_C = target_C - classes.start
         here_C.masked_fill_(here_C >= weight_BD.shape[0], -1).clamp_(min=-1)
         return gemm.exponentials(

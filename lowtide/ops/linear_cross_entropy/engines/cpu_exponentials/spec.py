@@ -28,7 +28,8 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"
-    if not lies_by_rows(weight):
+    # All ranks of a sharded head choose alike, whatever their layouts; `readable` copies one that differs.
+    if not lies_by_rows(weight) and not options.sharded:
         return "it takes a weight whose features lie side by side"
     refused = {
         "it takes one linear term": others,
@@ -37,11 +38,13 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it takes no learned scale": call_kind.needs_grad.scale,
         "it takes no soft cap": options.softcap,
         "it takes no label smoothing": options.label_smoothing,
+        "it takes a head whose classes are not divided into segments": options.segments,
     }
     for reason, applies in refused.items():
         if applies:
             return reason
-    if weight.shape[0] * weight.shape[1] < FEWEST_WEIGHTS:
+    classes = options.num_classes // options.ranks if options.sharded else weight.shape[0]
+    if classes * weight.shape[1] < FEWEST_WEIGHTS:
         return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
     return _cpu_products_refuse()
 
@@ -66,4 +69,4 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     return replace(counts, block_row=counts.block_row + call.sum_size * features)
 
 
-SPEC = EngineSpec(unsupported_reason, memory)
+SPEC = EngineSpec(unsupported_reason, memory, takes_shards=True)

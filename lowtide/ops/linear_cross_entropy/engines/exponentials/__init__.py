@@ -15,4 +15,5 @@ input_gradient    the GEMM that forms rows of dX and ends after those that count
 target_order      sort the targets of each chunk
 linear_term       the gradients of one linear term of the head, chunk by chunk
 engine            the engine
+sharded_engine    the same where the classes of a row are on several ranks
 """

@@ -147,10 +147,16 @@ class ExponentialsEngine(LossEngine):
             targets = None if order is None else (order[0][rows], order[1][rows])
             if clears:
                 row_kernels.clear_rows(tiles[0].exp_CB, counted._replace(row_C=None))
+            first, last = rows.start == 0, rows.stop == self.M
+            if counted.row_C is not None:
+                first, last = last, first
             for each, x_CD in zip(linear, chunks):
-                of_rows = row_scale_C, rows, target_weight_coef_N
-                each.add_chunk(tiles[0].exp_CB, x_CD, row, *of_rows, targets, counted)
-                each.finish_rows(tiles[0].exp_CB, row, *of_rows, counted)
+                target_rows = None
+                if targets is not None:
+                    target_rows = each.operand.input, target_weight_coef_N, *targets
+                of_chunk = tiles[0].exp_CB, x_CD, row, row_scale_C, rows
+                each.add_chunk(*of_chunk, target_rows, counted, first=first, last=last)
+                each.finish_rows(tiles[0].exp_CB, row, row_scale_C, rows, target_weight_coef_N, counted)
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], tiles[0].exp_CB)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, targets)

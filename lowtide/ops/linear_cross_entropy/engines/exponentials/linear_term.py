@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
+TargetRows = tuple[Tensor, Tensor, Tensor, Tensor]
+"""X, h of its rows, the target classes of a chunk in order, and the rows of X that they are of."""
+
+
 class LinearTerm:
     """Form the gradients of one linear term."""
 
@@ -124,9 +128,11 @@ class LinearTerm:
         row: RowCoefs,
         row_scale_C: Tensor,
         rows: slice,
-        target_weight_coef_N: Tensor,
-        targets: tuple[Tensor, Tensor] | None,
+        target_rows: TargetRows | None,
         counted: CountedChunk = ALL,
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
         """Add the chunk to dW; the last chunk finishes it.
 
@@ -136,15 +142,12 @@ class LinearTerm:
         """
         if self.smoothing_row_D is not None:
             self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
-        if self.sum is None or targets is None:
+        if self.sum is None or target_rows is None:
             return
-        first, last = rows.start == 0, rows.stop == target_weight_coef_N.shape[0]
-        if counted.row_C is not None:
-            first, last = last, first
         scaled_CD = self._scaled_rows(rows)
         row_kernels.scale_rows(x_CD, row_scale_C, self.sum.factor, scaled_CD, counted)
         self.sum.add_product(e_CV, scaled_CD, first=first, last=last, counted=counted)
-        self.sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
+        self.sum.add_target_rows(*target_rows)
         if last:
             self._subtract_smoothing(self.sum)
             self.sum.finish()
@@ -201,10 +204,21 @@ class LinearTerm:
                 counted,
             )
             return
-        C, dx_CD, sum_CD = rows.stop - rows.start, self.dx.tensor[rows], self.product_CD
-        target_weight_coef_C = target_weight_coef_N[rows]
-        self.product_CD = None
-        for piece in blocks(C, self.plan.product_rows):
+        dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]
+        self.write_rows(dx_CD, e_CV, row, row_scale_C, target_weight_coef_C, self.dx.applied)
+
+    def write_rows(
+        self,
+        out_CD: Tensor,
+        e_CV: Tensor,
+        row: RowCoefs,
+        row_scale_C: Tensor,
+        target_weight_coef_C: Tensor,
+        factor: Tensor | None,
+    ) -> None:
+        """Write the chunk's rows of dX times a factor, some at a time."""
+        sum_CD, self.product_CD = self.product_CD, None
+        for piece in blocks(out_CD.shape[0], self.plan.product_rows):
             of_piece = row[piece]
             if sum_CD is None:
                 product_CD = self._empty(piece.stop - piece.start, self.plan.sum_dtype)
@@ -220,8 +234,8 @@ class LinearTerm:
                 target_weight_coef_C[piece],
                 of_piece.smoothing_coef_N,
                 self.total_weight_D,
-                self.dx.applied,
-                dx_CD[piece],
+                factor,
+                out_CD[piece],
             )
             del product_CD  # free it before another is made
 

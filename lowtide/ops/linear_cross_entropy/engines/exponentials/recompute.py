@@ -81,13 +81,14 @@ def _references_kernel(
 ):  # fmt: skip
     """Replace the reference of a row whose sum is too large or NaN. Grid: (C / BLOCK_C,).
 
-    The new one is the row's largest logit. Ignored rows keep theirs, and so do row tiles that are
-    not marked.
+    The new one is the row's largest logit, or 0 if all are -inf: then S is 0, as it is of a rank whose
+    classes are all excluded. Ignored rows keep theirs, and so do row tiles that are not marked.
     """
     first = tl.program_id(0) * BLOCK_C
     if tl.load(marks_ptr + 1 + first // HEIGHT) != 0:
         rows = first + tl.arange(0, BLOCK_C)
         max_c = reduced(maxima_TC_ptr, rows, T, C, True, BLOCK_C, BLOCK_T)
+        max_c = tl.where(max_c == -float("inf"), 0.0, max_c)
         near_c = tl.load(sum_C_ptr + rows, mask=rows < C, other=0.0) <= LARGEST_SUM
         ignored_c = tl.load(ignored_C_ptr + rows, mask=rows < C, other=1) != 0
         old_c = tl.load(reference_C_ptr + rows, mask=rows < C, other=0.0)

@@ -35,6 +35,8 @@ FEWEST_TOKENS, FEWEST_FEATURES, SKIPPING = 8192, 1024, ("packed",)  # decision 0
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
     reason = tiles_unsupported_reason(call, backend)
+    if reason is None and call.options.segments:
+        return "it takes a head whose classes are not divided into segments"
     if reason is None and call.call_kind.probabilities:
         return "it takes class indices"
     if reason is None and call.options.label_smoothing and call.options.softcap:
@@ -77,7 +79,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
 def skips_ignored(call: Call, weight_gradient: WeightGradient) -> bool:
     """Return True if the call's ignored rows are skipped."""
     large = call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES
-    return call.options.engine == "exponentials" and large and weight_gradient in SKIPPING
+    here = call.options.engine == "exponentials" and not call.options.sharded
+    return here and large and weight_gradient in SKIPPING
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:
@@ -104,4 +107,4 @@ def _partial_sums(call: Call) -> int:
     return 1 + (3 if call.call_kind.log_probs else 0) + (1 if call.needs_grad.scale else 0)
 
 
-SPEC = EngineSpec(unsupported_reason, memory)
+SPEC = EngineSpec(unsupported_reason, memory, takes_shards=True)

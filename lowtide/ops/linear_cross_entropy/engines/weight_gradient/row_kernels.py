@@ -61,18 +61,19 @@ def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, logit_C_ptr, reference_C_ptr, marks_ptr,
     count_ptr, first_place, x_stride, weight_stride, C, D, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row.
+    """Compute logit[c] = x[c] . weight[target[c]], 0 for a target of -1. Grid: one program per row.
 
     The same becomes the reference of the row if that has a pointer, or infinity if it is ignored.
     The marks of all row tiles, each HEIGHT rows, are cleared. The logit of rows that do not count is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
+    here = tl.where(target < 0, 0, D)
     dot_d = tl.zeros([BLOCK], tl.float32)
     for start in range(0, tl.where(row < counted_rows(count_ptr, first_place, C), D, 0), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         x_d = tl.load(x_CD_ptr + row * x_stride + columns, mask=columns < D, other=0.0)
-        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < here, other=0.0)
         dot_d += x_d.to(tl.float32) * weight_d.to(tl.float32)
     logit = tl.sum(dot_d, 0)
     tl.store(logit_C_ptr + row, logit)
@@ -138,6 +139,8 @@ def _input_gradient_kernel(
 
     out[c] = factor (row_scale[c] product[c] + target_weight_coef[c] weight[target[c]]
                      - smoothing_coef[c] total_weight)
+
+    A target of -1 has no weight here.
     """
     row = tl.program_id(0).to(tl.int64)
     scale, target_weight_coef, ignored = (
@@ -146,10 +149,11 @@ def _input_gradient_kernel(
         tl.load(ignored_C_ptr + row),
     )
     target, factor = tl.load(target_C_ptr + row), _factor(factor_ptr)
+    here = tl.where(target < 0, 0, D)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         sum_d = tl.load(product_CD_ptr + row * D + columns, mask=columns < D, other=0.0) * scale
-        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < D, other=0.0)
+        weight_d = tl.load(weight_VD_ptr + target * weight_stride + columns, mask=columns < here, other=0.0)
         grad_d = sum_d + target_weight_coef * weight_d.to(tl.float32)
         if smoothing_coef_C_ptr is not None:
             total_d = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)

@@ -1,0 +1,245 @@
+"""Run the exponentials engine where the classes of a row are on several ranks.
+
+A rank with a row's target takes its logit as reference, as one process does. Another rank takes the
+largest logit of a few of its classes, so that no rank waits for the target's logit before its GEMM.
+excluded_part_stats.py merges the statistics of all ranks, and says what the merged ones mean.
+
+Each chunk takes all classes of this rank at a time. dX goes first, and is summed over the ranks
+while dW is formed.
+
+Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lowtide.core.matmul import product, sum_of_products
+from lowtide.ops.linear_cross_entropy.engines import sharded_walk
+from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
+    begin_merge,
+    first_references,
+    no_classes,
+    own_places,
+)
+from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
+    ExponentialsEngine,
+    OfTokens,
+    Targets,
+)
+from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import add_partials, marks_memory
+from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
+from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows
+from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Hold what is known of a chunk before the statistics of all ranks are."""
+
+    exp_CV: Tensor | None
+    raw_C: Tensor
+    """The targets' products with the bias, 0 where the target is another rank's."""
+    slope_C: Tensor | None
+    raw_smooth_C: Tensor | None
+    grad_dot_logit_C: Tensor | None
+
+
+class ShardedExponentialsEngine(ExponentialsEngine):
+    """Walk over the chunks of one call, of whose classes this rank has some."""
+
+    def walk_tokens(
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
+    ) -> OfTokens:
+        plan, agreement, order = self.plan, self.plan.agreement, self.order
+        assert agreement is not None
+        coefs = own_places(coefs, self.first_class, self.V)
+        smoothing = coefs.smoothing_coef_N is not None
+        linear = self._linear_terms(gradients, smoothing=smoothing)
+        summed = [
+            None if each is None else SummedRows(each, agreement.group, order, plan.sum_dtype)
+            for each in (self.input_rows(dx) for dx in gradients.inputs)
+        ]
+        db = None if plan.weight_gradient == "class_blocks" else gradients.bias
+        sums = any(each.sum is not None for each in linear)
+        needs_grad = sums or any(each is not None for each in (*summed, db, gradients.scale))
+        row_scale_N = torch.empty_like(coefs.target_coef_N)
+        target_weight_coef_N = torch.empty_like(row_scale_N)
+        of_tokens = linear, row_scale_N, target_weight_coef_N
+        in_turn = [*sharded_walk.chunks_of(self)]
+        if not in_turn:
+            return of_tokens
+        rows = in_turn[0].stop
+        targets = self._sorted_targets(rows) if self.V and (sums or db is not None) else None
+        held = in_turn[: 1 + take_stats] if needs_grad and self.V else []
+        buffers = [self._exponentials_buffer(rows, self.V) for _ in held]
+
+        def begin(place: int, rows: slice, tokens: list[Tensor]) -> sharded_walk.Begun:
+            buffer = buffers[place % len(buffers)] if buffers else None
+            return self._begin(coefs[rows], stats[rows], linear, tokens, buffer, take_stats, smoothing)
+
+        for rows, tokens, chunk, own_scale_C in sharded_walk.merged_chunks(self, in_turn, begin):
+            row, stat = coefs[rows], stats[rows]
+            row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
+            of_rows = stat.target_logit_N, chunk.slope_C, row_scale_C, target_weight_coef_C
+            coefficients(row, stat, *of_rows, take_nll=False, partials_TC=None, marks=None)
+            if own_scale_C is not None:
+                row_scale_C = row_scale_C * own_scale_C
+            if stat.grad_dot_logit_N is not None:
+                self._finish_grad_dot_logit(chunk, row, stat, row_scale_C, target_weight_coef_C)
+            of_gradient = row, row_scale_C, target_weight_coef_C
+            self._sum_input_gradients(linear, summed, rows, chunk, *of_gradient)
+            if targets is None:
+                continue
+            class_C, order_C = targets[0][rows], targets[1][rows]
+            last = rows.stop == self.M
+            for each, x_CD in zip(linear, tokens):
+                target_rows = x_CD, target_weight_coef_C, class_C, order_C - rows.start
+                of_chunk = chunk.exp_CV, x_CD, row, row_scale_C, slice(0, x_CD.shape[0])
+                each.add_chunk(*of_chunk, target_rows, first=rows.start == 0, last=last)
+            if db is not None:
+                db.tensor.add_(sum_of_products(row_scale_C[None], chunk.exp_CV)[0])
+                self._add_bias_targets(db.tensor, target_weight_coef_N, (class_C, order_C))
+            del tokens, chunk
+        for dx in summed:
+            if dx is not None:
+                dx.finish()
+        if db is not None:
+            self._subtract_bias_smoothing(db.tensor, coefs)
+        return of_tokens
+
+    def walk_classes(
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: OfTokens
+    ) -> None:
+        if self.V:
+            super().walk_classes(own_places(coefs, self.first_class, self.V), stats, gradients, of_tokens)
+
+    # Steps of the walk.
+
+    def _begin(
+        self,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
+        linear: list[LinearTerm],
+        tokens: list[Tensor],
+        buffer: Tensor | None,
+        take_stats: bool,
+        smoothing: bool,
+    ) -> sharded_walk.Begun:
+        """Compute a chunk's exponentials, and begin to gather its statistics if they are asked for."""
+        agreement = self.plan.agreement
+        assert agreement is not None
+        C, marks = row.target_N.shape[0], marks_memory(row.target_N) if take_stats else None
+        exp_CV = None if buffer is None else buffer[:C, : self.V]
+        part, grad_dot_logit_C = stat, None
+        raw_smooth_C = self._raw_smooth(linear, tokens) if smoothing else None
+        if self.V == 0:
+            raw_C = logit_C = self.buffer(C).zero_()
+            slope_C = None
+            if take_stats:
+                part = no_classes(stat)
+        else:
+            raw_C, logit_C, slope_C = self._own_target_logits(linear, tokens, row, marks)
+            if take_stats:
+                references_C = first_references(logit_C, self._sampled_maxima(tokens), row)
+                part = replace(stat.each(torch.empty_like), max_N=references_C)
+                part = replace(part, grad_dot_logit_N=stat.grad_dot_logit_N)
+            tiles = [self._tiles(tokens, row, part, buffer=buffer, classes=slice(0, self.V))]
+            if take_stats or exp_CV is not None:
+                grad_dot_logit_C, sums_TC = self._run(tiles, tokens, row, part, logit_C, buffer, [], marks)
+                if sums_TC is not None:
+                    add_partials(sums_TC, part.sum_N, marks=marks)
+        chunk = _Chunk(exp_CV, raw_C, slope_C, raw_smooth_C, grad_dot_logit_C)
+        if not take_stats:
+            return chunk, None
+        smooth_logit_C = raw_smooth_C
+        if smooth_logit_C is not None and self.transform.scale is not None:
+            smooth_logit_C = smooth_logit_C * self.transform.scale
+        return chunk, begin_merge(
+            stat,
+            part,
+            logit_C,
+            row,
+            agreement,
+            first_class=self.first_class,
+            smooth_logit_C=smooth_logit_C,
+            total_weight=self.rows.total_weight() if smoothing else 0,
+        )
+
+    def _own_target_logits(
+        self, linear: list[LinearTerm], tokens: list[Tensor], row: RowCoefs, marks: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the targets' products, logits and slopes, and clear the marks.
+
+        The product is 0, and the logit -inf, where the target is another rank's.
+        """
+        raw_C = self.buffer(row.target_N.shape[0])
+        for k, (each, x_CD) in enumerate(zip(linear, tokens)):
+            part_C = raw_C if k == 0 else torch.empty_like(raw_C)
+            each.target_logits(x_CD, row.target_N, part_C, ALL, marks=marks)
+            if k:
+                raw_C += part_C
+        logit_C, slope_C = self.target_logits(raw_C, row.target_N.clamp(min=0))
+        elsewhere_C = row.target_N < 0
+        return raw_C.masked_fill(elsewhere_C, 0), logit_C.masked_fill(elsewhere_C, -torch.inf), slope_C
+
+    def _sampled_maxima(self, tokens: list[Tensor]) -> Tensor:  # [C]
+        """Return the largest logit of a few classes, which are spread over all of this rank."""
+        sampled = slice(0, self.V, -(-self.V // SAMPLED_CLASSES))
+        u_CB = self.buffer(tokens[0].shape[0], len(range(*sampled.indices(self.V))))
+        for k, (operand, x_CD) in enumerate(zip(self.operands, tokens)):
+            weight_BD = operand.weight_VD[sampled].to(x_CD.dtype)
+            product(u_CB, x_CD, weight_BD.t(), add=k > 0)
+        transform = self.transform.of(sampled)
+        if transform.bias_V is not None:
+            u_CB += transform.bias_V
+        return transform.apply(u_CB, in_place=True, sloped=False)[0].amax(1)
+
+    def _finish_grad_dot_logit(
+        self,
+        chunk: _Chunk,
+        row: RowCoefs,
+        stat: ExcludedTargetStats,
+        row_scale_C: Tensor,
+        target_weight_coef_C: Tensor,
+    ) -> None:
+        """Write the sum over this rank's classes of gradient times product."""
+        found_C = stat.grad_dot_logit_N
+        torch.mul(target_weight_coef_C, chunk.raw_C, out=found_C)
+        if chunk.grad_dot_logit_C is not None:
+            found_C += chunk.grad_dot_logit_C * row_scale_C
+        if chunk.raw_smooth_C is not None:
+            found_C -= row.smoothing_coef_N * chunk.raw_smooth_C
+
+    def _sum_input_gradients(
+        self,
+        linear: list[LinearTerm],
+        summed: list[SummedRows | None],
+        rows: slice,
+        chunk: _Chunk,
+        row: RowCoefs,
+        row_scale_C: Tensor,
+        target_weight_coef_C: Tensor,
+    ) -> None:
+        """Form this rank's share of the chunk's rows of dX, and begin to sum them over the ranks."""
+        for term, dx in zip(linear, summed):
+            if dx is None:
+                continue
+            dx_CD = dx.memory(rows)
+            if chunk.exp_CV is None:
+                dx_CD.zero_()
+            else:
+                term.write_rows(dx_CD, chunk.exp_CV, row, row_scale_C, target_weight_coef_C, None)
+            dx.begin_sum(dx_CD, rows)
+
+    def _sorted_targets(self, rows: int) -> Targets:
+        """Sort the targets of each chunk; those of other ranks come last, like ignored ones."""
+        place_N = self.rows.target_N - self.first_class
+        elsewhere_N = self.rows.ignored_N | (place_N < 0) | (place_N >= self.V)
+        return sorted_targets(place_N.masked_fill_(elsewhere_N, 0), elsewhere_N, self.V, rows)
