@@ -8,6 +8,7 @@ import copy
 import functools
 import re
 import tempfile
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
+from lowtide.ops.linear_cross_entropy import data_sharded
 from tests.distributed.fsdp_ranks import Collectives
 from tests.support.ranks import RANKS
 
@@ -233,6 +235,59 @@ def scaled_apart(kind, rank, mesh):
     (loss * (rank + 1)).backward()
 
 
+def orders_of_backward(kind, rank, mesh):
+    """Twice with the graph retained; two losses in one sum; other losses, or none, on one rank: gradients of
+    all ranks' tokens, or an error on both.
+    """
+    head, alone, (x, y), (every_x, every_y) = divided_head("orders", rank, mesh)
+    x, every_x = x.detach().requires_grad_(), every_x.detach().requires_grad_()
+
+    def loss(targets=y, **options):
+        return lowtide.linear_cross_entropy(x, head.weight, targets, **options)
+
+    def gradients(*losses):
+        for each in (x, head.weight):
+            each.grad = None
+        for each, options in losses:
+            each.backward(**options)
+        return x.grad.clone(), head.weight.grad.full_tensor()
+
+    expected = F.cross_entropy(alone(every_x), every_y)
+    dx, dw = torch.autograd.grad(expected, (every_x, alone.weight))
+    own = dx.split(ROWS)[rank]  # as of this rank's own loss, of which the ranks' mean is taken later
+
+    one = loss()
+    twice = gradients((one, {"retain_graph": True}), (one, {}))
+    both = gradients((loss() + loss(), {}))
+    first, second = loss(), loss()
+    apart = gradients((second, {}), (first, {}))
+    for found in (twice, both, apart):
+        torch.testing.assert_close(found[0], 2 * RANKS * own)
+        torch.testing.assert_close(found[1], 2 * dw)
+
+    for reduction in ("mean", "sum"):  # in another order on each rank, of targets or scales that may differ
+        losses = loss(reduction=reduction), loss((y + 1) % V, reduction=reduction)
+        for each in losses if rank else reversed(losses):
+            refused("the call that backward belongs to must be the same on all ranks", each.backward)
+    one, other = loss(), loss()
+    if rank:  # leaves out its loss, and goes on
+        refused("operator must be the same on all ranks", loss)
+    else:
+        refused("operator must be the same on all ranks", one.backward)
+    other.backward()  # the ranks are together again
+
+    # A rank that leaves out its loss and never comes back: the others raise when their group's time is over.
+    short = dist.new_group(timeout=timedelta(seconds=2))
+    left_out = data_sharded._MeanOfLosses.apply(x.sum(), short)
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError, match="waited for the others in backward of a loss"
+        ):
+            left_out.backward()
+    dist.barrier()
+    return {}
+
+
 def divided_head(kind, rank, mesh):
     """(head, the same head whole, hidden states and targets of this rank, those of all ranks)."""
     head = build(kind, torch.float64).head
@@ -412,6 +467,7 @@ OTHERS = {
     "checkpointed": checkpointed,
     "assigned": assigned,
     "scaled apart": scaled_apart,
+    "orders of backward": orders_of_backward,
 }
 
 

@@ -31,6 +31,7 @@ HELD = [
     "deferred by chunks",
     "z-loss",
     "positions",
+    "orders of backward",
 ]
 
 

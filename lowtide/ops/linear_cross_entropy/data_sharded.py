@@ -11,8 +11,10 @@ Shapes: V classes, of which V_r are this rank's; N tokens of this rank; P ranks.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +26,7 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.fsdp import is_parameter, reshaped
+from lowtide.ops.linear_cross_entropy.planning.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
 MARK = "_lowtide_tokens_differ"
@@ -211,28 +214,21 @@ class _MeanOfOwnLosses(torch.autograd.Function):
         return gradient, None
 
 
+# Of each group, the number of its next loss; the same on all ranks, which make the same calls.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
 class _MeanOfLosses(torch.autograd.Function):
     """Return the mean of the ranks' losses; backward gives it the gradient of their sum."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.number = group, next(_numbers[group.group_name])
         return mean.clone()  # as the result of an FSDP2 unit a view would lose hooks to `loss += ...`
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Check that the ranks scale their losses alike: they share the head's gradient."""
-        others = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
-        dist.all_gather(others, gradient.contiguous(), group=ctx.group)
-        gradients_P = torch.stack(others)
-        alike = ((gradients_P == gradient) | (gradients_P.isnan() & gradient.isnan())).all()
-        if gradient.is_cuda:  # to look would be to wait
-            return (gradient * ctx.group.size()).masked_fill(~alike, torch.nan), None
-        if not alike:
-            raise RuntimeError(
-                "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
-                f"which share the head's gradient, got upstream gradients {gradients_P.tolist()}; pass "
-                "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
-            )
+        """Check that the ranks are in backward of one loss, scaled alike: they share the head's gradient."""
+        gradient = agree_on_gradient(ctx.group.group_name, ctx.number, gradient)
         return gradient * ctx.group.size(), None

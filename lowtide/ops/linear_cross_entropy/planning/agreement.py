@@ -32,6 +32,7 @@ from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 MESSAGE_BYTES = 2048
 
 CALL = "the call that backward belongs to"
+MEAN_OF_LOSSES = "backward of a loss of lowtide.shard_head"
 SAME_CALLS = (
     "each rank must make the same calls, and its loss must use the results of each, if only times 0, for "
     "backward moves tensors as well"
@@ -156,6 +157,35 @@ def raising_together(name: str, device: torch.device) -> Iterator[None]:
     _exchange(Group(name), {"operator": "a loss of deferred logits"}, device)
 
 
+def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
+    """Return the upstream gradient of a loss that the ranks share, if it is the same on all of them.
+
+    `number` is that of the call in the group. Other gradients or calls raise on all ranks; on CUDA,
+    where to look would be to wait, they make the gradient NaN.
+    """
+    group = Group(name)
+    if group.size == 1:
+        return gradient
+    message = {"operator": MEAN_OF_LOSSES, "equal": {CALL: number}}
+    own = gradient.detach().to(torch.float64).reshape(1).view(torch.uint8)
+    text = _encoded(message, MESSAGE_BYTES - own.numel()).to(gradient.device)
+    gathered = _gathered(group, torch.cat([text, own]), MEAN_OF_LOSSES)
+    gradient_P = gathered[:, -own.numel() :].contiguous().view(torch.float64)[:, 0]
+    if gradient.is_cuda:
+        alike = (gathered == gathered[group.rank]).all()
+        return gradient.masked_fill(~alike, torch.nan)
+    ranks = _decoded(gathered[:, : -own.numel()])
+    _check_messages(ranks)
+    _check_equal([each["equal"] for each in ranks])
+    if not ((gradient_P == gradient_P[0]) | (gradient_P.isnan() & gradient_P[0].isnan())).all():
+        raise RuntimeError(
+            "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
+            f"which share the head's gradient, got upstream gradients {gradient_P.tolist()}; pass "
+            "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
+        )
+    return gradient
+
+
 def _tell(name: str, error: Exception, device: torch.device) -> None:
     _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
 
@@ -198,22 +228,38 @@ def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> li
         return [message]
     if "error" in message:
         message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
-    text = json.dumps(message).encode().ljust(MESSAGE_BYTES)
-    assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    mine = _encoded(message, MESSAGE_BYTES).to(device)
+    ranks = _decoded(_gathered(group, mine, message.get("operator", "an error")))
+    if "error" not in message:
+        _check_messages(ranks)
+    return ranks
+
+
+def _encoded(message: dict[str, Any], size: int) -> Tensor:
+    text = json.dumps(message).encode().ljust(size, b"\0")
+    assert len(text) == size, "the message has no room for what a call is told by"
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _decoded(gathered: Tensor) -> list[dict[str, Any]]:
+    # A gradient may follow the text (`agree_on_gradient`).
+    return [json.loads(bytes(each).split(b"\0")[0]) for each in gathered.tolist()]
+
+
+def _gathered(group: Group, mine: Tensor, place: str) -> Tensor:
+    """Return the bytes of all ranks, on the device."""
     try:
-        gathered = group.gather(mine)().cpu()
+        return group.gather(mine)()
     except RuntimeError as error:  # of the backend: a rank has ended, or the group's time is over
-        place = message.get("operator", "an error")
         raise RuntimeError(f"{error} (this rank waited for the others in {place}; {SAME_CALLS})") from error
-    ranks = [json.loads(bytes(each.tolist())) for each in gathered]
-    if "error" in message:
-        return ranks
+
+
+def _check_messages(ranks: Sequence[dict[str, Any]]) -> None:
+    """Raise if a rank sent an error, or if the ranks are in different operators."""
     for rank, other in enumerate(ranks):
         if "error" in other:
             raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
     _check_equal([{"operator": each["operator"]} for each in ranks])
-    return ranks
 
 
 def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
