@@ -79,12 +79,11 @@ def estimate(
     The step runs on fake tensors: no GPU, no data, no memory, no network. The
     numbers are what CUDA's allocator would hold for tensors at the highest
     moment of a step: weights, gradients, optimizer states, activations, logits.
-    With --fsdp or --tp they are those of one rank, and no other rank is started.
+    With --fsdp, --tp or both they are those of one rank, and no other rank is started.
     """
     console = Console()
     if fsdp > 1:
         refuse_given(context, ("measure",), "runs one process, and --fsdp asks for several ranks")
-        refuse_given(context, ("tp",), "divides the model alone, without --fsdp")
     else:
         refuse_given(context, ("shard_head",), "divides the head over ranks: give --fsdp, too")
     if tp > 1:

@@ -106,7 +106,6 @@ def test_ranks(tmp_path):
         (("demo-cpu", "--shard-head"), "--shard-head: divides the head over ranks: give --fsdp"),
         (("demo-cpu", "--fsdp", 2, "--measure"), "--measure: runs one process, and --fsdp asks"),
         (("demo-cpu", "--tp", 2, "--measure"), "--measure: runs one process, and --tp asks"),
-        (("demo-cpu", "--fsdp", 2, "--tp", 2), "--tp: divides the model alone, without --fsdp"),
         (("demo-cpu", "--tp", 2, "--shard-head"), "--shard-head: divides the head over ranks: give --fsdp"),
         ((table, "--fsdp", 2), "--fsdp: is for a model"),
     ):

@@ -280,9 +280,7 @@ def orders_of_backward(kind, rank, mesh):
     short = dist.new_group(timeout=timedelta(seconds=2))
     left_out = data_sharded._MeanOfLosses.apply(x.sum(), short)
     if rank == 0:
-        with pytest.raises(
-            RuntimeError, match="waited for the others in backward of a loss"
-        ):
+        with pytest.raises(RuntimeError, match="waited for the others in backward of a loss"):
             left_out.backward()
     dist.barrier()
     return {}

@@ -13,7 +13,7 @@ from lowtide.tools.estimate.setting import Loss, Optimizer, Setting
 
 
 def shard(module: nn.Module, setting: Setting, loss: Loss) -> None:
-    """Shard each layer, then what is left, over all ranks of the process group.
+    """Shard each layer, then what is left, over ranks with tokens of their own.
 
     With `shard_head` lowtide's loss leaves the head's classes divided.
     """
@@ -23,7 +23,7 @@ def shard(module: nn.Module, setting: Setting, loss: Loss) -> None:
         raise UserError(
             "--fsdp: torch's Adafactor cannot step sharded parameters: give --optimizer adamw or sgd"
         )
-    mesh = mesh_of(setting)
+    mesh = mesh_of(setting, "fsdp")
     own: set[nn.Parameter] = set()
     if setting.shard_head and loss is Loss.lowtide:
         try:

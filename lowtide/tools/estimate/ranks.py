@@ -4,6 +4,7 @@ torch's fake process group moves nothing.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,35 +25,51 @@ def imagined(setting: Setting) -> Iterator[None]:
         raise UserError(f"{option}: this process is a rank of a process group already")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.ranks)
     try:
-        with _shapes_hidden():
+        with _hidden():
             yield
     finally:
         dist.destroy_process_group()
 
 
-def mesh_of(setting: Setting) -> Any:
+def mesh_of(setting: Setting, name: str) -> Any:
+    """Return the mesh of "fsdp" or "tp"; neighbours share a group of tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
 
     with _disable_current_modes():  # a mesh looks at its own tensor
-        return init_device_mesh("cpu", (setting.ranks,))
+        if setting.fsdp == 1 or setting.tp == 1:
+            return init_device_mesh("cpu", (setting.ranks,))
+        names = ("fsdp", "tp")
+        return init_device_mesh("cpu", (setting.fsdp, setting.tp), mesh_dim_names=names)[name]
 
 
 @contextlib.contextmanager
-def _shapes_hidden() -> Iterator[None]:
-    """Hide from all modes the whole tensors by which DTensor learns the shape of a result.
+def _hidden() -> Iterator[None]:
+    """Hide from all modes what DTensor and meshes compute for themselves, and no rank holds.
 
-    They are fake on real ranks, too, and no rank holds them.
+    That are the whole tensors by which DTensor learns the shape of a result, which are fake on real
+    ranks, too, and the numbers of ranks of a mesh, which are real.
     """
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    learn = ShardingPropagator._propagate_tensor_meta_non_cached
+    own = [(ShardingPropagator, "_propagate_tensor_meta_non_cached"), (DeviceMesh, "_concatenate")]
+    before = [(owner, name, vars(owner)[name]) for owner, name in own if name in vars(owner)]
 
-    def learn_hidden(self: Any, schema: Any) -> Any:
-        with _disable_current_modes():
-            return learn(self, schema)
+    def hidden(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                return function(*arguments, **options)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = learn_hidden
+        return run
+
+    for owner, name, function in before:
+        if isinstance(function, staticmethod):
+            setattr(owner, name, staticmethod(hidden(function.__func__)))
+        else:
+            setattr(owner, name, hidden(function))
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = learn
+        for owner, name, function in before:
+            setattr(owner, name, function)

@@ -36,7 +36,7 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
     if any(each.measured or each.out_of_memory for each in results):
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
-    divided = f" in all, divided over {one.setting.fsdp} ranks" * (one.setting.fsdp > 1)
+    divided = f" in all, divided over {one.setting.ranks} ranks" * (one.setting.fsdp > 1)
     console.print(f"[bold]{_title(one.setting)}[/bold]: {_count(one.parameters)} parameters{divided}")
     console.print(f"assumed: {one.device}")
     console.print(table)
@@ -68,7 +68,9 @@ def _title(setting: Setting) -> str:
 
 def _how(setting: Setting) -> str:
     how = [setting.dtype.value, setting.optimizer.value, *["checkpointing"] * setting.checkpointing]
-    if setting.ranks > 1:
+    if setting.fsdp > 1 and setting.tp > 1:
+        how.append(f"on each of {setting.fsdp} x {setting.tp} ranks, FSDP2 x tensor-parallel")
+    elif setting.ranks > 1:
         kind = "tensor-parallel " if setting.tp > 1 else ""
         how.append(f"on each of {setting.ranks} {kind}ranks")
     return ", ".join([*how, *["shard_head"] * setting.shard_head])

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -61,12 +62,15 @@ def estimate(
         stack.enter_context(_errors_are_raised_alone())
         if setting.ranks > 1:
             stack.enter_context(imagined(setting))
+            # The logits that a tp_plan gathers; nothing here changes them in place.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         stack.enter_context(FakeTensorMode())
         model = fake(setting)
-        if setting.fsdp > 1:
-            shard(model.module, setting, loss)
         if setting.tp > 1:
             divide(model.module, setting)
+        if setting.fsdp > 1:
+            shard(model.module, setting, loss)
         stack.enter_context(masks_as_on_data(model.module))
         tracker = Tracker(model.module, model.classes)
         stack.enter_context(tracker)

@@ -14,7 +14,7 @@ from lowtide.tools.estimate.setting import Optimizer, Setting
 
 
 def divide(module: nn.Module, setting: Setting) -> None:
-    """Divide the model over all ranks of the process group, as Transformers' tp_plan="auto" does."""
+    """Divide the model over ranks that share tokens, as Transformers' tp_plan="auto" does."""
     from torch.distributed.tensor.parallel import parallelize_module  # slow to import
 
     if setting.optimizer is Optimizer.adafactor:
@@ -23,7 +23,7 @@ def divide(module: nn.Module, setting: Setting) -> None:
         )
     plan = _plan(module, setting)
     places = _places(module)
-    parallelize_module(module, mesh_of(setting), plan)
+    parallelize_module(module, mesh_of(setting, "tp"), plan)
     for first, *others in places.values():
         _tie(first, others, setting)
 

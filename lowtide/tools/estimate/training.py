@@ -24,10 +24,10 @@ def training(
     """
     with torch.device(device), contextlib.ExitStack() as stack:
         model = build(setting)
-        if setting.fsdp > 1:
-            shard(model.module, setting, loss)
         if setting.tp > 1:
             divide(model.module, setting)
+        if setting.fsdp > 1:
+            shard(model.module, setting, loss)
         optimizer = setting.optimizer.of(model.module.parameters())
         tokens_BT = torch.randint(model.classes, (setting.batch, setting.length))
         if loss is Loss.lowtide:

@@ -3,13 +3,13 @@
 import pytest
 
 from lowtide.tools.estimate.step import estimate
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RANKS, run_ranks
 from tests.tools.estimate.training_ranks import parsed
 
 
-def compare(tmp_path, kinds):
-    """Asserts that what is foretold of each scenario is the largest peak of two processes."""
-    measured = run_ranks("tests.tools.estimate.training_ranks", tmp_path / "store", kinds)
+def compare(tmp_path, kinds, ranks=RANKS):
+    """Asserts that what is foretold of each scenario is the largest peak of the processes."""
+    measured = run_ranks("tests.tools.estimate.training_ranks", tmp_path / "store", kinds, ranks=ranks)
     for kind in kinds:
         peaks = [rank[kind].get("peak", rank[kind]) for rank in measured]
         foretold = estimate(*parsed(kind), "cpu").peak

@@ -1,5 +1,7 @@
 """Measures, as two processes, the steps that `lowtide estimate --fsdp 2` and `--tp 2` foretell.
 
+As four processes it measures that of both together.
+
 A scenario is (loss, model, dtype, optimizer, options).
 """
 
@@ -31,7 +33,7 @@ def parsed(kind):
         workspace=2**20 if "workspace" in options else None,
         fsdp=1 if "tp" in options else RANKS,
         shard_head="shard_head" in options,
-        tp=RANKS if "tp" in options else 1,
+        tp=RANKS if {"tp", "fsdp and tp"} & {*options} else 1,
     )
     return setting, Loss(loss)
 
