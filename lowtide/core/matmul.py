@@ -132,21 +132,25 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     return D * dtype.itemsize, max(row, GATHERED_BYTES)
 
 
-def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """Write a b to out, or add it, with sums in out's dtype, whatever the operands' dtype."""
+def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    """Write scale a b to out, or add it, with sums in out's dtype, whatever the operands' dtype.
+
+    Half-precision sums are float32, and rounded once, with the scale.
+    """
     (M, K), N = a.shape, b.shape[1]
     if K == 0:  # where cuBLAS does not write to `out`
         if not add:
             out.zero_()
         return
-    if a.is_cuda and M * N * K >= FEWEST_MULTIPLICATIONS and (parts := whole_vectors(out, a, b)):
+    cut = (M | N | K) % VECTOR_BYTES != 0 and a.is_cuda and M * N * K >= FEWEST_MULTIPLICATIONS
+    if cut and (parts := whole_vectors(out, a, b)):
         for rows, columns, inner in parts:
             part = out[rows, columns], a[rows, inner], b[inner, columns]
-            product(*part, add=add or inner.start > 0)
+            product(*part, add=add or inner.start > 0, scale=scale)
         return
     widen = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if add:
-        torch.addmm(out, a, b, out=out, **widen)
+    if add or scale != 1:
+        torch.addmm(out, a, b, beta=int(add), alpha=scale, out=out, **widen)
     else:
         torch.mm(a, b, out=out, **widen)
 
@@ -183,7 +187,7 @@ def _rows_are_aligned(matrix: Tensor) -> bool:
 def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
     """Write a b to out, or add it, PRODUCT_ROWS rows at a time."""
     for rows in blocks(a.shape[0], PRODUCT_ROWS):
-        product(out[rows], a[rows], b, add=add)
+        product(rows_of(out, rows), rows_of(a, rows), b, add=add)
 
 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ reach.
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +56,13 @@ def outputs_of(gradients: Iterable[PendingGradient]) -> list[Tensor]:
 
 
 def finish_gradient(
-    tensor: Tensor, factor: Tensor, grad_output: Tensor, like: Tensor, backend: str
+    tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str
 ) -> Tensor:
     """Return the gradient of `like` in a backward pass: tensor * factor * grad_output, rounded once.
 
-    tensor and factor are an operator's outputs.
+    tensor and factor are an operator's outputs; no factor, too, stands for 1.
     """
-    first, second = (factor, grad_output) if factor.numel() else (grad_output, None)
+    first, second = (grad_output, None) if factor is None or not factor.numel() else (factor, grad_output)
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
         whole = first if second is None else first * second
         return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
@@ -71,13 +72,16 @@ def finish_gradient(
 
 
 def finish_gradients(
-    outputs: Iterable[Tensor],
+    outputs: Iterable[Any],
     grad_output: Tensor,
     tensors: Sequence[Tensor | None],
     needs_grad: Sequence[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each tensor, or None, from an operator's outputs: two for each."""
+    """Return the gradient of each tensor, or None, from an operator's outputs: two for each.
+
+    The second of two may be None in place of a tensor without numbers.
+    """
     each = iter(outputs)
     return tuple(
         finish_gradient(next(each), next(each), grad_output, like, backend)

@@ -17,6 +17,7 @@ from lowtide.ops.linear_cross_entropy.definition.advice import INSTEAD_OF
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
+from lowtide.ops.linear_cross_entropy.operator import remembered_call
 
 
 @advises_on_names(INSTEAD_OF)
@@ -230,6 +231,15 @@ def linear_cross_entropy(
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.
     """
+    others = linear_bias, weight, logit_scale, row_weight, normalizer
+    place = group, first_class, num_classes, segments
+    known = None
+    if not tokens_sharded and all(each is None for each in (*others, *place)):
+        call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
+        known = remembered_call.signature(input, linear_weight, target, *call_options)
+        remembered = None if known is None else remembered_call.run(known, input, linear_weight, target)
+        if remembered is not None:
+            return remembered
     options: dict[str, Any] = {
         "reduction": reduction,
         "ignore_index": ignore_index,
@@ -250,6 +260,9 @@ def linear_cross_entropy(
         tokens_sharded=tokens_sharded,
         segments=segments,
     )
+    if known is not None:
+        del options["normalizer"]
+        remembered_call.remember(known, input, linear_weight, target, **options)
     return call.returned(loss, by_row=reduction == "none")
 
 

@@ -408,6 +408,19 @@ BUILDS = {
         logit_C_ptr=F32, reference_C_ptr=F32, marks_ptr=I32_PTR, **COUNTED, x_stride=I32, weight_stride=I32,
         C=I32, D=I32, HEIGHT=128, BLOCK=1024,
     ),
+    "factor of few tokens": Build(
+        "ops.linear_cross_entropy.engines.logits.one_product",
+        "_apply_factor_kernel",
+        {
+            **dict.fromkeys(("x_ND_ptr", "scaled_ND_ptr", "dx_ND_ptr"), BF16),
+            **dict.fromkeys(("factor_ptr", "sum_ND_ptr"), F32),
+            "ignored_N_ptr": "*i1",
+            **dict.fromkeys(("x_stride", "D"), I32),
+            "share": "fp32",
+            "BLOCK": 4096,
+        },
+        warps=4,
+    ),
     "scale rows": _rows(
         "_scale_rows_kernel", x_CD_ptr=BF16, row_scale_C_ptr=F32, factor_ptr=F32, out_CD_ptr=BF16,
         **COUNTED, x_stride=I32, out_stride=I32, C=I32, D=I32, BLOCK=1024,

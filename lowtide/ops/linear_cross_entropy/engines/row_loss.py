@@ -240,22 +240,24 @@ class RowLoss:
         """Return memory for the statistics that the call needs."""
         call_kind, smoothing = self.plan.call_kind, self.plan.options.label_smoothing
 
-        def vector(given: bool = True, dtype: torch.dtype = self.plan.sum_dtype) -> Tensor | None:
-            return torch.empty(self.M, dtype=dtype, device=self.device) if given else None
-
-        vectors = {
-            "max_N": vector(),
-            "sum_N": vector(),
-            "nll_N": vector(not call_kind.probabilities),
-            "smooth_nll_N": vector(smoothing > 0 and not call_kind.probabilities),
-            "soft_mass_N": vector(call_kind.probabilities),
-            "soft_nll_N": vector(call_kind.probabilities),
-            "mean_N": vector(call_kind.log_probs),
-            "argmax_N": vector(call_kind.log_probs, torch.long),
-        }
+        probabilities, log_probs = call_kind.probabilities, call_kind.log_probs
+        vectors = {"max_N": self.vector(), "sum_N": self.vector()}
+        if probabilities:
+            vectors |= {"soft_mass_N": self.vector(), "soft_nll_N": self.vector()}
+        else:
+            vectors["nll_N"] = self.vector()
+            if smoothing > 0:
+                vectors["smooth_nll_N"] = self.vector()
+        if log_probs:
+            vectors["mean_N"] = self.vector()
+            vectors["argmax_N"] = torch.empty(self.M, dtype=torch.long, device=self.device)
         if issubclass(kind, ExcludedTargetStats):
-            vectors["target_logit_N"] = vector()
+            vectors["target_logit_N"] = self.vector()
         return kind(**vectors)
+
+    def vector(self) -> Tensor:  # [M]
+        """Return uninitialised memory in the dtype of the sums."""
+        return torch.empty(self.M, dtype=self.plan.sum_dtype, device=self.device)
 
 
 def mean_factor(denominator: Tensor, all_ignored: Tensor) -> Tensor:

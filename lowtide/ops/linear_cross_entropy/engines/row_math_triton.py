@@ -51,6 +51,19 @@ def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
 
 
 @triton.jit
+def log1p(x):
+    """Return log(1 + x) for x >= 0, exact to a few units in the last place.
+
+    The quotient restores what adding 1 rounds away; it is near 1, whatever was rounded. Large and
+    infinite x lose nothing and must not be divided.
+    """
+    sum = 1.0 + x
+    loses = (x < 1.0) & (sum != 1.0)
+    quotient = tl.where(loses, x, 1.0) / tl.where(loses, sum - 1.0, 1.0)
+    return tl.where(sum == 1.0, x, tl.log(sum) * quotient)
+
+
+@triton.jit
 def row_coefs(
     upstream, weight, total_weight, target_share, smoothing_share, lse_share, SMOOTHED: tl.constexpr
 ):

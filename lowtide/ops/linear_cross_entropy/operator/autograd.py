@@ -73,13 +73,9 @@ def _gradients_of_loss(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     options, needs_grad = ctx.options, ctx.needs_grad
     _refuse_others(ctx)
     head, labels, rest = _saved(ctx)
-    if is_differentiated(grad_output):
-        refuse_sharded(options)
-
-        def losses(own: list[Any]) -> tuple[Tensor, ...]:
-            return (higher_order.linear_cross_entropy(head.of(own), labels, options),)
-
-        return _arguments(ctx, differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,)))
+    differentiated = differentiated_loss(head, labels, options, needs_grad, grad_output)
+    if differentiated is not None:
+        return _arguments(ctx, differentiated)
     if options.reduction == "none":
         found = call(
             ops.linear_cross_entropy_backward, grad_output, rest, *head, *labels, needs_grad, *options
@@ -87,6 +83,20 @@ def _gradients_of_loss(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
         return _arguments(ctx, scatter_gradients(found, needs_grad))
     backend = backend_of(options.engine)
     return _arguments(ctx, finish_gradients(rest, grad_output, head.tensors, needs_grad, backend))
+
+
+def differentiated_loss(
+    head: Head, labels: Labels, options: Options, needs_grad: tuple[bool, ...], grad_output: Tensor | None
+) -> tuple[Tensor | None, ...] | None:
+    """Return gradients that can be differentiated again, where backward is; else None."""
+    if not is_differentiated(grad_output):
+        return None
+    refuse_sharded(options)
+
+    def losses(own: list[Any]) -> tuple[Tensor, ...]:
+        return (higher_order.linear_cross_entropy(head.of(own), labels, options),)
+
+    return differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,))
 
 
 def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:

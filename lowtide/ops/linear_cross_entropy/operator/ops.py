@@ -66,13 +66,12 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
         return _of_positions(*parts)
     call = _planned(*parts)
     with on_device_of(head.inputs[0]):
+        if call[0].options.reduction != "none":
+            loss, gradients = loss_and_gradients(*call)
+            return [loss, *([] if gradients is None else gradients.outputs)]
         engine = _engine(*call)
-        if engine.plan.options.reduction == "none":
-            stats, rows = engine.row_statistics(), engine.rows
-            return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
-        denominator, factor = _mean(engine, call[2].normalizer)
-        loss, gradients = _loss(engine, denominator, factor)
-        return [loss, *([] if gradients is None else gradients.outputs)]
+        stats, rows = engine.row_statistics(), engine.rows
+        return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
 
 
 @_operator("linear_cross_entropy_backward", f"Tensor? grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
@@ -159,12 +158,31 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            of_one, found = _loss(_engine(*call), None, factor)
+            of_one, found = _of_position(call, factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
             del found  # free it before the next one is made
         return [loss if denominator is None else loss / denominator, *gradients.gradients.outputs]
+
+
+def _of_position(call: PlannedCall, factor: Tensor) -> tuple[Tensor, Gradients | None]:
+    if call[0].one_product_of_logits:
+        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
+
+        return one_product.loss_and_gradients(*call, factor)
+    return _loss(_engine(*call), None, factor)
+
+
+def loss_and_gradients(plan: Plan, head: Head, labels: Labels) -> tuple[Tensor, Gradients | None]:
+    """Return a mean or sum and its gradients, of a call whose plan is made."""
+    if plan.one_product_of_logits:
+        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
+
+        return one_product.loss_and_gradients(plan, head, labels)
+    engine = _engine(plan, head, labels)
+    denominator, factor = _mean(engine, labels.normalizer)
+    return _loss(engine, denominator, factor)
 
 
 def _mean(engine: LossEngine, normalizer: Tensor | None) -> tuple[Tensor | None, Tensor]:

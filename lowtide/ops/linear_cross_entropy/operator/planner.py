@@ -14,6 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
+from lowtide.ops.linear_cross_entropy.planning.cost_model import few_tokens_seconds
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import (
     OperandAccess,
@@ -73,7 +74,34 @@ def choose_engine(call: Call) -> Choice:
         if reason is None:
             break
         reasons[engine] = reason
-    return Choice(engine, few_tokens(head), dense_workspace(call), reasons)
+    chosen = Choice(engine, few_tokens(head), dense_workspace(call), reasons)
+    slower = _slower_than_logits(call, chosen) if engine == "exponentials" else None
+    if slower is None:
+        return chosen
+    return chosen._replace(engine="logits_triton", reasons=reasons | {engine: slower})
+
+
+def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
+    """Return why the engine of float32 logits runs a call of few tokens in place of exponentials.
+
+    That engine must form dW by a single GEMM, too (logits/one_product.py).
+    """
+    head, options = call.head, call.options
+    if not may_depend_on_tokens(head.tokens) or head.by_position:
+        return None
+    seconds: dict[str, float] = {}
+    for engine in ("logits_triton", "exponentials"):
+        facts = options._replace(few_tokens=chosen.few_tokens, dense=chosen.dense, engine=engine)
+        _, workspace, counts = _memory(call._replace(options=facts))
+        tiling = sizes.choose_sizes(workspace, counts)
+        if engine == "logits_triton" and tiling.weight_gradient != "single_product":
+            return None
+        chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
+        seconds[engine] = few_tokens_seconds(engine, counts.N, counts.D, counts.V, chunks=chunks)
+    of_logits, of_exponentials = seconds.values()
+    if of_exponentials <= of_logits:
+        return None
+    return f"predicted {1e3 * of_exponentials:.2f} ms, where float32 logits take {1e3 * of_logits:.2f}"
 
 
 def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
@@ -91,7 +119,7 @@ def few_tokens(head: Head) -> bool:
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
     """Copy each operand that the engine cannot read in its layout; raise if the engine cannot run here."""
-    copied = _copied(Call(head, options, call_kind))
+    copied = unreadable_operands(head, options, call_kind)
     if not any(copied):
         return head
     operands = [
@@ -99,6 +127,11 @@ def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
         for each, copy in zip((*head.inputs, *head.weights), copied)
     ]
     return head.of([*operands, head.bias, head.scale])
+
+
+def unreadable_operands(head: Head, options: Options, call_kind: CallKind) -> tuple[bool, ...]:
+    """Return for each input, then each weight, True if the engine cannot read it."""
+    return _copied(Call(head, options, call_kind))
 
 
 @remembered

@@ -84,11 +84,10 @@ class ByteCounts:
     """Bytes of a packed sum beyond the gradient's memory; 0 if the engine has no such sum."""
     packed_sum_20: int = 0
     """The same with 20 bits, where `packed_sum` is with 24; 0 if there is only one form."""
+    one_product_row: int = 0
+    """Bytes per token of a chunk of all tokens whose dW is a single GEMM; 0 if there is no such GEMM."""
     target_rows_bytes: int = 0
-    """Bytes of the target classes' rows of a single GEMM over all tokens; freed before the dX GEMM.
-
-    0 if the engine has no such GEMM.
-    """
+    """Bytes of the target classes' rows beside a single GEMM; freed before the dX GEMM."""
     partials_bytes: int = 0
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
@@ -114,7 +113,7 @@ class ByteCounts:
 
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
-        return self.N * self.token_bytes + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
+        return self.N * self.one_product_row + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""

@@ -14,6 +14,7 @@ MULTIPROCESSORS = 132
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # tile of the exponentials
+MULTIPLIED = OWN[0] * OWN[1] * MULTIPROCESSORS  # by all multiprocessors in SECONDS
 # Speed of reading and writing a sum that a GEMM adds to, if little of that overlaps the GEMM. On
 # the Gluon pipeline most of it does; four times this speed made shape A faster by 1.4 % and D
 # slower by 3 % (decision 0035).
@@ -47,3 +48,34 @@ def _waves(rows: int, columns: int, tile: tuple[int, int]) -> float:
     """Return the seconds of a GEMM per step of its inner dimension."""
     tiles = -(-rows // tile[0]) * -(-columns // tile[1])
     return -(-tiles // MULTIPROCESSORS) * tile[0] * tile[1] / (OWN[0] * OWN[1]) * SECONDS
+
+
+# Seconds of a whole call of few tokens, which one engine or another may run. Both leave dX and dW to
+# cuBLAS. For each engine: what its small kernels take of the card, and all of it of the host, whose
+# time a small call waits for. Logits beyond dW's memory take a GEMM and a softmax more, of the host
+# (decision 0062).
+SMALL_KERNELS = {"logits_triton": 5e-5, "exponentials": 13e-5}
+HOST = {"logits_triton": 0.8e-3, "exponentials": 1.5e-3}
+HOST_OF_CHUNK = 0.25e-3
+# Bytes that a softmax reads and writes for each float32 logit: one read of two is from the L2 cache.
+SOFTMAX_BYTES = 10
+
+
+def few_tokens_seconds(engine: str, tokens: int, features: int, classes: int, *, chunks: int = 1) -> float:
+    """Return the seconds of a step by "exponentials", or by "logits_triton" with a single GEMM for dW.
+
+    `chunks` is how often the latter fills dW's memory with logits.
+    """
+    weight, logits = 2 * classes * features, 2 * tokens * classes
+    own = _or_bytes(exponentials_seconds(tokens, classes, features), weight + logits)
+    others = _or_bytes(2 * tokens * features * classes * SECONDS / MULTIPLIED, 2 * (weight + logits))
+    device, host = own + others + SMALL_KERNELS[engine], HOST[engine]
+    if engine == "logits_triton":
+        device += SOFTMAX_BYTES * tokens * classes / BYTES_A_SECOND
+        host += (chunks - 1) * HOST_OF_CHUNK
+    return max(device, host)
+
+
+def _or_bytes(seconds: float, bytes: int) -> float:
+    """Return the seconds of a GEMM that reads and writes so many bytes, if that takes longer."""
+    return max(seconds, bytes / BYTES_A_SECOND)

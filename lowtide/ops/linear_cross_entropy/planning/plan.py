@@ -88,6 +88,11 @@ class Plan(Tiling):
     def cpu_exponentials(self) -> bool:
         return self.engine == "cpu_exponentials"
 
+    @property
+    def one_product_of_logits(self) -> bool:
+        """Return True if engines/logits/one_product.py computes the call."""
+        return self.engine == "logits_triton" and self.weight_gradient == "single_product"
+
     @functools.cached_property
     def sum_dtype(self) -> torch.dtype:
         """Return float64 for float64, else float32: the dtype of logits, statistics and sums."""

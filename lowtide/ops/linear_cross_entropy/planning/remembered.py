@@ -23,13 +23,25 @@ MOST_CALLS = 512
 _memories: list[dict[Hashable, Any]] = []
 
 
+def memory() -> dict[Hashable, Any]:
+    """Return memory for decisions, which `forget` clears."""
+    _memories.append({})
+    return _memories[-1]
+
+
+def keep(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
+    """Keep what was decided, in memory that does not grow without end."""
+    if len(known) >= MOST_CALLS:
+        known.clear()
+    known[key] = found
+
+
 def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]:
     """Let a function of a call decide once for all calls that are alike.
 
     These share what it returns, which may hold no tensor and may not be changed.
     """
-    known: dict[Hashable, Decision] = {}
-    _memories.append(known)
+    known: dict[Hashable, Decision] = memory()
 
     @functools.wraps(decide)
     def look_up(call: Call) -> Decision:
@@ -39,9 +51,7 @@ def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]
         found = known.get(key)  # threads need no lock: each of these steps is a single one
         if found is None:
             found = decide(call)
-            if len(known) >= MOST_CALLS:
-                known.clear()
-            known[key] = found
+            keep(known, key, found)
         return found
 
     return look_up

@@ -74,11 +74,11 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
         room -= operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None and N:
         rows, chunk_classes = class_blocks.chunk_sizes(
-            two_sweeps, room, _rows(room // two_sweeps.of_chunk(1, V), N, tile)
+            two_sweeps, room, even_rows(room // two_sweeps.of_chunk(1, V), N, tile)
         )
         block = class_blocks.block_sizes(two_sweeps, free)
         return Tiling(rows, chunk_classes, operand_classes, rows, way, bits, *block)
-    rows = max(N, 1) if way == "single_product" else _rows(counts.most_rows(room), N, tile)
+    rows = max(N, 1) if way == "single_product" else even_rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
         added, most = added_bytes(counts, way, bits), counts.most_rows(room)
         rows = _quickest(counts, most, fewest_rows(counts, way, bits), added)
@@ -94,7 +94,7 @@ def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
     of_a_class = counts.class_sum + counts.weight_copy
     classes = _classes(free // 2, of_a_class, counts.V)
     of_a_row = classes * counts.block_logit + counts.block_row
-    return _rows((free - classes * of_a_class) // of_a_row, counts.N, ROW_TILE[counts.device]), classes
+    return even_rows((free - classes * of_a_class) // of_a_row, counts.N, ROW_TILE[counts.device]), classes
 
 
 def _classes(room: int, size: int, V: int) -> int:
@@ -103,7 +103,7 @@ def _classes(room: int, size: int, V: int) -> int:
     return classes if classes == V or classes < 128 else classes - classes % 128
 
 
-def _rows(most: int, N: int, tile: int) -> int:
+def even_rows(most: int, N: int, tile: int) -> int:
     """Return the rows per chunk if `most` fit: few chunks of about equal size, in whole tiles."""
     most = max(1, most)
     if most >= N:
@@ -132,4 +132,4 @@ def _quickest(counts: ByteCounts, most: int, fewest: int, added: int) -> int:
     tile = ROW_TILE["cuda"]
     first = -(-max(fewest, most // 2) // tile) * tile
     step = tile * max(1, (most - first) // (CANDIDATES * tile))
-    return min(range(first, most + 1, step), key=seconds, default=_rows(most, counts.N, tile))
+    return min(range(first, most + 1, step), key=seconds, default=even_rows(most, counts.N, tile))

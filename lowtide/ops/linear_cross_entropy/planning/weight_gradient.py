@@ -49,7 +49,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     fewest = FEWEST_ROWS[counts.device] // counts.recomputed
     room = workspace - counts.fixed - counts.smallest_copy
     packs = counts.pipelined and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS)
-    one_product = counts.target_rows_bytes and room >= counts.single_product()
+    one_product = counts.one_product_row and room >= counts.single_product()
     if one_product and not (packs and counts.N > MOST_TOKENS_OF_ONE_PRODUCT):
         return "single_product"
     if packs:

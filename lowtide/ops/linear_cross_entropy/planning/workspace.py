@@ -39,7 +39,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
     most = workspace_bytes(workspace, counts.device, beside)
     if workspace is not None or dense is None or dense >= most:
         return most
-    if counts.target_rows_bytes:
+    if counts.one_product_row:
         dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V)
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))

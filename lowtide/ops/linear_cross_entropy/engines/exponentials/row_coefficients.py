@@ -16,15 +16,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import redu
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import row_at
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
-
-
-@triton.jit
-def _log1p(x):
-    # The quotient restores what adding 1 rounds away; it is near 1, whatever was rounded. Large and
-    # infinite x lose nothing and must not be divided.
-    sum = 1.0 + x
-    return tl.where(sum == 1.0, x, tl.where(x < 1.0, tl.log(sum) * (x / (sum - 1.0)), tl.log(sum)))
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import log1p, whole_softmax_coef
 
 
 @remember_launches
@@ -55,7 +47,7 @@ def _coefficients_kernel(
     exp = tl.exp(-distance)
     log_total = distance + tl.log(exp + sum)
     if nll_C_ptr is not None:
-        tl.store(nll_C_ptr + rows, tl.where(distance == 0.0, _log1p(sum), log_total), mask=inside)
+        tl.store(nll_C_ptr + rows, tl.where(distance == 0.0, log1p(sum), log_total), mask=inside)
     exp = tl.where(ignored, 1.0, exp)
     total = exp + sum
     softmax_coef = tl.load(softmax_coef_C_ptr + rows, mask=inside, other=0.0)

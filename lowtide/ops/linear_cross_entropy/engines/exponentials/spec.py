@@ -57,17 +57,19 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         if grad and not scales
     )
     counts = counts_of(call, access, logits=row, block_logit=sum_size, vectors=160, bias_vectors=11)
-    fixed, target_rows_bytes = counts.fixed, 0
+    fixed, one_product_row, target_rows_bytes = counts.fixed, 0, 0
     if counts.weight_sum:
         fixed += 4 * call.V  # the place of each class in the sorted targets
     # Label smoothing adds to every row of the gradient, so a single GEMM would not be its only
     # writer.
     is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
+        one_product_row = counts.token_bytes
         target_rows_bytes = TARGETS * (call.N * size + call.D * sum_size)
     return replace(
         with_packed_sum(counts, call),
         fixed=fixed,
+        one_product_row=one_product_row,
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),

@@ -19,7 +19,12 @@ from torch import Tensor
 from lowtide.core.backend import next_power_of_2
 from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed, whole_softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
+    log1p,
+    slope_of,
+    transformed,
+    whole_softmax_coef,
+)
 
 # Logits per step of a program; half as many with most options, because of the registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
@@ -44,15 +49,18 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def max_and_sum(logits_ptr, bias_ptr, scale, B, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return max z and sum exp(z - max), computed online.
+def max_and_sum(logits_ptr, bias_ptr, scale, B, excluded, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return max z and sum exp(z - max), computed online, of all columns but an excluded one.
 
     Each lane keeps its own maximum and sum, and computes one exponential per logit.
     """
     max_b = tl.full([BLOCK], LOWEST, tl.float32)
     sum_b = tl.zeros([BLOCK], tl.float32)
     for start in range(0, B, BLOCK):
-        z_b, _, _ = load_logits(logits_ptr, bias_ptr, scale, start + tl.arange(0, BLOCK), B, SOFTCAP)
+        columns = start + tl.arange(0, BLOCK)
+        z_b, _, _ = load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP)
+        if excluded is not None:
+            z_b = tl.where(columns == excluded, -float("inf"), z_b)
         ratio_b = tl.exp(-tl.abs(z_b - max_b))
         sum_b = tl.where(z_b > max_b, sum_b * ratio_b + 1.0, sum_b + ratio_b)
         max_b = tl.maximum(max_b, z_b)
@@ -128,17 +136,28 @@ def _softmax_gradient_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
 
-    if TAKE_STATISTICS:
-        row_max, row_sum = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, SOFTCAP, BLOCK)
-        tl.store(max_C_ptr + row, tl.where(ignored, 0.0, row_max))
-        tl.store(sum_C_ptr + row, tl.where(ignored, 1.0, row_sum))
+    # With the target's term in the sum, a confident token would lose its digits.
+    EXCLUDES: tl.constexpr = TAKE_STATISTICS and nll_C_ptr is not None
+    others, exp_target = 0.0, 0.0
+    if EXCLUDES:
+        row_max, others = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, target, SOFTCAP, BLOCK)
+        logit, _, _ = load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
+        largest, row_max = row_max, tl.maximum(row_max, tl.sum(logit, 0))
+        others *= tl.exp(largest - row_max)
+        distance = row_max - tl.sum(logit, 0)
+        exp_target = tl.exp(-distance)
+        row_sum = others + exp_target
+        tl.store(nll_C_ptr + row, tl.where(distance == 0.0, log1p(others), tl.log(row_sum) + distance))
+        others, exp_target = tl.where(ignored, 0.0, others), tl.where(ignored, 0.0, exp_target)
+    elif TAKE_STATISTICS:
+        row_max, row_sum = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, None, SOFTCAP, BLOCK)
     else:
         row_max, row_sum = tl.load(max_C_ptr + row), tl.load(sum_C_ptr + row)
     row_max, row_sum = tl.where(ignored, 0.0, row_max), tl.where(ignored, 1.0, row_sum)
+    if TAKE_STATISTICS:
+        tl.store(max_C_ptr + row, row_max)
+        tl.store(sum_C_ptr + row, row_sum)
     log_sum = tl.log(row_sum)
-    if TAKE_STATISTICS and nll_C_ptr is not None:
-        target_logit, _, _ = load_logits(logits_ptr, bias_B_ptr, scale, target + tl.arange(0, 1), B, SOFTCAP)
-        tl.store(nll_C_ptr + row, log_sum - (tl.sum(target_logit, 0) - row_max))
 
     if SECOND_READ:
         soft_mass = 0.0
@@ -162,6 +181,8 @@ def _softmax_gradient_kernel(
             tl.load(softmax_coef_C_ptr + row), soft_target_coef, soft_mass, lse_coef, row_max + log_sum
         )
         target_coef, slant = tl.load(target_coef_C_ptr + row), softmax_coef / row_sum
+        # slant exp_target - target_coef, written so that no two numbers near 1 are subtracted
+        at_target = ((softmax_coef - target_coef) * exp_target - target_coef * others) / row_sum
         smooth_nll, soft_nll, mean, grad_dot_logit, best = 0.0, 0.0, 0.0, 0.0, B
         blocks = tl.cdiv(B, BLOCK)
         tl.debug_barrier()
@@ -171,6 +192,8 @@ def _softmax_gradient_kernel(
             shift_b = z_b - row_max
             exp_b = tl.exp(shift_b)
             grad_b = exp_b * slant
+            if EXCLUDES:
+                grad_b = tl.where(columns == target, at_target, grad_b)
             if TAKE_STATISTICS and argmax_C_ptr is not None:
                 # NaN counts as the largest, as in torch.
                 best = tl.minimum(best, tl.min(tl.where((shift_b == 0.0) | (z_b != z_b), columns, B), 0))
@@ -194,7 +217,9 @@ def _softmax_gradient_kernel(
                     nll_b = tl.where(columns < classes, log_sum - shift_b, 0.0)
                     smooth_nll += tl.sum(class_weight_b * nll_b, 0)
             if GRADIENT:
-                grad_b = tl.where(columns == target, grad_b - target_coef, grad_b) * slope_b
+                if not EXCLUDES:
+                    grad_b = tl.where(columns == target, grad_b - target_coef, grad_b)
+                grad_b *= slope_b
                 if grad_dot_logit_C_ptr is not None:
                     grad_dot_logit += tl.sum(tl.where(columns < classes, grad_b * raw_b, 0.0), 0)
                 # All threads must have read their logits before any overwrites them.

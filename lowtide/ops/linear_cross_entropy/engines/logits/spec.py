@@ -1,14 +1,23 @@
 """Say which calls the logits engine runs (in torch all of them), and what it holds.
 
-Shapes: V classes.
+Shapes: N tokens, D features, V classes.
 """
+
+from dataclasses import replace
+
+import torch
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
+from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.requirements import triton_unsupported_reason
+
+# Fewest rows of float32 logits that the weight gradient's memory has to hold, or all tokens. With
+# fewer each product of logits would read the weight for few rows.
+FEWEST_ROWS = 256
 
 
 def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
@@ -30,9 +39,47 @@ def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
 
 
 def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
-    """Count float32 logits, which become their gradient in place."""
-    return counts_with_float32_sums(
-        call, access, logits=padded_classes(call.V, call.device) * call.sum_size, block_logit=call.sum_size
+    """Count float32 logits, which become their gradient in place.
+
+    With a single GEMM for dW they lie in its memory, and their gradient is counted, with the rows
+    of X that are multiplied by it.
+    """
+    logits = padded_classes(call.V, call.device) * call.sum_size
+    counts = counts_with_float32_sums(call, access, logits=logits, block_logit=call.sum_size)
+    if not _has_one_product(call, access, counts):
+        return counts
+    of_gradient = padded_classes(call.V, call.device) * access.dtype.itemsize
+    beside_logits = counts.token_bytes - logits - call.D * call.sum_size * call.needs_grad.inputs[0]
+    return replace(counts, one_product_row=of_gradient + beside_logits + call.D * access.dtype.itemsize)
+
+
+def rows_in_gradient(classes: int, features: int, device: str) -> int:
+    """Return the rows of float32 logits that fit in the memory of a half-precision dW [V, D]."""
+    return classes * features // 2 // padded_classes(classes, device)
+
+
+def chunks_in_gradient(tokens: int, features: int, classes: int, device: str) -> int:
+    """Return how often dW's memory is filled with the logits of some of the tokens."""
+    return -(-tokens // max(1, rows_in_gradient(classes, features, device)))
+
+
+def _has_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> bool:
+    """Return True if a single GEMM over all tokens may form dW, rounded as it is written.
+
+    The rows of dX in float32 lie in dW's memory, too, before.
+    """
+    head, tokens, needs_grad, call_kind = call.head, call.head.tokens, call.needs_grad, call.call_kind
+    return (
+        counts.weight_sum > 0
+        and call.options.reduction != "none"
+        and not (call_kind.log_probs or call_kind.probabilities or needs_grad.bias or needs_grad.scale)
+        and len(head.inputs) == 1
+        and access.dtype == head.weights[0].dtype == head.inputs[0].dtype == torch.bfloat16
+        and not counts.weight_copy
+        and not call.options.sharded
+        and may_depend_on_tokens(tokens)
+        and 2 * tokens <= call.V
+        and rows_in_gradient(call.V, call.D, call.device) >= min(tokens, FEWEST_ROWS)
     )
 
 

@@ -1,0 +1,118 @@
+"""Compute the loss of few tokens and its gradients, with a single GEMM for each.
+
+The gradient G of all logits is kept in half precision. dW is written last. Until then its memory
+holds the float32 logits of some rows after the other, and then the float32 sums of dX. So the call
+holds G, and no more than eager torch.
+
+The factor that all rows share is not applied to G: it would round every target's column by the same
+error. That of dX is applied to its sums. dW's GEMM rounds as it writes. It takes the factor 1/N of a
+mean, which the host knows, and X is multiplied by what remains: by 1 if no row is ignored.
+
+The host takes as long for such a call as the device, so it is written for few launches and
+allocations: four kernels and three GEMMs, if dW's memory holds all logits.
+
+Shapes: N tokens, D features, V classes; C tokens of a chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowtide.core.backend import next_power_of_2
+from lowtide.core.launch import remember_launches
+from lowtide.core.matmul import Operand, blocks, product, product_of_rows, rows_of
+from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
+from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
+from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
+from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss
+from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, SoftmaxStats, TileColumns
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE
+from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.planning.sizes import even_rows
+
+WIDTH, WARPS = 4096, 4
+
+
+@remember_launches
+@triton.jit
+def _apply_factor_kernel(
+    x_ND_ptr, ignored_N_ptr, factor_ptr, scaled_ND_ptr, sum_ND_ptr, dx_ND_ptr, x_stride, D, share,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute scaled = factor share x, and dx = factor sum. Grid: one program per row.
+
+    Rows of X that are ignored become 0, since they may be NaN.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr)
+    read = tl.where(tl.load(ignored_N_ptr + row), 0, D)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside, own = columns < D, row * D + columns
+        x_d = tl.load(x_ND_ptr + row * x_stride + columns, mask=columns < read, other=0.0).to(tl.float32)
+        tl.store(
+            scaled_ND_ptr + own, (x_d * (factor * share)).to(scaled_ND_ptr.dtype.element_ty), mask=inside
+        )
+        if sum_ND_ptr is not None:
+            sum_d = tl.load(sum_ND_ptr + own, mask=inside, other=0.0) * factor
+            tl.store(dx_ND_ptr + own, sum_d.to(dx_ND_ptr.dtype.element_ty), mask=inside)
+
+
+def loss_and_gradients(
+    plan: Plan, head: Head, labels: Labels, factor: Tensor | None = None
+) -> tuple[Tensor, Gradients]:
+    """Return the mean or sum over the rows, and its gradients.
+
+    With a factor, return their sum, and its gradients times the factor.
+    """
+    (input,), (weight_VD,), dtype = head.inputs, head.weights, plan.compute_dtype
+    rows, kind, device = TritonRowLoss(plan, head, labels), input.device.type, input.device
+    N, (V, D) = rows.M, weight_VD.shape
+    x_ND = Operand(input, weight_VD, dtype, plan.copies_rows[0], None).rows(slice(0, N))
+    denominator = None
+    if factor is None and plan.options.reduction == "mean":
+        denominator, factor = rows.mean(labels.normalizer)
+    elif factor is None:
+        factor = torch.ones((), dtype=plan.sum_dtype, device=device)
+    scaled = factor if head.scale is None else factor * head.scale.to(plan.sum_dtype)
+
+    coefs, stats = rows.coefs(), rows.empty_stats(SoftmaxStats)
+    bias_V, scale = as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype)
+    columns = TileColumns(0, LogitTransform(bias_V, scale, plan.options.softcap), rows.class_weight_V)
+    dw_VD = torch.empty((V, D), dtype=dtype, device=device)
+    memory, width = _as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
+    g_NV = torch.empty((N, width), dtype=dtype, device=device)
+    g_NV = g_NV if width == V else g_NV[:, :V]
+    for chunk in blocks(N, even_rows(rows_in_gradient(V, D, kind), N, ROW_TILE[kind])):
+        z_CV = memory.as_strided((chunk.stop - chunk.start, V), (width, 1))
+        product(z_CV, rows_of(x_ND, chunk), weight_VD.t())
+        softmax_gradient_into(
+            rows_of(g_NV, chunk), z_CV, coefs[chunk], stats[chunk], columns, take_stats=True
+        )
+    sum_ND = dx_ND = None
+    if plan.needs_grad.inputs[0]:
+        sum_ND = memory.as_strided((N, D), (D, 1))
+        dx_ND = torch.empty((N, D), dtype=dtype, device=device)
+        product_of_rows(sum_ND, g_NV, weight_VD)
+    scaled_ND = torch.empty((N, D), dtype=dtype, device=device)
+    share = float(max(N, 1)) if plan.options.reduction == "mean" else 1.0
+    if N:
+        _apply_factor_kernel[(N,)](
+            x_ND, coefs.ignored_N, scaled, scaled_ND, sum_ND, dx_ND, x_ND.stride(0), D, share,
+            BLOCK=min(WIDTH, next_power_of_2(D)), num_warps=WARPS,
+        )  # fmt: skip
+    product(dw_VD, g_NV.t(), scaled_ND, scale=1 / share)
+    dx = None if dx_ND is None else PendingGradient(dx_ND, scaled)
+    return rows.total_loss(stats, denominator), Gradients((dx,), (PendingGradient(dw_VD, scaled),))
+
+
+def _as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the memory of a half-precision gradient as numbers of the sums' dtype."""
+    if gradient_VD.shape[1] % 2 == 0:
+        return gradient_VD.view(dtype)
+    return gradient_VD.view(-1)[: gradient_VD.numel() // 2 * 2].view(dtype)

@@ -1,0 +1,101 @@
+"""Which engine runs few tokens on Hopper: the predicted times of the card and of the host decide.
+
+On tensors without data. Shapes: N tokens, D features, V classes.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
+from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning.cost_model import few_tokens_seconds
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
+
+
+def choice(N, D, V, *, wanted=(True, True), dtype=torch.bfloat16, log_probs=False, **options):
+    """The engine, how it forms dW, why it is not that of exponentials, and the bytes it holds."""
+    with FakeTensorMode():
+        head = Head(
+            (torch.empty(N, D, dtype=dtype, device="cuda"),), (torch.empty(V, D, dtype=dtype, device="cuda"),)
+        )
+        target = torch.empty(N, dtype=torch.long, device="cuda")
+        kind = call_kind_of(head, target, None, (*wanted, False, False), log_probs=log_probs)
+        given = Options(compute_dtype=dtype, **options)
+        found = planner.choose_engine(planner.Call(head, given, kind))
+        told = planner.with_graph_facts(head, given, kind)
+        made = planner.make_plan(head, told, kind)
+        return made.engine, made.weight_gradient, found.reasons, planner.peak_bytes(head, told, kind)
+
+
+# Those of benchmarks on an H200 (decision 0062): as the measured time of one call.
+FEW = [(16, 4096, 128256), (64, 4096, 128256), (256, 4096, 128256), (256, 1024, 32000), (1024, 1024, 32000),
+       (256, 768, 50257), (16, 1024, 32000), (256, 2048, 128256)]  # fmt: skip
+MANY = [(512, 4096, 128256), (1024, 4096, 128256), (1024, 2048, 128256), (2048, 1536, 49155),
+        (2048, 768, 50264), (4096, 1024, 32000), (4096, 2048, 128256)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", FEW)
+def test_few_tokens(shape):
+    N, D, V = shape
+    engine, way, reasons, held = choice(*shape)
+    assert (engine, way) == ("logits_triton", "single_product")
+    assert "predicted" in reasons["exponentials"]
+    assert 2 * N * V <= held <= max(6 * N * V - 2 * (N + V) * D, 2 * N * V) + 256 * (N + D + V) + (16 << 20)
+
+
+@pytest.mark.parametrize("shape", MANY)
+def test_more_tokens(shape):
+    engine, _, reasons, _ = choice(*shape)
+    assert engine == "exponentials"
+    assert "exponentials" not in reasons
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "none"},
+        {"log_probs": True},
+        {"wanted": (True, False)},
+        {"wanted": (False, False)},
+        {"workspace": 8 << 20},
+    ],
+    ids=str,
+)
+def test_calls_without_a_single_product(options):
+    assert choice(256, 1024, 32000, **options)[0] == "exponentials"
+
+
+def test_no_number_of_tokens(monkeypatch):
+    """In a graph it may be a symbol."""
+    monkeypatch.setattr(planner, "may_depend_on_tokens", lambda tokens: False)
+    assert choice(256, 1024, 32000)[0] == "exponentials"
+
+
+def test_other_cards(monkeypatch):
+    """Without tensor maps few tokens take the single product as well, and float16 does not."""
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: False)
+    assert choice(256, 1024, 32000)[:2] == ("logits_triton", "single_product")
+    assert choice(256, 1024, 32000, dtype=torch.float16)[1] != "single_product"
+
+
+def test_predicted_seconds():
+    """Of the card within 20 % of what was measured as CUDA graphs, where it has most of the work."""
+    measured = {
+        (256, 4096, 128256): (1.396, 1.387),
+        (512, 4096, 128256): (2.619, 2.273),
+        (1024, 4096, 128256): (4.905, 4.327),
+        (2048, 4096, 128256): (9.148, 8.425),
+        (1024, 2048, 128256): (2.618, 2.206),
+    }
+    for shape, times in measured.items():
+        for engine, milliseconds in zip(("logits_triton", "exponentials"), times):
+            assert few_tokens_seconds(engine, *shape) == pytest.approx(1e-3 * milliseconds, rel=0.2)

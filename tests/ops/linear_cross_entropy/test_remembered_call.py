@@ -1,0 +1,261 @@
+"""A call like an earlier one goes straight to its engine, and a call that is not alike does not.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from lowtide.ops.linear_cross_entropy.operator import ops, remembered_call
+from tests.support.loss import interpreted
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+N, D, V = 12, 16, 40
+
+
+@pytest.fixture(autouse=True)
+def interpreter(device):
+    if device == "cpu" and not interpreted():
+        pytest.skip("needs Triton's interpreter")
+
+
+@pytest.fixture
+def went(monkeypatch):
+    """By which way each call went: "operator", or "straight"."""
+    found, run, planned = [], remembered_call.run, ops._planned
+
+    def count_straight(*arguments):
+        loss = run(*arguments)
+        found.extend([] if loss is None else ["straight"])
+        return loss
+
+    def count_planned(*arguments, **options):
+        found.append("operator")
+        return planned(*arguments, **options)
+
+    monkeypatch.setattr(remembered_call, "run", count_straight)
+    monkeypatch.setattr(ops, "_planned", count_planned)
+    return found
+
+
+def tensors(device, *, N=N, D=D, V=V, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(N * D + V)
+    x = torch.randn(N, D, generator=generator).to(device, dtype)
+    w = torch.randn(V, D, generator=generator).to(device, dtype)
+    target = torch.randint(V, (N,), generator=generator).to(device)
+    return x.requires_grad_(), w.requires_grad_(), target
+
+
+def loss_of(x, w, target, **options):
+    return lowtide.linear_cross_entropy(x, w, target, backend="triton", **options)
+
+
+def exact(
+    x, w, target, *, reduction="mean", ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0
+):
+    """The loss and its gradients in float64."""
+    x, w = (each.detach().cpu().double().requires_grad_(each.requires_grad) for each in (x, w))
+    z, target = x.flatten(0, -2) @ w.t(), target.cpu().flatten().long()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    keywords = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = torch.nn.functional.cross_entropy(z, target, reduction="sum", **keywords)
+    loss = loss + z_loss * (z.logsumexp(1)[target != ignore_index] ** 2).sum()
+    loss = loss if reduction == "sum" else loss / (target != ignore_index).sum()
+    wanted = [each for each in (x, w) if each.requires_grad]
+    return loss.detach(), torch.autograd.grad(loss, wanted)
+
+
+def check(x, w, target, **options):
+    """Compare a call, and a second one that is alike, with float64."""
+    loss, gradients = exact(x, w, target, **options)
+    wanted = [each for each in (x, w) if each.requires_grad]
+    for _ in range(2):
+        found = loss_of(x, w, target, **options)
+        torch.testing.assert_close(found.detach().cpu().double(), loss, rtol=1e-5, atol=1e-6)
+        for actual, expected in zip(torch.autograd.grad(found, wanted), gradients):
+            actual = actual.cpu().double()
+            half = actual.dtype != wanted[0].dtype and wanted[0].dtype == torch.bfloat16
+            tolerance = {"rtol": 0.05, "atol": 0.02} if half else {"rtol": 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def test_like_call_goes_straight(device, went):
+    check(*tensors(device))
+    check(*tensors(device))  # other tensors
+    assert went == ["operator", "straight", "straight", "straight"]
+
+
+OPTIONS = [
+    {"reduction": "sum"},
+    {"ignore_index": 3},
+    {"label_smoothing": 0.2},
+    {"softcap": 1.5},
+    {"z_loss": 0.1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_each_option_tells_calls_apart(device, went, options):
+    given = tensors(device)
+    check(*given)
+    went.clear()
+    check(*given, **options)
+    assert went == ["operator", "straight"]
+
+
+def by_columns(matrix):
+    return matrix.detach().t().contiguous().t().requires_grad_()
+
+
+def shifted(matrix):
+    """The same numbers and strides, one element later in memory."""
+    wider = torch.empty(matrix.numel() + 1, dtype=matrix.dtype, device=matrix.device)
+    return wider[1:].view(matrix.shape).copy_(matrix.detach()).requires_grad_()
+
+
+CHANGES = {
+    "tokens": lambda x, w, t: tensors(x.device, N=13),
+    "features": lambda x, w, t: tensors(x.device, D=24),
+    "classes": lambda x, w, t: tensors(x.device, V=48),
+    "dtype": lambda x, w, t: tensors(x.device, dtype=torch.bfloat16),
+    "leading dimensions": lambda x, w, t: (x.detach().view(3, 4, D).requires_grad_(), w, t.view(3, 4)),
+    "strides of the input": lambda x, w, t: (by_columns(x), w, t),
+    "strides of the weight": lambda x, w, t: (x, by_columns(w), t),
+    "strides of the target": lambda x, w, t: (x, w, t.repeat_interleave(2)[::2]),
+    "dtype of the target": lambda x, w, t: (x, w, t.int()),
+    "frozen weight": lambda x, w, t: (x, w.detach(), t),
+    "frozen input": lambda x, w, t: (x.detach(), w, t),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_property_of_tensors_tells_calls_apart(device, went, change):
+    given = tensors(device)
+    check(*given)
+    went.clear()
+    check(*CHANGES[change](*given))
+    assert went == ["operator", "straight"]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_unaligned_tensors_go_by_the_operators(device, went, place):
+    given = list(tensors(device))
+    check(*given)
+    went.clear()
+    given[place] = shifted(given[place])
+    check(*given)
+    assert went == ["operator", "operator"]
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A subclass, whose own code is to see the call."""
+
+
+@pytest.mark.parametrize("mode", [Functions, Dispatches, lambda: torch.profiler.profile(), torch.no_grad])
+def test_modes_see_the_operators(device, went, mode):
+    given = tensors(device)
+    check(*given)
+    went.clear()
+    with mode():
+        loss_of(*given)
+    assert went == ["operator"]
+
+
+def test_subclasses_see_the_operators(device, went):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    went.clear()
+    loss_of(x.detach().as_subclass(Named).requires_grad_(), w, target)
+    assert went == ["operator"]
+
+
+def test_autocast_is_not_remembered(device, went):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    went.clear()
+    with torch.autocast(device, torch.bfloat16):
+        for _ in range(2):
+            loss_of(x, w, target)
+    assert went == ["operator"] * 2
+
+
+def test_other_arguments_go_by_the_operators(device, went):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    went.clear()
+    bias = torch.linspace(0.5, 3.0, V, device=device)
+    given = {"linear_bias": bias}, {"weight": bias}, {"logit_scale": 2.0}, {"normalizer": 5.0}
+    plain = loss_of(x, w, target).item()
+    went.clear()
+    for options in (*given, {"row_weight": bias[:N]}):
+        assert abs(loss_of(x, w, target, **options).item() - plain) > 1e-3
+    assert "straight" not in went
+
+
+@pytest.mark.parametrize("options", [{"ignore_index": 1.0}, {"workspace": True}, {"reduction": "none"}])
+def test_errors_and_other_results_stay(device, options):
+    """An option that equals a remembered one, 1.0 or True, is still refused."""
+    given = tensors(device)
+    check(*given, ignore_index=1)
+    if options == {"reduction": "none"}:
+        for _ in range(2):
+            assert loss_of(*given, **options).shape == (N,)
+        return
+    with pytest.raises((TypeError, ValueError)):
+        loss_of(*given, **options)
+
+
+def test_second_derivatives(device):
+    """Backward of a straight call can be differentiated, and a retained graph run again."""
+    x, w, target = tensors(device)
+    check(x, w, target)
+    loss = loss_of(x, w, target)
+    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    again = torch.autograd.grad(loss, (x, w), torch.full_like(loss, 2.0), retain_graph=True)
+    for one, two in zip(first, again):
+        torch.testing.assert_close(2 * one, two)
+    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.square().sum(), w)
+    xd, wd = (each.detach().cpu().double().requires_grad_() for each in (x, w))
+    true = torch.nn.functional.cross_entropy(xd @ wd.t(), target.cpu())
+    (dx,) = torch.autograd.grad(true, xd, create_graph=True)
+    (expected,) = torch.autograd.grad(dx.square().sum(), wd)
+    torch.testing.assert_close(second.cpu().double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_backward_sees_weights_that_changed(device):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    loss = loss_of(x, w, target)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_tensor_is_kept(device):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    assert remembered_call._calls
+    kept = [weakref.ref(each) for each in (x, w)]
+    del x, w
+    gc.collect()
+    assert [each() for each in kept] == [None] * 2
