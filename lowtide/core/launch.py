@@ -77,7 +77,7 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
 
     Triton compiles a kernel for the dtype of each pointer, for pointers that are multiples of 16 or
     not (here all are), for integers that are 1, multiples of 16, or need 64 bits (here each value
-    counts), and for the dtype and the box of a tensor descriptor.
+    counts, in tuples too), and for the dtype and the box of a tensor descriptor.
     """
     key: list[Any] = []
     values: list[Any] = []
@@ -95,6 +95,8 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
             key.append(each)
         elif kind is float:
             key.append(float)
+        elif kind is tuple and all(type(one) is int for one in each):
+            key.append(each)
         elif kind is TensorDescriptor:
             key += each.base.dtype, *each.block_shape, each.padding
         else:

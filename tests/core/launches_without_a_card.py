@@ -55,11 +55,12 @@ class Driver:
 
 @remember_launches
 @triton.jit
-def _kernel(x_ptr, y_ptr, box, scale, N, M, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(x_ptr, y_ptr, box, scale, N, M, strides, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < N, other=0.0) * scale
     if y_ptr is not None:
         x += tl.load(y_ptr + place * M, mask=place < N, other=0.0)
+    x += tl.load(x_ptr + place * strides[0] + strides[1])
     if box is not None:
         x += tl.sum(box.load([0, 0]).to(tl.float32))
     tl.store(x_ptr + place, x + SHIFT, mask=place < N)
@@ -72,10 +73,11 @@ def cases():
     wide = TensorDescriptor(memory.view(64, 64), [64, 64], [64, 1], [16, 64])
     half = torch.zeros(64, 64, dtype=torch.bfloat16)
     halves = TensorDescriptor(half, [64, 64], [64, 1], [16, 32])
-    first = (x, None, None, 2.0, 64, 3)
+    first = (x, None, None, 2.0, 64, 3, (3, 0))
     changes = [{}, {0: other}, {0: odd}, {1: x}, {1: odd}, {1: half[0]}, {2: box}, {2: wide}, {2: halves}]
     changes += [{3: 1.0}, {3: 3}, {3: 1}, {3: True}, {4: 1}, {4: 16}, {4: 7}, {4: 1 << 31}, {4: -(1 << 33)}]
     changes += [{0: torch.nn.Parameter(x)}, {1: x, 5: 1}, {1: x, 5: 16}]
+    changes += [{6: (1, 0)}, {6: (16, 1 << 31)}, {6: (3, True)}]
     for change in changes:
         arguments = tuple(change.get(place, each) for place, each in enumerate(first))
         for constants in ({"SHIFT": 1, "BLOCK": 64}, {"SHIFT": 2, "BLOCK": 64, "num_warps": 2}):

@@ -15,7 +15,7 @@ import lowtide
 from lowtide.core import launch
 from lowtide.core.backend import cdiv, next_power_of_2
 
-ODD_POINTERS, UNKNOWN_TYPES = 2, 1  # of the 21 cases, each with two sets of constants
+ODD_POINTERS, UNKNOWN_TYPES = 2, 2  # of the 24 cases, each with two sets of constants
 
 
 def test_same_kernels_and_values_as_triton():
@@ -30,12 +30,12 @@ def test_same_kernels_and_values_as_triton():
     )
     assert run.returncode == 0, run.stderr
     *launches, last = (json.loads(line) for line in run.stdout.splitlines())
-    assert len(launches) == 84
+    assert len(launches) == 96
     assert not [each["arguments"] for each in launches if not each["same"]]
     # The second time, addresses stand for tensors wherever the launch was remembered.
-    through_triton = sum(each["tensors"] for each in launches[42:])
+    through_triton = sum(each["tensors"] for each in launches[48:])
     assert through_triton == 2 * (ODD_POINTERS + UNKNOWN_TYPES)
-    assert last["known"] <= 42 - through_triton
+    assert last["known"] <= 48 - through_triton
 
 
 def test_sizes_as_of_triton():

@@ -15,7 +15,7 @@ TARGETS = (80, 90)
 # Bytes a block may have. For 80 what consumer cards of its generation have: an A100 takes the same tiles.
 SHARED = dict.fromkeys((80, 86, 89, 120), 99 << 10) | dict.fromkeys((90, 100, 103), 227 << 10)
 F32, I32_PTR = "*fp32", "*i32"
-BYTES = {None: 0, "*fp32": 4, "*fp64": 8}
+BYTES = {None: 0, "*bf16": 2, "*fp32": 4, "*fp64": 8}
 STRIDES = ("i32", "i32", "i32", 1)
 
 
@@ -42,7 +42,6 @@ PIECES = {
     "COUNT": 3,
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
-CONSTANTS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCKS_K", "BLOCK_E", "BLOCKS_E", "CUT_K", "CUT_E")
 OPERANDS = ("query", "key", "value", "grad_output")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -63,6 +62,10 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("delta as key and value", "delta as value", "delta as query"),
         ("ops.attention.triton_backend.confident_rows", "confident_delta_kernel", ()),
     ),
+    "problem forward": ("ops.attention.triton_backend.small_problems", "problem_forward_kernel", ()),
+    "problem gradient": ("ops.attention.triton_backend.small_problems", "problem_gradient_kernel", ()),
+    "shared bias": ("ops.attention.triton_backend.shared_bias", "shared_bias_gradient_kernel", ()),
+    "whole problem": ("ops.attention.triton_backend.whole_problems", "whole_problem_gradient_kernel", ()),
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
@@ -95,12 +98,22 @@ SPILLS = {
     "delta as query, float32, 64": 64,
     "delta as value of 3 pieces, 128": 384,
     "delta as value of 3 pieces, 512, all": 192,
+    "key and value, half, keeping scores, 32, all": 448,
+    "problem gradient, half, all": 320,
+    "problem gradient, float32, 32": 1172,
+    "shared bias, half, all": 88,
+    "shared bias, float32, 32": 256,
+    "whole problem, float32, 32": 1888,
+    "whole problem, float32, all": 2048,
 }
 
 
 def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
     tensor = "*bf16" if build.half else F32
-    names = ("query", "key", "value", "grad_output", "out", "low", "grad_query", "grad_key", "grad_value")
+    names = (
+        *("query", "key", "value", "grad_output", "out", "low"),
+        *("grad_query", "grad_key", "grad_value", "query_sum"),
+    )
     absent = (
         *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
         *("weight", "grad_scores", "grad_z"),
@@ -111,10 +124,12 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
         **dict.fromkeys(("statistics_ptr", "grad_logsumexp_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
+        "query_sum_ptr": F32,
         **dict.fromkeys(
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
                 *("first_group", "first_head", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
+                *("batches", "own_heads", "heads", "steps"),
             ),
             "i32",
         ),
@@ -130,7 +145,10 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "PRECISION": "bf16x6",
         "BASE_2": build.half and not build.arguments.get("bias_ptr"),
         "COLUMN_BIAS": False,
+        "lse_strides": ("i32", "i32", 1),
         "ADD": True,
+        "SHARED": True,
+        "CUT": bool(build.arguments.get("first_ptr")),
         "PIECES": 1,
         **build.arguments,
     }
@@ -152,7 +170,7 @@ def _tile(
     kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
     tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes)
     assert tile is not None
-    return {**dict(zip(CONSTANTS, tile.constants)), "warps": tile.warps, "stages": tile.stages}
+    return {**tile.constants, "warps": tile.warps, "stages": tile.stages}
 
 
 def _builds() -> dict[str, Build]:
@@ -223,9 +241,20 @@ def _builds() -> dict[str, Build]:
             (80,),
         ),
         ("bias of scores", "64", 64, kept, TARGETS),
+        ("problem forward", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, TARGETS),
+        ("problem gradient", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
+        ("problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
+        ("shared bias", "64", 64, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
+        ("shared bias", "all", 64, ALL, TARGETS),
+        ("query", "32, all", 32, ALL, (90,)),
+        ("key and value", "keeping scores, 32, all", 32, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
     ):
         add(name, f"half, {label}", True, features, arguments, targets)
     add("query", "float32, 64", False, 64, {}, TARGETS)
+    add("problem gradient", "float32, 32", False, 32, BIASED, TARGETS)
+    add("shared bias", "float32, 32", False, 32, BIASED, TARGETS)
+    add("whole problem", "float32, 32", False, 32, BIASED, TARGETS)
+    add("whole problem", "float32, all", False, 32, ALL, TARGETS)
     add("bias of scores", "float32, 64", False, 64, {"grad_scores_ptr": F32}, (90,))
     dlse = {"lse_strides": ("i32", "i32", 1)}
     add("delta as query", "float32, 64", False, 64, dlse, TARGETS)

@@ -8,9 +8,12 @@ the geometric mean over shapes is held against a limit; a single shape has twice
 Shapes: B batches, M queries, N keys, H heads, K features.
 """
 
+import importlib
 import math
 import random
 import statistics
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -40,17 +43,67 @@ pytestmark = [
 MASKS = (None, masks.LowerTriangularMask(), masks.LowerTriangularFromBottomRightMask())
 BIASES = (None, (0, 1, 0, 1), (0, 1, 1, 1))
 SCALES = (None, 0.3, 1.0, 4.0)
-LENGTHS = {"torch": (1, 2, 3, 17, 64, 257, 700), "triton": (2, 3, 17, 64, 130)}
 SHAPES = {"torch": 24, "triton": 6}
 ROWS = {"torch": 600, "triton": 150}
 """Of all batches and heads, at least."""
 
 
-def random_case(generator, backend, dtype, device, **options):
-    M, N = (generator.choice(LENGTHS[backend]) for _ in range(2))
+@dataclass(frozen=True)
+class Way:
+    """Shapes that a backend computes in its own way."""
+
+    backend: str
+    lengths: tuple[int, ...]
+    features: tuple[int, ...] = (8, 32, 64, 96)
+    batches: int = 1
+    """At least."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What to set of launch_*.py, so that few problems are as many."""
+    launches: tuple[str, ...] = ()
+    """Kernels of the way in half precision, and in float32: some shape is to reach each."""
+    launches_float: tuple[str, ...] = ()
+
+
+ONE_TILE = (
+    "launch_small_problems.problem_forward_kernel",
+    "launch_small_problems.problem_gradient_kernel",
+    "launch_backward.delta_kernel",
+)
+SHARED = "launch_shared_bias.shared_bias_gradient_kernel"
+WAYS = {
+    "torch": Way("torch", (1, 2, 3, 17, 64, 257, 700)),
+    "triton": Way("triton", (2, 3, 17, 64, 130)),
+    # Of a bias of keys the gradient has another way, which needs the low half of what forward wrote.
+    "one tile": Way(
+        "triton", (2, 3, 17, 64), (8, 32, 64), 1, {"launch_small_problems.FEWEST": 1}, ONE_TILE, ONE_TILE
+    ),
+    "short": Way(
+        "triton",
+        (17, 64, 130),
+        (8, 32),
+        2,
+        {"launch_backward.PROBLEMS": 1},
+        (SHARED,),
+        (SHARED, "launch_backward.whole_problem_gradient_kernel"),
+    ),
+    # Long sequences in float32, whose strips would be too small for a card.
+    "recomputed": Way(
+        "triton",
+        (2, 17, 64, 130),
+        (8, 32, 64),
+        1,
+        {"launch_backward._leaves_idle": lambda call, _: call.grad_bias is None},
+        (),
+        ("launch_backward.query_gradient_kernel", "launch_backward.key_value_gradient_kernel"),
+    ),
+}
+
+
+def random_case(generator, way, dtype, device, **options):
+    M, N = (generator.choice(way.lengths) for _ in range(2))
     N = max(N, 2)  # of one key there is nothing to differentiate but the value
-    H, K = generator.choice((1, 2, 4)), generator.choice((8, 32, 64, 96))
-    B = math.ceil(ROWS[backend] / (M * H))
+    H, K = generator.choice((1, 2, 4)), generator.choice(way.features)
+    B = max(way.batches, math.ceil(ROWS[way.backend] / (M * H)))
     given = {"mask": generator.choice(MASKS), "bias": generator.choice(BIASES), **options}
     scale = {} if (scale := generator.choice(SCALES)) is None else {"scale": scale}
     return make_case(B, M, N, H, K=K, dtype=dtype, device=device, **({**scale, **given}))
@@ -89,25 +142,47 @@ GRID = [
     *(("torch", dtype, dtype_of_products) for dtype, dtype_of_products in (
         (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)
     )),
-    *(("triton", dtype, dtype) for dtype in (torch.float32, *HALVES)),
+    *((way, dtype, dtype) for way in ("triton", "one tile", "short") for dtype in (torch.float32, *HALVES)),
+    ("recomputed", torch.float32, torch.float32),
 ]  # fmt: skip
 LIMITS = {torch.float32: 1.1, torch.bfloat16: 1.3, torch.float16: 1.3}
 
 
-QUICKER = (GRID[1], GRID[3])  # a half of torch's, the float32 of Triton's
+class Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launches += 1
+        return self.kernel[grid]
 
 
-@pytest.mark.parametrize(("backend", "dtype", "products"), all_extended_but(QUICKER, GRID))
-def test_errors_of_eager(device, backend, dtype, products):
+QUICKER = (GRID[1], GRID[3], GRID[6], GRID[9])  # a half of torch's, the float32 of each way of Triton's
+
+
+@pytest.mark.parametrize(("name", "dtype", "products"), all_extended_but(QUICKER, GRID))
+def test_errors_of_eager(device, monkeypatch, name, dtype, products):
     """Ours round the weights for a product only in Triton's kernels, where tensor cores take no others."""
+    way = WAYS[name]
+    backend, counted = way.backend, {}
     skip_unless_runnable(backend, device)
     if device == "cpu" and backend == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bfloat16 as raw bits")
-    generator, ratios = random.Random(backend), {}
+    for limit, value in way.settings.items():
+        monkeypatch.setattr(f"lowtide.ops.attention.triton_backend.{limit}", value)
+    for kernel in way.launches_float if dtype == torch.float32 else way.launches:
+        module, _, attribute = kernel.partition(".")
+        module = importlib.import_module(f"lowtide.ops.attention.triton_backend.{module}")
+        counted[kernel] = Counted(getattr(module, attribute))
+        monkeypatch.setattr(module, attribute, counted[kernel])
+    generator, ratios = random.Random(name if way.settings else backend), {}
     for _ in range(SHAPES[backend]):
-        for name, ratio in error_ratios(random_case(generator, backend, dtype, device), backend, products):
+        for name, ratio in error_ratios(random_case(generator, way, dtype, device), backend, products):
             ratios.setdefault(name, []).append(ratio)
     assert ratios.keys() == {"query", "key", "value", "bias"}
     means = {name: statistics.geometric_mean(each) for name, each in ratios.items()}
     assert all(mean <= LIMITS[dtype] for mean in means.values()), means
     assert all(max(each) <= 2 * LIMITS[dtype] for each in ratios.values()), ratios
+    assert all(each.launches for each in counted.values()), [*counted]

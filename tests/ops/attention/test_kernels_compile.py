@@ -26,8 +26,8 @@ def test_kernels_compile_and_fit(compiled, name, capability):
     assert max(result["spill_stores"], result["spill_loads"]) <= BUILDS[name].spills
     assert result["registers"] * result["warps"] * 32 <= 65536
     assert result["shared"] <= SHARED[capability]
-    # Narrower ones are what ptxas 12.8 gets wrong (tile_sizes.py).
-    assert set(result["row_bytes"]) <= {128}
+    # All have one width: a narrower one beside another is what ptxas 12.8 gets wrong (tile_sizes.py).
+    assert set(result["row_bytes"]) <= {64 if BUILDS[name].features <= 32 else 128}
 
 
 def test_kernels_all_built():

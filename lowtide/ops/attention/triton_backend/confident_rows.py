@@ -1,20 +1,24 @@
-"""Compute delta in float32 for rows that have most of their weight on one key.
+"""Compute delta and the sum of weights in float32 for rows that have most of their weight on one key.
 
 There dz is a small difference of do v and delta, and errs by the rounding of both unless delta is
-the sum of p D (do v^T) over products that are the same, bit for bit. So this kernel computes them as
-`key_value_gradient_kernel` does: tiles [keys, queries] of its sizes, from operands in pieces.
+the sum of p D (do v^T) over products that are the same, bit for bit. The weights p must sum to 1 as
+well: forward's statistics are of its own products q k^T, which other kernels round otherwise. So
+this kernel computes both sums as a kernel of dz does: tiles [keys, queries] of its sizes, from
+operands in pieces where it has them.
 
-A tile of queries without such a row is left at once, with delta as `delta_kernel` wrote it.
+A tile of queries without such a row is left at once, with row_terms as `delta_kernel` wrote them.
 """
 
 import triton
 import triton.language as tl
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
     head,
     interval,
     keep_mask,
+    load_bias,
     load_pieces,
     load_shift,
     product,
@@ -29,6 +33,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 CONFIDENT = tl.constexpr(1.0)
 
 
+@remember_launches
 @triton.jit(do_not_specialize=["first_head"])
 def confident_delta_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
@@ -40,7 +45,7 @@ def confident_delta_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write delta of a tile of queries of one head, if one of them is confident.
+    """Write delta and log2_sum of a tile of queries of one head, if one of them is confident.
 
     Query, key, value and grad_output have the heads from first_head on.
     """
@@ -74,10 +79,7 @@ def confident_delta_kernel(
     grad_output = load_pieces(grad_output_place, e, width_e, True, CUT_E, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
-    delta_m = tl.zeros([BLOCK_M], tl.float32)
-    if grad_logsumexp_ptr is not None:
-        dlse_ptr = head(grad_logsumexp_ptr, lse_strides, b, h)
-        delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
+    sum_m, delta_m = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for tile in tl.range(low // BLOCK_N, tl.cdiv(high, BLOCK_N)):
         start_n = tile * BLOCK_N
         key_place = key_ptr, start_n, row_n, key_strides, N
@@ -94,11 +96,20 @@ def confident_delta_kernel(
             True, True, CUT_E, PIECES,
         )  # fmt: skip
         j = start_n + row_n
-        z, _ = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-            head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
+        bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
+        z, _ = score_tile(
+            scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, True
+        )
         weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
+        sum_m += tl.sum(weight, 0)
         if row_key_ptr is not None:
             keep = keep_mask(head_row_key_ptr, column_key_ptr, i[None, :], j[:, None], M, N, limit)
             grad_weight = tl.where(keep, grad_weight * rescale, 0.0)
         delta_m += tl.sum(weight * grad_weight, 0)
+    sum_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key
+    delta_m /= sum_m
+    if grad_logsumexp_ptr is not None:
+        dlse_ptr = head(grad_logsumexp_ptr, lse_strides, b, h)
+        delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
     tl.store(row_terms_ptr + i, delta_m, mask=i < M)
+    tl.store(row_terms_ptr + 2 * M + i, log2_sum_m + tl.log2(sum_m), mask=i < M)

@@ -8,6 +8,7 @@ Shapes: B batches, H heads, M queries, N keys.
 import triton
 import triton.language as tl
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.attention.definition import dropout
 
 FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)
@@ -30,6 +31,7 @@ def chain(key, value):
     return mix((key + GOLDEN) ^ value.to(tl.uint32))
 
 
+@remember_launches
 @triton.jit
 def dropout_keys_kernel(
     seed_ptr, row_key_ptr, column_key_ptr, rows, row_programs, H, M, N, BLOCK: tl.constexpr,

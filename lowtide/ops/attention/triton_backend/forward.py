@@ -7,6 +7,7 @@ has the sizes). It writes its rows of the result and, if asked for, their statis
 import triton
 import triton.language as tl
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
     LOWEST,
@@ -14,6 +15,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
     head,
     interval,
     keep_mask,
+    load_bias,
     load_pieces,
     product,
     score_tile,
@@ -26,6 +28,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 )
 
 
+@remember_launches
 @triton.jit
 def forward_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
@@ -74,14 +77,16 @@ def forward_kernel(
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             key_place = key_ptr, start_n, row_n, key_strides, N
             key = load_pieces(key_place, k, width_k, MASKED, CUT_K, PIECES)
+            j = start_n + row_n
+            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
                 query, key, query_place, key_place, width_k, zero, PRECISION, BLOCKS_K,
                 True, MASKED, CUT_K, PIECES,
             )  # fmt: skip
-            j = start_n + row_n
-            z, _ = score_tile(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
+            z, _ = score_tile(
+                scores, bias, j[None, :], first[:, None], end[:, None], scale, SOFTCAP, BASE_2, MASKED
+            )
             new_max_m = tl.maximum(max_m, tl.max(z, 1))
             weight = weights(z, new_max_m[:, None], 0.0, BASE_2)
             fade_m = weights(max_m, new_max_m, 0.0, BASE_2)

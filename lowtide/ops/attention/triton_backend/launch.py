@@ -8,7 +8,7 @@ of values.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,21 @@ class KernelCall:
         return self.query, self.key, self.value, self.bias, *vectors
 
     @property
+    def constants(self) -> dict[str, Any]:
+        """Return what every kernel of scores is compiled for."""
+        return {
+            "SOFTCAP": self.switches.softcap, "PRECISION": self.switches.precision,
+            "BASE_2": self.switches.base_2, "COLUMN_BIAS": self.switches.column_bias,
+        }  # fmt: skip
+
+    @property
     def strides(self) -> tuple[Strides, ...]:
         operands = (strides_of(each) for each in (self.query, self.key, self.value))
         return *operands, broadcast_strides(self.bias)
+
+    @property
+    def lse_strides(self) -> Strides:
+        return (0, 0, 0) if self.grad_logsumexp is None else self.grad_logsumexp.stride()
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """Launch the Triton kernels of backward.
 
-They compute each score twice, or compute it once and store what is needed of it (strips.py).
+Small problems have their own (launch_small_problems.py). Otherwise scores are computed twice, or
+once and what is needed of them is stored (strips.py), or once by a program that has a whole
+problem. A bias that batches share may have its gradient from scores that are computed once more.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from lowtide.core.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
+from lowtide.ops.attention.triton_backend import launch_shared_bias, launch_small_problems
 from lowtide.ops.attention.triton_backend.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
@@ -35,9 +38,15 @@ from lowtide.ops.attention.triton_backend.stored_scores import (
     scores_kernel,
 )
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
+from lowtide.ops.attention.triton_backend.whole_problems import whole_problem_gradient_kernel
 
 # Queries of a program of delta_kernel.
 ROWS = 64
+# The most queries and keys for which a bias's gradient is summed from scores computed again, and
+# the fewest problems for one program each (decision 0061).
+LONGEST, PROBLEMS = 1024, 528
+# Strips of fewer programs leave the card idle: then scores are computed again.
+FEWEST_PROGRAMS = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,16 @@ def backward(
         zeros = [gradient.zero_() for gradient in gradients if gradient is not None]
         return zeros if bias is None else [*zeros, torch.zeros_like(bias)]
     grad_output = grad_output.contiguous() if is_far(grad_output) else grad_output
-    row_terms = _row_terms(call, grad_output, grad_logsumexp, out, low, statistics)
+    grad_query, grad_key, grad_value = gradients
+    call = replace(
+        call, grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
+        grad_key=grad_key, grad_value=grad_value,
+    )  # fmt: skip
+    if launch_small_problems.is_small(call, bias is not None):
+        grad_bias = None if bias is None else bias.new_empty(bias.shape)
+        launch_small_problems.backward(replace(call, grad_bias=grad_bias))
+        return [each for each in (*gradients, grad_bias) if each is not None]
+    row_terms = _row_terms(call, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
         if bias.shape[2] == 1:  # sums over queries, computed with the gradients of keys
@@ -89,26 +107,28 @@ def backward(
         else:
             grad_bias = bias_of_scores = bias.new_empty(bias.shape)
     row_first, row_end = _rows_of_keys(call)
-    grad_query, grad_key, grad_value = gradients
     call = replace(
-        call, grad_output=grad_output, grad_logsumexp=grad_logsumexp, row_terms=row_terms,
-        row_first=row_first, row_end=row_end, grad_query=grad_query, grad_key=grad_key,
-        grad_value=grad_value, grad_bias=bias_of_scores, bias_sum=bias_sum,
+        call, row_terms=row_terms, row_first=row_first, row_end=row_end, grad_bias=bias_of_scores,
+        bias_sum=bias_sum,
     )  # fmt: skip
     many = call.find_tile("query") is None
     together = call.find_tile("key and value") is not None
+    whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
+    if whole:
+        _confident_delta("whole problem", replace(call, pieces=1), every)
+    if _sums_shared_bias(call, whole):
+        launch_shared_bias.shared_bias_gradient(call)
+        call, needs_grad = replace(call, grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
-    if many or any(stores):
+    if whole:
+        _whole_problems(call)
+    elif many or (any(stores) and not (together and _leaves_idle(call, stores))):
         _in_strips(call, stores, many)
     else:
-        whole = Strip(0, B, 0, G, 0, N)
         if grad_query is not None:
-            _confident_delta("query", replace(call, pieces=1), whole)
+            _confident_delta("query", replace(call, pieces=1), every)
             _query_gradient(call, grad_query)
-        split_call = call.split(slice(None), slice(None))
-        if grad_key is not None or bias_sum is not None:
-            _confident_delta("key and value", split_call, whole)
-        _key_value_gradient(split_call, whole, StripMemory())
+        _key_value_gradients(call)
     if bias_sum is not None:
         assert bias is not None
         grad_bias = bias_sum.sum_to_size(bias.shape).to(bias.dtype)
@@ -124,30 +144,22 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
     return operands, out, statistics.contiguous()
 
 
-def _row_terms(
-    call: KernelCall,
-    grad_output: Tensor,
-    grad_logsumexp: Tensor | None,
-    out: Tensor,
-    low: Tensor | None,
-    statistics: Tensor,
-) -> Tensor:
+def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor) -> Tensor:
     """Return what the tiles of backward read of each row (delta_kernel)."""
     B, H, _, M, _, _, E = call.size
     base_2 = call.switches.base_2
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
     tiles = cdiv(M, ROWS)
-    lse_strides = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
     delta_kernel[(tiles * B * H,)](
-        out, low, grad_output, grad_logsumexp, statistics, row_terms, out.stride(), strides_of(low),
-        grad_output.stride(), lse_strides, H, M, E, tiles, base_2, ROWS,
-        min(128, max(16, next_power_of_2(E))),
+        out, low, call.grad_output, call.grad_logsumexp, statistics, row_terms, out.stride(),
+        strides_of(low), strides_of(call.grad_output), call.lse_strides, H, M, E, tiles, BASE_2=base_2,
+        BLOCK_M=ROWS, BLOCK_E=min(128, max(16, next_power_of_2(E))),
     )  # fmt: skip
     return row_terms
 
 
 def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
-    """Replace delta in float32 where rows are confident, in the arithmetic of a kernel of scores.
+    """Replace row_terms in float32 where rows are confident, in the arithmetic of a kernel of scores.
 
     `call` has its operands as that kernel reads them. Two pieces, for TF32, err by more than delta.
     """
@@ -155,12 +167,11 @@ def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
         return
     tile = call.tile(kernel)
     tiles = cdiv(call.size.M, tile.M)
-    lse_strides = (0, 0, 0) if call.grad_logsumexp is None else call.grad_logsumexp.stride()
     confident_delta_kernel[(tiles * heads.batches * heads.groups * call.size.R,)](
         *call.tensors, call.grad_output, call.grad_logsumexp, call.row_terms, *call.strides,
-        strides_of(call.grad_output), lse_strides, heads.batches, *call.sizes,
-        heads.first_group * call.size.R, tiles, *call.scalars, *call.switches, call.pieces,
-        *tile.constants, **tile.options,
+        strides_of(call.grad_output), call.lse_strides, heads.batches, *call.sizes,
+        heads.first_group * call.size.R, tiles, *call.scalars, **call.constants, PIECES=call.pieces,
+        **tile.constants, **tile.options,
     )  # fmt: skip
 
 
@@ -172,8 +183,46 @@ def _query_gradient(call: KernelCall, grad_query: Tensor) -> None:
     query_gradient_kernel[(tiles * B * H, tile.blocks_K)](
         *call.tensors, call.grad_output, call.row_terms, grad_query, *call.strides,
         strides_of(call.grad_output), grad_query.stride(), *call.sizes, tiles, *call.scalars,
-        *call.switches, *tile.constants, **tile.options,
+        **call.constants, **tile.constants, **tile.options,
     )  # fmt: skip
+
+
+def _is_whole(call: KernelCall) -> bool:
+    """Return True if a program computes all gradients of a problem, but for the bias's.
+
+    Such are many short problems in float32 of few features.
+    """
+    B, H, G, M, N, _, _ = call.size
+    takes = call.pieces == 3 and G == H and call.grad_query is not None and call.bias_sum is None
+    takes = takes and (call.grad_bias is None or _shares_bias(call))
+    few = takes and call.find_tile("whole problem") is not None
+    return few and B * H >= PROBLEMS and max(M, N) <= LONGEST
+
+
+def _sums_shared_bias(call: KernelCall, whole: bool) -> bool:
+    """Return True if the gradient of a bias that batches share is summed from scores computed again."""
+    return _shares_bias(call) and (whole or (call.pieces == 1 and call.find_tile("shared bias") is not None))
+
+
+def _shares_bias(call: KernelCall) -> bool:
+    """Return True if several batches of short problems share a bias that needs a gradient."""
+    size, bias = call.size, call.grad_bias
+    return bias is not None and bias.shape[0] == 1 and size.B > 1 and max(size.M, size.N) <= LONGEST
+
+
+def _whole_problems(call: KernelCall) -> None:
+    """Compute dq, dk and dv, each problem in one program."""
+    B, H, _, M, N, _, _ = call.size
+    tile, total = call.tile("whole problem"), _sum_of(call.grad_query)
+    assert total is not None
+    cut = call.first is not None or M % tile.M > 0 or N % tile.N > 0
+    whole_problem_gradient_kernel[(B * H,)](
+        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, total,
+        call.grad_key, call.grad_value, *call.strides, strides_of(call.grad_output), total.stride(),
+        strides_of(call.grad_key), strides_of(call.grad_value), H, *call.sizes[2:], *call.scalars,
+        **call.constants, CUT=cut, **tile.constants_of_one_block, **tile.options,
+    )  # fmt: skip
+    _round_sum(total, call.grad_query)
 
 
 def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
@@ -236,6 +285,33 @@ def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> 
     return False
 
 
+def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
+    """Return True if strips are too small for the card, though the call is large enough for it."""
+    B, _, G, _, N, _, _ = call.size
+    if call.pieces == 1 or call.grad_bias is not None:
+        return False
+    strip, tile = (
+        strips(call.size, sum(stores) * call.dtype.itemsize, call.pieces)[0],
+        call.tile("key and value"),
+    )
+    programs = strip.batches * strip.groups * cdiv(strip.keys, tile.N)
+    return programs < FEWEST_PROGRAMS <= B * G * cdiv(N, tile.N)
+
+
+def _key_value_gradients(call: KernelCall) -> None:
+    """Compute dk and dv from scores that are computed again, some key heads at a time if in pieces."""
+    size, together = call.size, call.find_tile("key and value")
+    groups = size.G
+    if call.pieces > 1:
+        tile = together or call.tile("value")
+        groups = min(size.G, cdiv(2 * FEWEST_PROGRAMS, size.B * cdiv(size.N, tile.N)))
+    for first in range(0, size.G, groups):
+        strip = Strip(0, size.B, first, min(groups, size.G - first), 0, size.N)
+        own = call.split(strip.heads(size), strip.key_heads)
+        _confident_delta("key and value" if together else "value", own, strip)
+        _key_value_gradient(own, strip, StripMemory())
+
+
 def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:
     """Compute those of dk, dv and a bias's sum that have memory, and store what has."""
     results = call.grad_key, call.grad_value, call.bias_sum, memory.grad_scores, memory.grad_z
@@ -250,7 +326,7 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
         *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
         *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),
         strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
-        strip.first_key, tiles, *call.scalars, *call.switches, call.pieces, *tile.constants,
+        strip.first_key, tiles, *call.scalars, **call.constants, PIECES=call.pieces, **tile.constants,
         **tile.options,
     )  # fmt: skip
 
@@ -267,8 +343,8 @@ def _scores(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
     scores_kernel[(heads * tiles_m * tiles_n,)](
         *call.tensors, call.grad_output, call.row_terms, memory.weight, memory.grad_scores, memory.grad_z,
         parts, *call.strides, strides_of(call.grad_output), memory.strides, B, *call.sizes,
-        strip.first_group, strip.first_key, tiles_m, tiles_n, *call.scalars, *call.switches,
-        *tile.constants, **tile.options,
+        strip.first_group, strip.first_key, tiles_m, tiles_n, *call.scalars, **call.constants,
+        **tile.constants, **tile.options,
     )  # fmt: skip
     if call.bias_sum is not None and parts is not None:
         keys = slice(strip.first_key, strip.end_key)
@@ -287,8 +363,8 @@ def _query_of_scores(
         call.key, call.first, call.end, memory.grad_scores, grad_query, strides_of(call.key),
         memory.strides, grad_query.stride(), strip.batches, R, M, N, K, strip.first_group,
         strip.groups, strip.first_key, strip.end_key, tiles, call.scalars.scale,
-        call.switches.precision, call.pieces, add, tile.M, tile.N, tile.K, tile.blocks_K,
-        tile.cut_K, **tile.options,
+        PRECISION=call.switches.precision, PIECES=call.pieces, ADD=add, BLOCK_M=tile.M, BLOCK_N=tile.N,
+        BLOCK_K=tile.K, BLOCKS_K=tile.blocks_K, CUT_K=tile.cut_K, **tile.options,
     )  # fmt: skip
 
 
@@ -306,8 +382,8 @@ def _key_value_of_scores(
         memory.grad_scores, memory.weight, call.grad_key, grad_value, strides_of(call.query),
         strides_of(call.grad_output), memory.strides, strides_of(call.grad_key),
         strides_of(grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
-        strip.first_key, call.scalars.scale, call.switches.precision, call.pieces, *tile.constants,
-        **tile.options,
+        strip.first_key, call.scalars.scale, PRECISION=call.switches.precision, PIECES=call.pieces,
+        **tile.constants, **tile.options,
     )  # fmt: skip
 
 
@@ -324,8 +400,8 @@ def _bias_of_scores(
     scores = memory.grad_scores if memory.grad_z is None else memory.grad_z
     bias_of_scores_kernel[(math.prod(tiles + own),)](
         call.first, call.end, scores, grad_bias, memory.strides, broadcast_strides(grad_bias),
-        strip.batches, R, M, N, own, loops, strip.first_group, strip.first_key, tiles, add,
-        tile.M, tile.N, **tile.options,
+        strip.batches, R, M, N, own, loops, strip.first_group, strip.first_key, tiles, ADD_BIAS=add,
+        BLOCK_M=tile.M, BLOCK_N=tile.N, **tile.options,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.core.backend import cdiv
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
+from lowtide.ops.attention.triton_backend import launch_small_problems
 from lowtide.ops.attention.triton_backend.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 
@@ -20,12 +21,14 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
     statistics, low = None, allocate_low(out) if options.keep_low else None
     if keep_statistics:
         statistics = out.new_empty(operands.statistics_shape, dtype=torch.float32)
-    if out.numel():
+    if launch_small_problems.is_small(call):
+        launch_small_problems.forward(call, out, low, statistics)
+    elif out.numel():
         call = call.split(slice(None), slice(None))
         tile = call.tile("forward")
         tiles = cdiv(M, tile.M)
         forward_kernel[(tiles * B * H, tile.blocks_E)](
             *call.tensors, out, low, statistics, *call.strides, out.stride(), *call.sizes, tiles,
-            *call.scalars, *call.switches, call.pieces, *tile.constants, **tile.options,
+            *call.scalars, **call.constants, PIECES=call.pieces, **tile.constants, **tile.options,
         )  # fmt: skip
     return [each for each in (out, statistics, low) if each is not None]

@@ -9,6 +9,7 @@ has the sizes). The scores are sums over all features, whatever the block.
 import triton
 import triton.language as tl
 
+from lowtide.core.launch import remember_launches
 from lowtide.core.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
@@ -17,6 +18,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
     head,
     interval,
     keep_mask,
+    load_bias,
     load_pieces,
     load_rows,
     load_shift,
@@ -35,6 +37,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 )
 
 
+@remember_launches
 @triton.jit
 def delta_kernel(
     out_ptr, low_ptr, grad_output_ptr, grad_logsumexp_ptr, statistics_ptr, row_terms_ptr,
@@ -80,6 +83,7 @@ def delta_kernel(
     tl.store(row_terms_ptr + M, max_m, mask=i < M)
 
 
+@remember_launches
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
@@ -126,12 +130,14 @@ def query_gradient_kernel(
             key = load_tile(key_place, k, K, MASKED, CUT_K)
             value = load_tile(value_place, e, E, MASKED, CUT_E)
             j = start_n + row_n
+            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
             )
-            z, room = score_tile(scores, i[:, None], j[None, :], first[:, None], end[:, None],
-                bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED)  # fmt: skip
+            z, room = score_tile(
+                scores, bias, j[None, :], first[:, None], end[:, None], scale, SOFTCAP, BASE_2, MASKED
+            )
             grad_weight = product(
                 grad_output, value, grad_output_place, value_place, E, zero, PRECISION, BLOCKS_E,
                 True, MASKED, CUT_E,
@@ -150,6 +156,7 @@ def query_gradient_kernel(
     store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
 
 
+@remember_launches
 @triton.jit(do_not_specialize=["first_group"])
 def key_value_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
@@ -218,6 +225,7 @@ def key_value_gradient_kernel(
                 query = load_pieces(query_place, k, width_k, MASKED, CUT_K, PIECES)
                 grad_output = load_pieces(grad_output_place, e, width_e, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
+                bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
                     key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
@@ -230,9 +238,9 @@ def key_value_gradient_kernel(
                 first, end = i, i
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
-                z, room = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-                    head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, MASKED,
-                )  # fmt: skip
+                z, room = score_tile(
+                    scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, MASKED
+                )
                 shift_m, log2_sum_m = load_shift(head_terms_ptr, i, M, MASKED, BASE_2)
                 weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
                 used, keep = weight, MASKED

@@ -13,6 +13,7 @@ Shapes: I rows of a matrix, F features of any operand.
 import triton
 import triton.language as tl
 
+from lowtide.core.launch import remember_launches
 from lowtide.core.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.tiles import (
@@ -21,6 +22,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
     head,
     interval,
     keep_mask,
+    load_bias,
     load_pieces,
     load_rows,
     load_shift,
@@ -68,6 +70,7 @@ def sum_over_features(
     return tile
 
 
+@remember_launches
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def scores_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
@@ -105,11 +108,11 @@ def scores_kernel(
     row = (b * H + h).to(tl.int64) * M
     row_terms_ptr = row_terms_at(row_terms_ptr, b * H + h, M, BASE_2)
 
+    bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scores = sum_over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
-    z, room = score_tile(scores, i[None, :], j[:, None], first[None, :], end[None, :],
-        head_bias_ptr, bias_strides, M, N, scale, SOFTCAP, BASE_2, COLUMN_BIAS, True)  # fmt: skip
+    z, room = score_tile(scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, True)
     shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
     weight = weights(z, shift_m[None, :], log2_sum_m[None, :], BASE_2)
     sloped = weight
@@ -141,6 +144,7 @@ def scores_kernel(
             store_scores(ptr, grad_scores_strides, row_n, i, grad, True)
 
 
+@remember_launches
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def query_of_scores_kernel(
     key_ptr, first_ptr, end_ptr, grad_scores_ptr, grad_query_ptr,
@@ -230,6 +234,7 @@ def sum_over_queries(
     store_tile(out_ptr, start_n + row_n, f, out_strides, N, F, total * factor)
 
 
+@remember_launches
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def key_value_of_scores_kernel(
     query_ptr, grad_output_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, grad_scores_ptr, weight_ptr,
@@ -268,6 +273,7 @@ def key_value_of_scores_kernel(
         )  # fmt: skip
 
 
+@remember_launches
 @triton.jit(do_not_specialize=OF_A_STRIP)
 def bias_of_scores_kernel(
     first_ptr, end_ptr, grad_scores_ptr, grad_bias_ptr, grad_scores_strides, grad_bias_strides,

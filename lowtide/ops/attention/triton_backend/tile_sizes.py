@@ -46,9 +46,17 @@ class Tile(NamedTuple):
     stages: int
 
     @property
-    def constants(self) -> tuple[int, ...]:
-        """Return BLOCK_M, BLOCK_N, BLOCK_K, BLOCKS_K, BLOCK_E, BLOCKS_E, CUT_K and CUT_E."""
-        return self[:8]
+    def constants(self) -> dict[str, int]:
+        """Return the constants of a kernel that goes over blocks of features."""
+        return self.constants_of_one_block | {"BLOCKS_K": self.blocks_K, "BLOCKS_E": self.blocks_E}
+
+    @property
+    def constants_of_one_block(self) -> dict[str, int]:
+        """Return the constants of a kernel whose tiles have all features."""
+        return {
+            "BLOCK_M": self.M, "BLOCK_N": self.N, "BLOCK_K": self.K, "BLOCK_E": self.E, "CUT_K": self.cut_K,
+            "CUT_E": self.cut_E,
+        }  # fmt: skip
 
     @property
     def options(self) -> dict[str, int]:
@@ -60,6 +68,13 @@ class Tile(NamedTuple):
 # Triton 3.6 confuses the descriptors of tiles of two widths at one address. The result is a crash,
 # or other numbers than those that were asked for.
 MIN_FEATURES = 64  # decision 0020
+# Kernels whose tiles in shared memory all have features as rows. Where no operand has more than 32
+# features, all of these tiles are 32 wide, so no tile of another width is beside them.
+NARROW = (
+    *("forward", "query", "key and value", "problem forward", "problem gradient", "shared bias"),
+    "whole problem",
+)
+FEWEST_FEATURES = 32
 
 
 # Each kernel has pairs (most features, tile sizes); of a call's features the larger of K and E
@@ -89,6 +104,9 @@ LARGE_HALF: Table = {
     "query of scores": ((64, TileSizes(128, 64, 64, 64, 4, 4)), (ANY, TileSizes(128, 64, 256, 256, 8, 4))),
     "key and value of scores": ((ANY, TileSizes(128, 128, 128, 128, 8, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 2)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
+    "shared bias": ((64, TileSizes(64, 64, 64, 64, 4, 3)),),
 }
 LARGE_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -98,6 +116,7 @@ LARGE_FLOAT: Table = {
         (ANY, TileSizes(128, 32, 128, 128, 8, 1)),
     ),
     "forward of 3 pieces": (
+        (32, TileSizes(64, 64, 64, 64, 4, 2)),
         (64, TileSizes(128, 64, 64, 64, 8, 3)),
         (128, TileSizes(128, 64, 128, 128, 8, 1)),
         (256, TileSizes(128, 32, 128, 128, 8, 1)),
@@ -125,6 +144,10 @@ LARGE_FLOAT: Table = {
     ),
     "key and value of scores": ((ANY, TileSizes(32, 64, 128, 128, 4, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "problem gradient": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "shared bias": ((32, TileSizes(64, 64, 64, 64, 4, 2)),),
+    "whole problem": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
 }
 SMALL_HALF: Table = {
     "forward": (
@@ -144,6 +167,9 @@ SMALL_HALF: Table = {
     "query of scores": ((ANY, TileSizes(64, 64, 128, 128, 4, 3)),),
     "key and value of scores": ((ANY, TileSizes(64, 64, 128, 128, 4, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 1)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
+    "shared bias": ((64, TileSizes(64, 64, 64, 64, 4, 2)),),
 }
 SMALL_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -158,9 +184,14 @@ SMALL_FLOAT: Table = {
     "query of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 1)),),
     "key and value of scores": ((ANY, TileSizes(32, 64, 64, 64, 4, 1)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "problem gradient": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "shared bias": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "whole problem": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
 }
 
 
+@cache
 def find_tile(
     kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias_bytes: int = 0
 ) -> Tile | None:
@@ -178,8 +209,9 @@ def find_tile(
         return None
     if row_bias_bytes:
         size = _with_row_bias(kernel, pieces, size, features, row_bias_bytes)
-    block_k = max(MIN_FEATURES, min(next_power_of_2(K), size.K))
-    block_e = max(MIN_FEATURES, min(next_power_of_2(E), size.E))
+    least = FEWEST_FEATURES if features <= FEWEST_FEATURES and kernel in NARROW else MIN_FEATURES
+    block_k = max(least, min(next_power_of_2(K), size.K))
+    block_e = max(least, min(next_power_of_2(E), size.E))
     blocks = block_k, cdiv(K, block_k), block_e, cdiv(E, block_e)
     return Tile(size.M, size.N, *blocks, K % block_k > 0, E % block_e > 0, size.warps, size.stages)
 

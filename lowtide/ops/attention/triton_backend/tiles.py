@@ -170,14 +170,29 @@ def product(
 
 
 @triton.jit
+def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
+    """Load the bias of queries i and keys j, 0 outside; None if there is no bias.
+
+    COLUMN_BIAS: the bias is the same for all queries. Its loads are issued before the product that
+    the bias is added to, so that they overlap.
+    """
+    bias = ptr
+    if ptr is not None:
+        if COLUMN_BIAS:
+            bias = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)
+        else:
+            offsets = i.to(tl.int64) * strides[2] + j.to(tl.int64) * strides[3]
+            bias = tl.load(ptr + offsets, mask=(i < M) & (j < N), other=0)
+    return bias
+
+
+@triton.jit
 def score_tile(
-    product, i, j, first, end, bias_ptr, bias_strides, M, N, scale, SOFTCAP: tl.constexpr,
-    BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    product, bias, j, first, end, scale, SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr
+):
     """Return z, and what the soft cap's slope is computed from (undefined without a soft cap).
 
-    COLUMN_BIAS: the bias is the same for all queries. MASKED: some scores of the tile may be
-    hidden.
+    bias: as load_bias returns it. MASKED: some scores of the tile may be hidden.
     """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     room = product
@@ -188,13 +203,8 @@ def score_tile(
         z = tl.fma(capped, SOFTCAP * unit, 0.0)
     else:
         z = tl.fma(product, scale * unit, 0.0)
-    if bias_ptr is not None:
-        if COLUMN_BIAS:
-            bias = tl.load(bias_ptr + j.to(tl.int64) * bias_strides[3], mask=j < N, other=0)
-        else:
-            offsets = i.to(tl.int64) * bias_strides[2] + j.to(tl.int64) * bias_strides[3]
-            bias = tl.load(bias_ptr + offsets, mask=(i < M) & (j < N), other=0)
-        if bias_ptr.dtype.element_ty == tl.uint8:  # bool: True takes part
+    if bias is not None:
+        if bias.dtype == tl.uint8:  # bool: True takes part
             z = tl.where(bias != 0, z, -float("inf"))
         else:
             z += bias.to(tl.float32)

@@ -1,0 +1,78 @@
+"""Launch the kernels of many small problems (small_problems.py).
+
+Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
+"""
+
+import torch
+from torch import Tensor
+
+from lowtide.core.backend import cdiv
+from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
+from lowtide.ops.attention.triton_backend.small_problems import (
+    problem_forward_kernel,
+    problem_gradient_kernel,
+)
+
+# With fewer problems the card is idle for the most part, whatever a program takes.
+FEWEST = 264
+# Programs of forward and of backward. Two programs of backward fit a multiprocessor of an H200.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
+
+
+def is_small(call: KernelCall, grad_bias: bool = False) -> bool:
+    """Return True if the kernels take this call: many problems of one tile each.
+
+    Where TF32 is allowed, float32 has other kernels. grad_bias: the bias needs a gradient. Then the
+    bias must differ between queries and between keys, and must not be shared by the heads of a
+    batch alone.
+    """
+    B, H, G, M, N, _, _ = call.size
+    tile, bias = call.find_tile("problem gradient"), call.bias
+    if tile is None or G != H or B * H < FEWEST or M > tile.M or N > tile.N or call.pieces == 2:
+        return False
+    if bias is None or not grad_bias:
+        return True
+    return min(bias.shape[2:]) > 1 and (bias.shape[0] == 1 or bias.shape[1] == H)
+
+
+def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor | None) -> None:
+    """Write the result and, if they have memory, its low half and the statistics of each row."""
+    H, _, *sizes = call.sizes
+    runs, batches = _runs(call, FORWARD_PROGRAMS)
+    tile = call.tile("problem forward")
+    problem_forward_kernel[(runs * H,)](
+        *call.tensors, out, low, statistics, *call.strides, out.stride(), call.size.B, H, *sizes, batches,
+        *call.scalars, **call.constants, SHARED=_is_shared(call), **tile.constants_of_one_block,
+        **tile.options,
+    )  # fmt: skip
+
+
+def backward(call: KernelCall) -> None:
+    """Write the gradients that have memory."""
+    H, _, *sizes = call.sizes
+    runs, batches = _runs(call, BACKWARD_PROGRAMS)
+    tile, grad_bias = call.tile("problem gradient"), call.grad_bias
+    parts = grad_bias
+    if grad_bias is not None and grad_bias.shape[0] == 1:
+        parts = grad_bias.new_empty(runs, H, *sizes[:2], dtype=torch.float32)
+    gradients = call.grad_query, call.grad_key, call.grad_value, parts
+    problem_gradient_kernel[(runs * H,)](
+        *call.tensors, call.grad_output, call.grad_logsumexp, *gradients, *call.strides,
+        strides_of(call.grad_output), call.lse_strides,
+        *(strides_of(each) for each in gradients), call.size.B, H, *sizes, batches, *call.scalars,
+        **call.constants, SHARED=_is_shared(call), **tile.constants_of_one_block, **tile.options,
+    )  # fmt: skip
+    if grad_bias is not None and parts is not None and parts is not grad_bias:
+        grad_bias.copy_(parts.sum_to_size(grad_bias.shape))
+
+
+def _runs(call: KernelCall, programs: int) -> tuple[int, int]:
+    """Return the number of runs of batches, and the batches of each."""
+    B, H = call.size.B, call.size.H
+    batches = cdiv(B, max(1, programs // H))
+    return cdiv(B, batches), batches
+
+
+def _is_shared(call: KernelCall) -> bool:
+    """Return True if all batches share the bias, or there is none."""
+    return call.bias is None or call.bias.shape[0] == 1

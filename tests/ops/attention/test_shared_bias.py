@@ -1,0 +1,116 @@
+"""The gradient of a bias that all batches share, from scores that are computed again: through the interpreter
+on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
+
+import pytest
+import torch
+
+from lowtide import attn_bias as masks
+from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.test_layouts import poisoned
+from tests.support.loss import skip_unless_runnable
+
+pytest.importorskip("triton")
+shared = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_shared_bias")
+
+pytestmark = INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Gives the number of launches so far, of runs as short as they can be."""
+    monkeypatch.setattr(shared, "PROGRAMS", 1 << 20)
+    found = []
+    launch = shared.shared_bias_gradient
+    monkeypatch.setattr(shared, "shared_bias_gradient", lambda call: found.append(launch(call)))
+    return found
+
+
+CASES = {
+    "plain": {},
+    "causal": {"mask": masks.LowerTriangularMask()},
+    "local": {"mask": masks.LocalAttentionFromBottomRightMask(3, 2)},  # tiles that nobody sees
+    "soft cap": {"softcap": 2.0, "scale": 0.8},
+    "dropout": {"p": 0.4, "seed": 9},
+    "shared key heads": {"H": 4, "G": 2, "E": 5},
+    "many features": {"K": 50, "E": 64, "H": 1},
+    "extreme scores": {"spread": 300.0},
+    "negative scale": {"scale": -0.6},
+}  # fmt: skip
+
+
+def case_of(device, **more):
+    return make_case(
+        **({"B": 3, "M": 70, "N": 75, "H": 2, "bias": (0, 1, 1, 1), "dtype": torch.float16} | more),
+        device=device,
+    )
+
+
+def run(case, launches):
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(device, launches, name):
+    skip_unless_runnable("triton", device)
+    run(case_of(device, **CASES[name]), launches)
+
+
+@pytest.mark.parametrize("programs", [1, 24, 1 << 20])
+@pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1)], ids=str)
+def test_runs(device, launches, monkeypatch, shape, programs):
+    """One run, some and as many as there are scores."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(shared, "PROGRAMS", programs)
+    run(case_of(device, bias=shape), launches)
+
+
+def test_bias_alone(device, launches):
+    skip_unless_runnable("triton", device)
+    case = case_of(device)
+    for name, leaf in case.leaves().items():
+        leaf.requires_grad_(name == "bias")
+    run(case, launches)
+
+
+@pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
+def test_float32(device, launches, monkeypatch, more):
+    """Where each problem has a program for its other gradients."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.PROBLEMS", 1)
+    run(case_of(device, dtype=torch.float32, **more), launches)
+
+
+@pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
+def test_strides(device, launches, how):
+    skip_unless_runnable("triton", device)
+    case = case_of(device)
+    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
+    case = type(case)(*views, mask=masks.LowerTriangularMask())
+    of_out, of_lse = make_upstream(case)
+    upstream = (poisoned(of_out, how), of_lse)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"B": 1}, {"K": 65}, {"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1)}, {"dtype": torch.float32}],
+    ids=str,
+)
+def test_other_ways(device, launches, more):
+    skip_unless_runnable("triton", device)
+    case = case_of(device, **more)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert not launches
+
+
+def test_same_call_same_bits(device):
+    skip_unless_runnable("triton", device)
+    case = case_of(device, p=0.3, seed=5)
+    upstream = make_upstream(case)
+    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
+    for name, part in first.items():
+        assert torch.equal(part, second[name]), name
