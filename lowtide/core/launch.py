@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 # Compiled kernels that each function remembers, by the sizes that it was called with. With more it
 # begins again.
 MOST_LAUNCHES = 512
+INTEGERS = frozenset({int})
 ALIGNMENT = 16  # bytes, of a pointer that Triton reads in vectors
 
 
@@ -95,7 +96,7 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
             key.append(each)
         elif kind is float:
             key.append(float)
-        elif kind is tuple and all(type(one) is int for one in each):
+        elif kind is tuple and INTEGERS.issuperset(map(type, each)):
             key.append(each)
         elif kind is TensorDescriptor:
             key += each.base.dtype, *each.block_shape, each.padding

@@ -7,7 +7,6 @@ Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of 
 of values.
 """
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +46,7 @@ class Switches(NamedTuple):
     column_bias: bool
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCall:
+class KernelCall(NamedTuple):
     """Hold one call as its kernels read it, or some batches of it."""
 
     size: Sizes
@@ -120,7 +118,7 @@ class KernelCall:
         """Return the part of these batches; what all batches share stays as it is."""
         tensors = ((name, getattr(self, name)) for name in WITH_BATCHES)
         own = {name: x[batches] for name, x in tensors if x is not None and x.shape[0] > 1}
-        return replace(self, **own)
+        return self._replace(**own)
 
     def split(self, heads: slice, key_heads: slice) -> "KernelCall":
         """Return the call with the operands of some heads in pieces; one piece has all heads."""
@@ -129,7 +127,7 @@ class KernelCall:
         whole = {"query": heads, "key": key_heads, "value": key_heads, "grad_output": heads}
         tensors = ((name, getattr(self, name)) for name in whole)
         own = {name: x[:, whole[name]] for name, x in tensors if x is not None}
-        return replace(self, **dict(zip(own, split([*own.values()], self.pieces))))
+        return self._replace(**dict(zip(own, split([*own.values()], self.pieces))))
 
     def tile(self, kernel: str) -> Tile:
         found = self.find_tile(kernel)

@@ -10,7 +10,7 @@ Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E f
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -89,13 +89,12 @@ def backward(
         return zeros if bias is None else [*zeros, torch.zeros_like(bias)]
     grad_output = grad_output.contiguous() if is_far(grad_output) else grad_output
     grad_query, grad_key, grad_value = gradients
-    call = replace(
-        call, grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
+    call = call._replace(
+        grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
         grad_key=grad_key, grad_value=grad_value,
     )  # fmt: skip
     if launch_small_problems.is_small(call, bias is not None):
-        grad_bias = None if bias is None else bias.new_empty(bias.shape)
-        launch_small_problems.backward(replace(call, grad_bias=grad_bias))
+        grad_bias = launch_small_problems.backward(call, bias)
         return [each for each in (*gradients, grad_bias) if each is not None]
     row_terms = _row_terms(call, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
@@ -107,18 +106,18 @@ def backward(
         else:
             grad_bias = bias_of_scores = bias.new_empty(bias.shape)
     row_first, row_end = _rows_of_keys(call)
-    call = replace(
-        call, row_terms=row_terms, row_first=row_first, row_end=row_end, grad_bias=bias_of_scores,
+    call = call._replace(
+        row_terms=row_terms, row_first=row_first, row_end=row_end, grad_bias=bias_of_scores,
         bias_sum=bias_sum,
     )  # fmt: skip
     many = call.find_tile("query") is None
     together = call.find_tile("key and value") is not None
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
-        _confident_delta("whole problem", replace(call, pieces=1), every)
+        _confident_delta("whole problem", call._replace(pieces=1), every)
     if _sums_shared_bias(call, whole):
         launch_shared_bias.shared_bias_gradient(call)
-        call, needs_grad = replace(call, grad_bias=None), (*needs_grad[:3], False)
+        call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:
         _whole_problems(call)
@@ -126,7 +125,7 @@ def backward(
         _in_strips(call, stores, many)
     else:
         if grad_query is not None:
-            _confident_delta("query", replace(call, pieces=1), every)
+            _confident_delta("query", call._replace(pieces=1), every)
             _query_gradient(call, grad_query)
         _key_value_gradients(call)
     if bias_sum is not None:
@@ -234,7 +233,7 @@ def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
     own, every = (found[0].batches, found[0].groups), (size.B, size.G)
     add_bias = any(each and mine < all_of for each, mine, all_of in zip(shared, own, every))
     total_bias = _sum_of(bias) if add_bias else bias
-    summed = replace(call, grad_bias=total_bias)
+    summed = call._replace(grad_bias=total_bias)
     for _, of_heads in itertools.groupby(found, key=lambda strip: (strip.first_batch, strip.first_group)):
         _strips_of_heads(summed, list(of_heads), stores, many, room, add_bias)
     _round_sum(total_bias, bias)
@@ -278,10 +277,10 @@ def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> 
         _key_value("key and value", call, strip, memory)
         return True
     if call.pieces == 1 and memory.grad_scores is None and memory.grad_z is None:
-        _key_value("key", replace(call, grad_value=None), strip, memory)
-        _key_value("value", replace(call, grad_key=None, bias_sum=None), strip, memory)
+        _key_value("key", call._replace(grad_value=None), strip, memory)
+        _key_value("value", call._replace(grad_key=None, bias_sum=None), strip, memory)
         return True
-    _key_value("value", replace(call, grad_key=None), strip, memory)
+    _key_value("value", call._replace(grad_key=None), strip, memory)
     return False
 
 

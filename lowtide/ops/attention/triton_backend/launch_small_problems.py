@@ -47,23 +47,25 @@ def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tenso
     )  # fmt: skip
 
 
-def backward(call: KernelCall) -> None:
-    """Write the gradients that have memory."""
+def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
+    """Write the gradients that have memory, and return that of the bias, if it is given."""
     H, _, *sizes = call.sizes
     runs, batches = _runs(call, BACKWARD_PROGRAMS)
-    tile, grad_bias = call.tile("problem gradient"), call.grad_bias
-    parts = grad_bias
-    if grad_bias is not None and grad_bias.shape[0] == 1:
-        parts = grad_bias.new_empty(runs, H, *sizes[:2], dtype=torch.float32)
-    gradients = call.grad_query, call.grad_key, call.grad_value, parts
+    tile, grad_bias = call.tile("problem gradient"), bias
+    if bias is not None and bias.shape[0] == 1:
+        grad_bias = bias.new_empty(runs, H, *sizes[:2], dtype=torch.float32)
+    elif bias is not None:
+        grad_bias = bias.new_empty(bias.shape)
+    gradients = call.grad_query, call.grad_key, call.grad_value, grad_bias
     problem_gradient_kernel[(runs * H,)](
         *call.tensors, call.grad_output, call.grad_logsumexp, *gradients, *call.strides,
         strides_of(call.grad_output), call.lse_strides,
         *(strides_of(each) for each in gradients), call.size.B, H, *sizes, batches, *call.scalars,
         **call.constants, SHARED=_is_shared(call), **tile.constants_of_one_block, **tile.options,
     )  # fmt: skip
-    if grad_bias is not None and parts is not None and parts is not grad_bias:
-        grad_bias.copy_(parts.sum_to_size(grad_bias.shape))
+    if bias is None or grad_bias is None or bias.shape[0] > 1:
+        return grad_bias
+    return grad_bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def _runs(call: KernelCall, programs: int) -> tuple[int, int]:
