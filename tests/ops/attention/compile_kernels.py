@@ -97,7 +97,7 @@ SPILLS = {
     "key and value, half, keeping scores, 128": 2080,
     "delta as query, float32, 64": 64,
     "delta as value of 3 pieces, 128": 384,
-    "delta as value of 3 pieces, 512, all": 192,
+    "delta as value of 3 pieces, 512, all": 220,
     "key and value, half, keeping scores, 32, all": 448,
     "problem gradient, half, all": 320,
     "problem gradient, float32, 32": 1172,
