@@ -89,7 +89,7 @@ WAYS = {
     # Long sequences in float32, whose strips would be too small for a card.
     "recomputed": Way(
         "triton",
-        (2, 17, 64, 130),
+        (2, 17, 70),
         (8, 32, 64),
         1,
         {"launch_backward._leaves_idle": lambda call, _: call.grad_bias is None},
