@@ -69,7 +69,7 @@ ONE_TILE = (
     "launch_small_problems.problem_gradient_kernel",
     "launch_backward.delta_kernel",
 )
-SHARED = "launch_shared_bias.shared_bias_gradient_kernel"
+SHARED = "launch_small_problems.shared_bias_gradient_kernel"
 WAYS = {
     "torch": Way("torch", (1, 2, 3, 17, 64, 257, 700)),
     "triton": Way("triton", (2, 3, 17, 64, 130)),

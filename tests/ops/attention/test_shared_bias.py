@@ -10,7 +10,7 @@ from tests.ops.attention.test_layouts import poisoned
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
-shared = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_shared_bias")
+shared = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_small_problems")
 
 pytestmark = INTERPRETED
 
@@ -18,7 +18,7 @@ pytestmark = INTERPRETED
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
     """Gives the number of launches so far, of runs as short as they can be."""
-    monkeypatch.setattr(shared, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", 1 << 20)
     found = []
     launch = shared.shared_bias_gradient
     monkeypatch.setattr(shared, "shared_bias_gradient", lambda call: found.append(launch(call)))
@@ -62,7 +62,7 @@ def test_values(device, launches, name):
 def test_runs(device, launches, monkeypatch, shape, programs):
     """One run, some and as many as there are scores."""
     skip_unless_runnable("triton", device)
-    monkeypatch.setattr(shared, "PROGRAMS", programs)
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", programs)
     run(case_of(device, bias=shape), launches)
 
 

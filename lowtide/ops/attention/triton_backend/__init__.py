@@ -18,8 +18,7 @@ The modules, in the order of imports (a module imports only those above it):
     shared_bias.py      the gradient of a bias that all batches share
     strips.py           which scores backward stores, and how many at a time
     launch.py           one call as its kernels read it
-    launch_small_problems.py  launches of many small problems
-    launch_shared_bias.py     the launch for a shared bias
+    launch_small_problems.py  launches of many small problems, and for a shared bias
     launch_forward.py   the launch of forward
     launch_backward.py  launches of backward
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.core.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
-from lowtide.ops.attention.triton_backend import launch_shared_bias, launch_small_problems
+from lowtide.ops.attention.triton_backend import launch_small_problems
 from lowtide.ops.attention.triton_backend.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
@@ -116,7 +116,7 @@ def backward(
     if whole:
         _confident_delta("whole problem", call._replace(pieces=1), every)
     if _sums_shared_bias(call, whole):
-        launch_shared_bias.shared_bias_gradient(call)
+        launch_small_problems.shared_bias_gradient(call)
         call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:

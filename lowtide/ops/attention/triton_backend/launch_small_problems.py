@@ -1,13 +1,16 @@
-"""Launch the kernels of many small problems (small_problems.py).
+"""Launch the kernels of many small problems (small_problems.py), and of a shared bias (shared_bias.py).
 
 Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from lowtide.core.backend import cdiv
 from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
+from lowtide.ops.attention.triton_backend.shared_bias import shared_bias_gradient_kernel
 from lowtide.ops.attention.triton_backend.small_problems import (
     problem_forward_kernel,
     problem_gradient_kernel,
@@ -17,6 +20,8 @@ from lowtide.ops.attention.triton_backend.small_problems import (
 FEWEST = 264
 # Programs of forward and of backward. Two programs of backward fit a multiprocessor of an H200.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
+# Programs for a shared bias that has fewer tiles: each of several runs sums some of the scores.
+BIAS_PROGRAMS = 528
 
 
 def is_small(call: KernelCall, grad_bias: bool = False) -> bool:
@@ -66,6 +71,26 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
     if bias is None or grad_bias is None or bias.shape[0] > 1:
         return grad_bias
     return grad_bias.sum_to_size(bias.shape).to(bias.dtype)
+
+
+def shared_bias_gradient(call: KernelCall) -> None:
+    """Write the gradient of a bias that all batches share, from scores computed again."""
+    grad_bias = call.grad_bias
+    assert grad_bias is not None
+    B, H, _, M, N, _, _ = call.size
+    tile, own_heads = call.tile("shared bias"), grad_bias.shape[1]
+    tiles, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), H // own_heads
+    steps = cdiv(B * heads, max(1, BIAS_PROGRAMS // (math.prod(tiles) * own_heads)))
+    runs, parts = cdiv(B * heads, steps), grad_bias
+    if runs > 1:
+        parts = grad_bias.new_empty(runs, *grad_bias.shape[1:], dtype=torch.float32)
+    shared_bias_gradient_kernel[(math.prod(tiles) * own_heads * runs,)](
+        *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
+        strides_of(call.grad_output), strides_of(parts), B, *call.sizes, own_heads, heads, steps, *tiles,
+        *call.scalars, **call.constants, **tile.constants_of_one_block, **tile.options,
+    )  # fmt: skip
+    if parts is not grad_bias:
+        grad_bias.copy_(parts.sum(0, keepdim=True))
 
 
 def _runs(call: KernelCall, programs: int) -> tuple[int, int]:
