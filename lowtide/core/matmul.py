@@ -40,9 +40,9 @@ def _without_autocast(tensor: Tensor) -> Iterator[None]:
         yield
 
 
-def blocks(size: int, step: int) -> Iterator[slice]:
-    """Yield the slices of at most `step` that make up range(size)."""
-    for start in range(0, size, step):
+def blocks(size: int, step: int, *, first: int = 0) -> Iterator[slice]:
+    """Yield the slices of at most `step` that make up range(first, size)."""
+    for start in range(first, size, step):
         yield slice(start, min(start + step, size))
 
 

@@ -24,6 +24,7 @@ from lowtide.ops.linear_cross_entropy.planning.operands import (
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
+from lowtide.ops.linear_cross_entropy.planning.step_time import step_seconds
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
@@ -189,6 +190,26 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
     cast = [each for each in head.weights if each.is_cuda and each.dtype != access.dtype]
     copies = sum(each.numel() * access.dtype.itemsize for each in cast)
     return copies + sizes.tiling_bytes(counts, sizes.choose_sizes(workspace, counts))
+
+
+def predicted_seconds(
+    head: Head, options: Options, call_kind: CallKind, ignored: float = 0.0
+) -> float | None:
+    """Return the predicted seconds of loss and gradients on an H200; None if no model knows the call.
+
+    The model knows the exponentials engine, with gradients of one input and its weight. `ignored`
+    is the share of ignored rows; it counts where these are skipped.
+    """
+    if options.engine != "exponentials" or len(head.inputs) > 1 or head.device.type != "cuda":
+        return None
+    if not all((*call_kind.needs_grad.inputs, *call_kind.needs_grad.weights)):
+        return None
+    call = Call(head, options, call_kind)
+    _, workspace, counts = _memory(call)
+    tiling = sizes.choose_sizes(workspace, counts)
+    if exponentials.skips_ignored(call, tiling.weight_gradient):
+        counts = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
+    return step_seconds(counts, tiling)
 
 
 def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:

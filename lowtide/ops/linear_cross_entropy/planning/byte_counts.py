@@ -13,6 +13,8 @@ Shapes: N tokens, D features, V classes.
 
 from dataclasses import dataclass
 
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
+
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
@@ -30,28 +32,48 @@ class ClassBlocks:
     step: int  # multiple of tokens and classes: the tile size
     exponential: int
     """Bytes of one exponential."""
+    gradient: int
+    """Bytes of the weight gradient per class; they hold exponentials until the class is formed."""
     partials: int
     """Bytes of float32 partial sums per row and half tile."""
     statistics: int
     """Bytes per row of the partial sums of all half tiles, if only statistics are wanted."""
     largest: int
-    """Bytes per row of all half tiles' largest logits; they reuse the exponentials' memory."""
+    """Bytes per row of all half tiles' largest logits, if classes come in blocks."""
+    product: int
+    """Bytes per row of the float32 results that become dX."""
     row: int
     """Other bytes per token in the first sweep."""
     gradient_row: int
     """Other bytes per token in the second sweep."""
     class_sum: int
     """Bytes per class in the second sweep."""
+    copies_rows: bool = False
+    """True if rows of X are copied, so that tokens that are stored come in chunks as well."""
 
-    def of_chunk(self, rows: int, classes: int) -> int:
-        """Return the bytes of the first sweep with these sizes."""
-        partials = (classes // self.step + 2) * self.partials
-        exponentials = max((classes + 8) * self.exponential, self.largest)
-        return rows * (self.row + max(partials + exponentials, self.statistics))
+    def most_classes(self, rows: int) -> int:
+        """Return the most classes at a time whose exponentials fit in the gradient's memory."""
+        columns = self.V * self.gradient // (rows * self.exponential)
+        return self.V if rows == 1 or columns >= padded(self.V) else columns - columns % 8
 
-    def of_block(self, rows: int, classes: int) -> int:
-        """Return the bytes of the second sweep with these sizes."""
-        return rows * (self.gradient_row + (classes + 8) * self.exponential) + classes * self.class_sum
+    def most_stored(self, classes: int) -> int:
+        """Return the most tokens that can be stored in blocks of so many classes."""
+        widths = {classes, self.V % classes or classes}
+        return min(self.N, *(each * self.gradient // (padded(each) * self.exponential) for each in widths))
+
+    def of_chunk(self, rows: int, classes: int, product_rows: int, *, stored: bool = False) -> int:
+        """Return the bytes of the first sweep with these sizes.
+
+        If a chunk's exponentials are all there, its rows of dX are formed `product_rows` at a time.
+        """
+        partials = (classes // self.step + 2) * self.partials + (self.largest if classes < self.V else 0)
+        at_once = min(rows, product_rows) if stored or classes == self.V else rows
+        return rows * (self.row + max(partials, self.statistics)) + at_once * self.product
+
+    def of_block(self, rows: int, classes: int, stored: int = 0) -> int:
+        """Return the bytes of the second sweep with these sizes, of which `stored` tokens are at once."""
+        own = rows * (classes + 8) * self.exponential + classes * self.class_sum
+        return own + max(rows, stored) * self.gradient_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +170,6 @@ class ByteCounts:
         """Return the bytes of the smallest workspace that the call runs in."""
         row = self.chunk(1)
         if self.class_blocks is not None:
-            row = max(row, self.class_blocks.of_chunk(1, self.V))
+            row = max(row, self.class_blocks.of_chunk(1, self.V, 1))
         sums = 2 * self.class_sum if self.weight_sum else 0
         return self.fixed + row + self.smallest_copy + sums

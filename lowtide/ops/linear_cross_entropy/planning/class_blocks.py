@@ -1,52 +1,118 @@
 """Choose the sizes of chunks and blocks for the exponentials engine with "class_blocks".
 
-There the weight gradient is formed class by class, in two sweeps. The first sweep forms what
-belongs to tokens: for a chunk of C tokens it takes blocks of B classes in turn, E [C, B], and dX_C
-+= E W_B. The second forms what belongs to classes: for a block of B classes it takes chunks in
-turn, G [C, B], and dW_B += G^T X_C. Each pair of chunk and block costs two GEMMs of C x B x D and
-one addition to the sum. The sizes are those with the least predicted time (cost_model.py).
+There the weight gradient is formed class by class, in two sweeps. The first forms what belongs to
+tokens: for a chunk of C tokens it computes E [C, V], in the memory of the weight gradient, and
+dX_C = E W. Where that memory is too small for all classes, they come in blocks, and dX_C is a sum.
+For the last R tokens, E is computed a block of B classes at a time and stays in the memory of these
+classes' rows of dW. The second sweep forms what belongs to classes: for a block of B classes it
+computes E again for chunks of the other tokens in turn, G [C, B], and dW_B += G^T X_C. The sizes
+are those with the least predicted time (cost_model.py).
 
-Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
+Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block; R tokens that
+are stored.
 """
 
 import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.planning import cost_model
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks
+from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 
+MOST_ROWS = 4096  # most tokens of a chunk of the first sweep
+PRODUCT_ROWS = (512, 1024, 2048)  # most rows of one dX GEMM that are tried
 MOST_CHUNKS = 8  # most chunks of a block's tokens that are tried, unless only more of them fit
+WIDTHS = 16  # numbers of classes of a block that are tried, between half of what fits and all of it
+REPEATED = 2 * cost_model.LAUNCH  # two kernels that repair marked rows; they return at once where none is
+
+
+class Sizes(NamedTuple):
+    """Hold the sizes in the order of Tiling's fields."""
+
+    rows: int
+    chunk_classes: int
+    product_rows: int
+    block_rows: int
+    block_classes: int
+    stored_rows: int
+
+
+def held(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+    """Return the bytes that the larger of the two sweeps holds."""
+    return max(_held_first(counts, of), _held_second(counts, of))
 
 
 @functools.lru_cache(maxsize=64)
-def chunk_sizes(counts: ClassBlocks, room: int, rows: int) -> tuple[int, int]:
-    """Return tokens and classes at a time in the first sweep; `rows` tokens and all classes fit."""
-    sizes_that_fit = [(rows, counts.V)]
-    for C in range(counts.step, min(counts.N, 4096) + counts.step, counts.step):
-        C = min(C, counts.N)
-        B = (room // C - counts.row - 8 * counts.exponential) // counts.exponential
-        B -= B % counts.step
-        while B > 0 and counts.of_chunk(C, B) > room:
-            B -= counts.step
-        if 0 < B < counts.V:
-            sizes_that_fit.append((C, _even(counts.V, B, counts.step)))
-    return min(sizes_that_fit, key=lambda sizes: _seconds(counts, *sizes, first=True))
+def sizes(counts: ClassBlocks, room: int, block_room: int) -> Sizes:
+    """Return the sizes for so many bytes in the first and in the second sweep."""
+    found = [_sizes_of(counts, room, block_room, stored) for stored in _stored(counts)]
+    return min((each for each in found if each), key=functools.partial(seconds, counts))
 
 
-@functools.lru_cache(maxsize=64)
-def block_sizes(counts: ClassBlocks, room: int) -> tuple[int, int]:
-    """Return tokens and classes at a time in the second sweep."""
-    sizes_that_fit: list[tuple[int, int]] = []
-    chunks = 1
-    while chunks <= MOST_CHUNKS or not sizes_that_fit:
-        C = -(-counts.N // chunks)
-        C = _even(counts.N, C, counts.step if counts.step < C else 1)
-        B = min(counts.V, (room - counts.of_block(C, 0)) // (counts.class_sum + C * counts.exponential))
-        whole = B - B % counts.step
-        if B == counts.V or 0 < B < counts.step:
-            sizes_that_fit.append((C, B))
-        sizes_that_fit += [(C, each) for each in range(whole, whole // 2, -counts.step)]
+def seconds(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+    """Return the predicted seconds of both sweeps."""
+    return _of_tokens(counts, of) + _of_classes(counts, of)
+
+
+def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> Sizes | None:
+    """Return the sizes if so many tokens are stored, or None if none fit.
+
+    The block is chosen for a tall chunk, and then the chunk for that block.
+    """
+    rows = _rows(counts, room)
+    tall = max(rows)
+    blocks = (
+        Sizes(tall, counts.most_classes(tall), PRODUCT_ROWS[-1], C, B, stored)
+        for C, B in _blocks(counts, block_room, stored)
+    )
+    block = min(blocks, key=functools.partial(seconds, counts), default=None)
+    if block is None:
+        return None
+    chunks = (
+        block._replace(rows=C, chunk_classes=counts.most_classes(C), product_rows=at_once)
+        for C in rows
+        for at_once in PRODUCT_ROWS
+    )
+    fitting = (each for each in chunks if _held_first(counts, each) <= room)
+    return min(fitting, key=functools.partial(_of_tokens, counts), default=None)
+
+
+def _stored(counts: ClassBlocks) -> list[int]:
+    """Return numbers of tokens to store: none, half of the most that can be, and these.
+
+    A little less than the most fits where the last block has no multiple of 8 classes.
+    """
+    most = min(counts.N, counts.gradient // counts.exponential)
+    fewer = (0, most // 2, most - counts.step, most)
+    return sorted({most if each == counts.N else max(0, each - each % counts.step) for each in fewer})
+
+
+def _rows(counts: ClassBlocks, room: int) -> list[int]:
+    """Return tokens of a chunk: whole tiles, all of them, or as few as fit."""
+    most = min(counts.N, MOST_ROWS)
+    few = max(1, min(most, room // counts.of_chunk(1, counts.V, 1)))
+    return [C for C in (1, few, *range(counts.step, most, counts.step), most) if counts.most_classes(C) > 0]
+
+
+def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, int]]:
+    """Yield tokens that are computed again, and classes, at a time in the second sweep."""
+    others, chunks, fits = counts.N - stored, 1, False
+    while chunks <= MOST_CHUNKS or (not fits and chunks < 2 * others):
+        C = -(-others // chunks)
+        C = _even(others, C, counts.step if counts.step < C else 1) if others else 1
+        free = room - _held_second(counts, Sizes(MOST_ROWS, 0, 0, C, 0, stored))
+        most = min(counts.V, free // (counts.class_sum + C * counts.exponential))
+        whole = most - most % counts.step
+        step = counts.step * max(1, whole // (2 * WIDTHS * counts.step))
+        widths = [most] if most == counts.V or most < counts.step else []
+        for B in (*widths, *range(whole, whole // 2, -step)):
+            if B > 0 and stored <= counts.most_stored(B):
+                fits = True
+                yield C, B
+        if not others:
+            return
         chunks = chunks + 1 if chunks < MOST_CHUNKS else 2 * chunks
-    return min(sizes_that_fit, key=lambda sizes: _seconds(counts, *sizes, first=False))
 
 
 def _even(size: int, most: int, step: int) -> int:
@@ -55,9 +121,64 @@ def _even(size: int, most: int, step: int) -> int:
     return min(size, -(-size // parts // step) * step)
 
 
-def _seconds(counts: ClassBlocks, C: int, B: int, *, first: bool) -> float:
-    """Return the predicted seconds of a sweep."""
-    pairs, D = -(-counts.N // C) * -(-counts.V // B), counts.D
-    product = cost_model.product_of_rows_seconds(C, D, B) if first else cost_model.product_seconds(B, D, C)
-    addition = cost_model.addition_seconds(4 * D * (C if first else B))
-    return pairs * (cost_model.exponentials_seconds(C, B, D) + product + addition)
+def _held_first(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+    """Return the bytes that the first sweep holds."""
+    stored, others = of.stored_rows, counts.N - of.stored_rows
+    bytes = counts.of_chunk(min(of.rows, others), of.chunk_classes, of.product_rows) if others else 0
+    if stored:
+        of_stored = counts.of_chunk(min(of.rows, stored), of.block_classes, of.product_rows, stored=True)
+        bytes = max(bytes, of_stored)
+    return bytes
+
+
+def _held_second(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+    """Return the bytes that the second sweep holds."""
+    at_once = min(of.rows, of.stored_rows) if counts.copies_rows else of.stored_rows
+    return counts.of_block(of.block_rows, of.block_classes, at_once)
+
+
+def _of_tokens(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+    """Return the predicted seconds of the first sweep."""
+    D, at_once, stored = counts.D, of.product_rows, of.stored_rows
+    in_blocks = of.chunk_classes < counts.V
+
+    def pair(C: int, B: int) -> float:
+        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once, add=in_blocks)
+        return cost_model.exponentials_seconds(C, B, D) + product + in_blocks * REPEATED
+
+    def stored_pair(C: int, B: int) -> float:
+        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once, add=True)
+        scaled = cost_model.traffic_seconds(2 * counts.exponential * C * B)
+        return cost_model.exponentials_seconds(C, B, D) + product + scaled + REPEATED
+
+    others = _pairs(counts.N - stored, of.rows, counts.V, of.chunk_classes, pair)
+    return others + _pairs(stored, of.rows, counts.V, of.block_classes, stored_pair)
+
+
+def _of_classes(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+    """Return the predicted seconds of the second sweep."""
+    D, stored = counts.D, of.stored_rows
+    chunks = -(-(counts.N - stored) // of.block_rows) + (stored > 0)
+
+    def product(C: int, B: int) -> float:
+        return cost_model.product_seconds(B, D, C, (8 if chunks > 1 else 4) * B * D)
+
+    def pair(C: int, B: int) -> float:
+        return cost_model.exponentials_seconds(C, B, D) + product(C, B)
+
+    def rounded(C: int, B: int) -> float:
+        return cost_model.traffic_seconds((4 + counts.exponential) * B * D)
+
+    others = _pairs(counts.N - stored, of.block_rows, counts.V, of.block_classes, pair)
+    kept = _pairs(stored, max(stored, 1), counts.V, of.block_classes, product)
+    return others + kept + _pairs(1, 1, counts.V, of.block_classes, rounded)
+
+
+def _pairs(N: int, C: int, V: int, B: int, seconds: Callable[[int, int], float]) -> float:
+    """Return the seconds of all pairs of a chunk and a block, of which the last ones are smaller."""
+    return sum(
+        chunks * blocks * seconds(tokens, classes)
+        for chunks, tokens in ((N // C, C), (1, N % C))
+        for blocks, classes in ((V // B, B), (1, V % B))
+        if chunks * blocks * tokens * classes
+    )

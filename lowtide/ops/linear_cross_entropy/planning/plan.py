@@ -27,7 +27,7 @@ class Tiling:
     operand_classes: int
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
-    """Most rows of one dX GEMM in the exponentials engine; with "class_blocks" the whole chunk."""
+    """Most rows of one dX GEMM in the exponentials engine."""
     weight_gradient: WeightGradient
     """Names the way to form the first term's weight gradient; those of others are accumulated."""
     sum_bits: int
@@ -36,6 +36,8 @@ class Tiling:
     """Tokens per chunk of a class block ("class_blocks")."""
     block_classes: int = 0
     """Classes per block ("class_blocks")."""
+    stored_rows: int = 0
+    """Tokens whose exponentials stay in the weight gradient's memory ("class_blocks", exponentials)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,15 @@ Shapes: N tokens, D features, V classes.
 """
 
 import functools
+from collections.abc import Iterator
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.planning import class_blocks, cost_model
+from lowtide.ops.linear_cross_entropy.planning import class_blocks
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling, WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.step_time import chunk_seconds, step_seconds
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     accumulator_bytes,
-    added_bytes,
     choose_sum_bits,
     choose_weight_gradient,
     fewest_rows,
@@ -30,10 +31,21 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
         raise too_small(workspace, counts.smallest_workspace, held)
     free = workspace - counts.fixed
     way, bits = choose_weight_gradient(workspace, counts), choose_sum_bits(free, counts)
+    if counts.device == "cuda" and counts.class_blocks is not None and way in ("packed", "class_blocks"):
+        return min(_packed_or_blocks(free, counts, bits), key=functools.partial(step_seconds, counts))
     tiling = _sizes(free, counts, way, bits)
     if counts.device == "cuda" and tiling.rows < min(counts.N, fewest_rows(counts, way, bits)):
         return _sizes(free, counts, "class_blocks", bits)
     return tiling
+
+
+def _packed_or_blocks(free: int, counts: ByteCounts, bits: int) -> Iterator[Tiling]:
+    """Yield the sizes with a packed sum, if it leaves enough rows per chunk, and those of class blocks."""
+    packed = counts.packed_bytes(bits)
+    fewest = max(fewest_rows(counts, "packed", bits), ROW_TILE[counts.device])
+    if packed and counts.most_rows(free - packed) >= min(counts.N, fewest):
+        yield _sizes(free, counts, "packed", bits)
+    yield _sizes(free, counts, "class_blocks", bits)
 
 
 def too_small(workspace: int, least: int, held: str) -> ArgumentError:
@@ -49,8 +61,7 @@ def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
     way, two_sweeps = tiling.weight_gradient, counts.class_blocks
     copies = tiling.operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None:
-        chunk = two_sweeps.of_chunk(tiling.rows, tiling.chunk_classes)
-        return counts.fixed + max(chunk, two_sweeps.of_block(tiling.block_rows, tiling.block_classes))
+        return counts.fixed + class_blocks.held(two_sweeps, tiling)
     if way == "class_blocks":
         block = counts.class_block(tiling.block_rows, tiling.block_classes)
         return counts.fixed + max(counts.chunk(tiling.rows) + copies, block)
@@ -73,15 +84,11 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
         operand_classes = _classes(copied, counts.weight_copy, V)
         room -= operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None and N:
-        rows, chunk_classes = class_blocks.chunk_sizes(
-            two_sweeps, room, even_rows(room // two_sweeps.of_chunk(1, V), N, tile)
-        )
-        block = class_blocks.block_sizes(two_sweeps, free)
-        return Tiling(rows, chunk_classes, operand_classes, rows, way, bits, *block)
+        rows, chunk_classes, product_rows, *of_block = class_blocks.sizes(two_sweeps, room, free)
+        return Tiling(rows, chunk_classes, operand_classes, product_rows, way, bits, *of_block)
     rows = max(N, 1) if way == "single_product" else even_rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
-        added, most = added_bytes(counts, way, bits), counts.most_rows(room)
-        rows = _quickest(counts, most, fewest_rows(counts, way, bits), added)
+        rows = _quickest(counts, counts.most_rows(room), fewest_rows(counts, way, bits), way, bits)
     block = _class_block(free, counts) if way == "class_blocks" else (0, 0)
     return Tiling(rows, V, operand_classes, counts.product_rows, way, bits, *block)
 
@@ -114,20 +121,15 @@ def even_rows(most: int, N: int, tile: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _quickest(counts: ByteCounts, most: int, fewest: int, added: int) -> int:
-    """Return the rows per chunk with the least predicted time, among whole tiles that fit.
-
-    The chunk size affects the dW GEMMs only by how often they are added to the sum.
-    """
+def _quickest(counts: ByteCounts, most: int, fewest: int, way: WeightGradient, bits: int) -> int:
+    """Return the rows per chunk with the least predicted time, among whole tiles that fit."""
 
     def seconds(rows: int) -> float:
         whole, rest = divmod(counts.N, rows)
         return whole * of_chunk(rows) + (of_chunk(rest) if rest else 0)
 
     def of_chunk(rows: int) -> float:
-        logits = cost_model.exponentials_seconds(rows, counts.V, counts.D)
-        product = cost_model.product_of_rows_seconds(rows, counts.D, counts.V, most=counts.product_rows)
-        return logits + product + cost_model.addition_seconds(added)
+        return chunk_seconds(counts, rows, way, bits, counts.product_rows)
 
     tile = ROW_TILE["cuda"]
     first = -(-max(fewest, most // 2) // tile) * tile

@@ -8,6 +8,7 @@ spec              when it runs, and what it holds
 gemm_triton       the GEMM whose epilogue stores exponentials and partial sums
 gemm_gluon        the same pipelined in Gluon, for few features
 gemm              choose and launch one of the two on a chunk's operands, once or more
+memory            where exponentials lie: in the workspace or in the weight gradient's memory
 recompute         sum the partial sums; recompute the row tiles that are marked
 row_coefficients  the Triton kernel of the row coefficients
 row_log_probs     that of the row statistics of log-probabilities and entropies

@@ -23,10 +23,12 @@ bfloat16 has the range of float32, so any r within 40 of the largest logit works
 does. A row where it does not shows it in S; then its tiles are computed again with r = max z. This
 is decided on the device, without asking the host.
 
-If dW is formed class by class ("class_blocks"), there are two sweeps, both by chunks of tokens and
-blocks of classes. The first computes what belongs to tokens; the second, which knows c, what
-belongs to classes. In the first, dX is summed over the blocks, and its marked row tiles are
-computed again, too.
+If dW is formed class by class ("class_blocks"), there are two sweeps, both by chunks of tokens. The
+first computes what belongs to tokens; the second, which knows c, what belongs to classes, a block
+of them at a time. In the first, E lies in dW's memory. That of the last tokens, times c, stays
+there, and the second sweep computes E of the other tokens again (memory.py). Where dW's memory is
+too small for a chunk and all classes, these come in blocks in the first sweep too. Then dX is
+summed over the blocks, and its marked row tiles are computed again.
 
 Otherwise the rows of a large call are taken in an order in which ignored ones come last, and the
 kernels end after those that count (gemm/counted_rows.py). Vectors of rows are then in that order,
@@ -39,15 +41,14 @@ offsets per tile, applied in the GEMMs.
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block, P blocks.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.exponentials import row_log_probs
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials, halves_of_tiles
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
     add_partials,
     mark_infinite,
@@ -92,27 +93,26 @@ class ExponentialsEngine(LossEngine):
         target_weight_coef_N = torch.empty_like(row_scale_N)
         sums = any(each.sum is not None for each in linear)
         needs_grad = sums or any(each is not None for each in (*gradients.inputs, db, gradients.scale))
-        width = plan.chunk_classes if needs_grad else self.V
-        # With blocks of classes, the buffer also holds what `_run` keeps for all classes.
-        least = 2 * halves_of_tiles(self.V) if width < self.V else 0
-        buffer = self._exponentials_buffer(plan.rows, max(width, least)) if needs_grad else None
+        stored = self._stored_rows(gradients)
+        memory = self._memory(gradients, plan.rows) if needs_grad or stored.start < self.M else None
         order = self._sorted_targets(plan.rows) if db is not None or sums else None
         # A GEMM of cuBLAS reads all rows, and a NaN times 0 would be NaN.
         clears = plan.skips_ignored and (db is not None or any(each.reads_all_rows for each in linear))
-        in_turn = list(blocks(self.M, plan.rows))
+        in_turn = [*blocks(stored.start, plan.rows), *blocks(self.M, plan.rows, first=stored.start)]
         for rows in reversed(in_turn) if plan.skips_ignored else in_turn:
             row, stat, counted = coefs[rows], stats[rows], self.counted_chunk(rows)
             chunks = [each.rows(rows, counted) for each in linear]
             marks = marks_memory(row.target_N) if take_stats else None
             raw_C, logit_C, slope_C = self._target_logits(linear, chunks, row, stat, marks, counted)
+            stores = rows.start >= stored.start and memory is not None
             tiles = [
-                self._tiles(chunks, row, stat, buffer=buffer, classes=classes, counted=counted)
-                for classes in blocks(self.V, width)
+                self._tiles(chunks, row, stat, out_CB=exp_CB, classes=classes, counted=counted)
+                for classes, exp_CB in self._blocks_of(rows, stored, memory if needs_grad or stores else None)
             ]
             grad_dot_logit_C = sums_TC = None
             if needs_grad or take_stats:
                 grad_dot_logit_C, sums_TC = self._run(
-                    tiles, chunks, row, stat, logit_C, buffer, linear, marks
+                    tiles, chunks, row, stat, logit_C, [] if stores else linear, marks
                 )
             row_scale_C = row_scale_N[rows]
             coefficients(
@@ -156,7 +156,10 @@ class ExponentialsEngine(LossEngine):
                     target_rows = each.operand.input, target_weight_coef_N, *targets
                 of_chunk = tiles[0].exp_CB, x_CD, row, row_scale_C, rows
                 each.add_chunk(*of_chunk, target_rows, counted, first=first, last=last)
-                each.finish_rows(tiles[0].exp_CB, row, row_scale_C, rows, target_weight_coef_N, counted)
+                each.finish_rows(tiles, row, row_scale_C, rows, target_weight_coef_N, counted)
+            if stores:
+                for each_block in tiles:
+                    row_kernels.scale_rows(each_block.exp_CB, row_scale_C, None, each_block.exp_CB)
             if db is not None and targets is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], tiles[0].exp_CB)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
@@ -183,28 +186,37 @@ class ExponentialsEngine(LossEngine):
     ) -> None:
         """Compute dW class by class, when all row statistics are known.
 
-        The kernel stores c E rounded once, so X is multiplied by it without scaling.
+        The kernel stores c E rounded once, so X is multiplied by it without scaling. So is c E of
+        the tokens that are stored, whose E has been rounded before.
         """
         (linear, row_scale_N, target_weight_coef_N), first_dw = of_tokens, gradients.weights[0]
         assert first_dw is not None
         plan, operand, db = self.plan, self.operands[0], gradients.bias
         targets = self._sorted_targets(self.M)
         place_N = torch.arange(self.M, dtype=torch.int32, device=self.device)
-        one_1C = torch.ones(
-            1, plan.block_rows if db is not None else 0, dtype=plan.sum_dtype, device=self.device
-        )
+        one_1C = torch.ones(1, self.M if db is not None else 0, dtype=plan.sum_dtype, device=self.device)
         first_V = torch.full((self.V + 1,), self.M, dtype=torch.int32, device=self.device)
         first_V.scatter_reduce_(0, targets[0], place_N, "amin")
         sum_BD = self.buffer(plan.block_classes, operand.D)
-        buffer = self._exponentials_buffer(plan.block_rows, plan.block_classes)
-        chunks = [
-            (rows, coefs[rows], stats[rows], row_scale_N[rows]) for rows in blocks(self.M, plan.block_rows)
-        ]
+        memory, stored = self._memory(gradients, plan.rows), self._stored_rows(gradients)
+        again = ExponentialsMemory(self._exponentials_buffer(plan.block_rows, plan.block_classes), self.V)
+        at_once = plan.rows if any(plan.copies_rows) else max(1, self.M - stored.start)
+        in_turn = [*blocks(stored.start, plan.block_rows), *blocks(self.M, at_once, first=stored.start)]
+        chunks = [(rows, coefs[rows], stats[rows], row_scale_N[rows]) for rows in in_turn]
         for classes in blocks(self.V, plan.block_classes):
             block_BD = sum_BD[: classes.stop - classes.start]
             sums = [block_BD, *(dw and dw.tensor[classes] for dw in gradients.weights[1:])]
-            for chunk in chunks:
-                g_CB = self._add_products(sums, buffer, classes, *chunk)
+            for rows, row, stat, row_scale_C in chunks:
+                x_chunks = [each.rows(rows) for each in self.operands]
+                if rows.start >= stored.start:
+                    g_CB = memory.stored(_shifted(rows, -stored.start), classes)
+                else:
+                    g_CB = again.chunk(rows.stop - rows.start, classes.stop - classes.start)
+                    self._tiles(x_chunks, row, stat, out_CB=g_CB, classes=classes, factor_C=row_scale_C).run()
+                for sum, x_CD in zip(sums, x_chunks):
+                    if sum is not None:
+                        product(sum, g_CB.t(), x_CD, add=rows.start > 0)
+                del x_chunks, x_CD
                 if db is not None:
                     # torch.sum would allocate memory of unknown size.
                     db.tensor[classes] += sum_of_products(one_1C[:, : g_CB.shape[0]], g_CB)[0]
@@ -226,25 +238,6 @@ class ExponentialsEngine(LossEngine):
         if db is not None:
             self._add_bias_targets(db.tensor, target_weight_coef_N, targets)
             self._subtract_bias_smoothing(db.tensor, coefs)
-
-    def _add_products(
-        self,
-        sums: list[Any],
-        buffer: Tensor,
-        classes: slice,
-        rows: slice,
-        row: RowCoefs,
-        stat: ExcludedTargetStats,
-        row_scale_C: Tensor,
-    ) -> Tensor:
-        """Add the GEMMs of a chunk to the sums of a block of classes; return c E."""
-        chunks = [each.rows(rows) for each in self.operands]
-        tiles = self._tiles(chunks, row, stat, buffer=buffer, classes=classes, factor_C=row_scale_C)
-        tiles.run()
-        for sum_BD, x_CD in zip(sums, chunks):
-            if sum_BD is not None:
-                product(sum_BD, tiles.exp_CB.t(), x_CD, add=rows.start > 0)
-        return tiles.exp_CB
 
     # Row statistics.
 
@@ -291,18 +284,17 @@ class ExponentialsEngine(LossEngine):
         row: RowCoefs,
         stat: ExcludedTargetStats,
         *,
-        buffer: Tensor | None,
+        out_CB: Tensor | None,
         classes: slice,
         counted: CountedChunk = ALL,
         factor_C: Tensor | None = None,
     ) -> Exponentials:
         """Return the tiles of a chunk and a block of classes, ready to run."""
-        C, B = row.target_N.shape[0], classes.stop - classes.start
         return Exponentials(
             *((x_CD, operand.weight(classes)) for x_CD, operand in zip(chunks, self.operands)),
             reference_C=stat.max_N,
             target_C=row.target_N,
-            out_CB=None if buffer is None else buffer[:C, :B],
+            out_CB=out_CB,
             transform=self.transform.of(classes),
             softmax_coef_C=row.softmax_coef_N,
             entropy_coef_C=row.entropy_coef_N,
@@ -318,7 +310,6 @@ class ExponentialsEngine(LossEngine):
         row: RowCoefs,
         stat: ExcludedTargetStats,
         logit_C: Tensor,
-        buffer: Tensor | None,
         linear: list[LinearTerm],
         marks: Tensor | None,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -342,13 +333,13 @@ class ExponentialsEngine(LossEngine):
         self._run_blocks(tiles, linear, grad_dot_logit_C, sums_TC, guarded=False)
         # If no row is marked, the kernels below return at once.
         add_partials(sums_TC, stat.sum_N, marks=marks, mark=True, counted=tiles[0].counted)
-        # This run stores no E. So take all classes at once; then the maxima may use E's memory.
+        # This run stores no E. So take all classes at once.
         whole = tiles[0]
         if len(tiles) > 1:
             whole = self._tiles(
-                chunks, row, stat, buffer=None, classes=slice(0, self.V), counted=tiles[0].counted
+                chunks, row, stat, out_CB=None, classes=slice(0, self.V), counted=tiles[0].counted
             )
-            maxima = whole.partials(memory=buffer)
+            maxima = whole.partials()
         whole.run(maxima=maxima, marks=marks, store=False)
         replace_references(maxima, stat.sum_N, row.ignored_N, stat.max_N, marks)
         self._run_blocks(tiles, linear, grad_dot_logit_C, sums_TC, marks=marks)
@@ -369,7 +360,7 @@ class ExponentialsEngine(LossEngine):
         grad_dot_logits = None if grad_dot_logit_C is None else tiles[0].partials()
         for each in tiles:
             each.run(sums=sums_TC, grad_dot_logits=grad_dot_logits, marks=marks, guarded=guarded)
-            for term in linear:
+            for term in linear if len(tiles) > 1 else ():
                 term.add_block(each.exp_CB, each.classes, marks)
         if grad_dot_logits is not None and grad_dot_logit_C is not None:
             add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks, counted=tiles[0].counted)
@@ -424,5 +415,38 @@ class ExponentialsEngine(LossEngine):
 
     # Buffers.
 
+    def _memory(self, gradients: Gradients, rows: int) -> ExponentialsMemory:
+        """Return memory for the exponentials of a chunk of so many rows."""
+        first_dw = gradients.weights[0]
+        if self.plan.weight_gradient == "class_blocks" and first_dw is not None:
+            flat = first_dw.tensor.view(-1).view(self.plan.compute_dtype)
+            if flat.shape[0] >= padded(self.V):  # less has one class of the interpreter, whose E are wider
+                return ExponentialsMemory(flat, self.V)
+        return ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V)
+
+    def _stored_rows(self, gradients: Gradients) -> slice:
+        """Return the tokens whose exponentials stay in the weight gradient's memory: the last ones."""
+        stores = self.plan.weight_gradient == "class_blocks" and gradients.weights[0] is not None
+        return slice(self.M - min(self.plan.stored_rows, self.M) if stores else self.M, self.M)
+
+    def _blocks_of(
+        self, rows: slice, stored: slice, memory: ExponentialsMemory | None
+    ) -> list[tuple[slice, Tensor | None]]:
+        """Return the blocks of classes of a chunk, and where its exponentials are stored, if they are."""
+        if memory is None:
+            return [(slice(0, self.V), None)]
+        if rows.start >= stored.start:
+            own = _shifted(rows, -stored.start)
+            return [(each, memory.stored(own, each)) for each in blocks(self.V, self.plan.block_classes)]
+        C = rows.stop - rows.start
+        return [
+            (each, memory.chunk(C, each.stop - each.start))
+            for each in blocks(self.V, self.plan.chunk_classes)
+        ]
+
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
-        return self.buffer(rows, padded(columns), dtype=self.plan.compute_dtype)
+        return self.buffer(rows * padded(columns), dtype=self.plan.compute_dtype)
+
+
+def _shifted(rows: slice, by: int) -> slice:
+    return slice(rows.start + by, rows.stop + by)

@@ -3,7 +3,6 @@
 Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all.
 """
 
-import math
 from functools import cached_property
 from typing import Any
 
@@ -59,12 +58,9 @@ class Exponentials:
         )  # fmt: skip
         self.sizes = (counted.number, counted.first_place, self.C, self.B, self.D, first_class)
 
-    def partials(self, dtype: torch.dtype = torch.float32, *, memory: Tensor | None = None) -> Tensor:
+    def partials(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return memory for one partial result per half tile and row: [half tiles, C]."""
-        size = halves_of_tiles(self.B), self.C
-        if memory is None:
-            return torch.empty(*size, dtype=dtype, device=self.device)
-        return memory.view(-1).view(dtype)[: math.prod(size)].view(size)
+        return torch.empty(halves_of_tiles(self.B), self.C, dtype=dtype, device=self.device)
 
     def run(
         self,

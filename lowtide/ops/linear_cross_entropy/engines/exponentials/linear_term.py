@@ -32,6 +32,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 
 if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 
@@ -60,7 +61,7 @@ class LinearTerm:
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
-        # The GEMM for dX, summed over the blocks of classes so far.
+        # The GEMM for dX, summed over the blocks of classes so far; None if these are all kept.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         lacks_room = dx is None or not plan.scales_in_gradient[place]
@@ -107,11 +108,11 @@ class LinearTerm:
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
     def add_block(self, e_CB: Tensor, classes: slice, marks: Tensor | None) -> None:
-        """Add a block of classes to the chunk's rows of dX, if classes come in blocks.
+        """Add a block of classes to the chunk's rows of dX, before the next one overwrites it.
 
         `marks`: compute marked row tiles again.
         """
-        if self.dx is None or self.plan.weight_gradient != "class_blocks":
+        if self.dx is None:
             return
         if self.product_CD is None:
             self.product_CD = self._empty(e_CB.shape[0], self.plan.sum_dtype)
@@ -176,7 +177,7 @@ class LinearTerm:
 
     def finish_rows(
         self,
-        e_CV: Tensor,
+        tiles: "list[Exponentials]",
         row: RowCoefs,
         row_scale_C: Tensor,
         rows: slice,
@@ -191,7 +192,7 @@ class LinearTerm:
             return
         if counted.row_C is not None:
             input_gradient.input_gradient(
-                e_CV,
+                tiles[0].exp_CB,
                 self.operand.weight_VD,
                 row.target_N,
                 row.ignored_N,
@@ -205,24 +206,30 @@ class LinearTerm:
             )
             return
         dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]
-        self.write_rows(dx_CD, e_CV, row, row_scale_C, target_weight_coef_C, self.dx.applied)
+        computed = [(each.exp_CB, each.classes) for each in tiles]
+        self.write_rows(dx_CD, computed, row, row_scale_C, target_weight_coef_C, self.dx.applied)
 
     def write_rows(
         self,
         out_CD: Tensor,
-        e_CV: Tensor,
+        computed: list[tuple[Tensor, slice]],
         row: RowCoefs,
         row_scale_C: Tensor,
         target_weight_coef_C: Tensor,
         factor: Tensor | None,
     ) -> None:
-        """Write the chunk's rows of dX times a factor, some at a time."""
+        """Write the chunk's rows of dX times a factor, some at a time.
+
+        `computed`: the exponentials [C, B] of each block of classes, and these classes.
+        """
         sum_CD, self.product_CD = self.product_CD, None
         for piece in blocks(out_CD.shape[0], self.plan.product_rows):
             of_piece = row[piece]
             if sum_CD is None:
                 product_CD = self._empty(piece.stop - piece.start, self.plan.sum_dtype)
-                product(product_CD, e_CV[piece], self.operand.weight_VD)
+                for e_CB, classes in computed:
+                    weight_BD = self.operand.weight(classes)
+                    product(product_CD, e_CB[piece], weight_BD, add=classes.start > 0)
             else:
                 product_CD = sum_CD[piece]
             row_kernels.input_gradient(

@@ -29,6 +29,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
     Targets,
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import add_partials, marks_memory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
@@ -78,11 +79,11 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         rows = in_turn[0].stop
         targets = self._sorted_targets(rows) if self.V and (sums or db is not None) else None
         held = in_turn[: 1 + take_stats] if needs_grad and self.V else []
-        buffers = [self._exponentials_buffer(rows, self.V) for _ in held]
+        buffers = [ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V) for _ in held]
 
         def begin(place: int, rows: slice, tokens: list[Tensor]) -> sharded_walk.Begun:
-            buffer = buffers[place % len(buffers)] if buffers else None
-            return self._begin(coefs[rows], stats[rows], linear, tokens, buffer, take_stats, smoothing)
+            memory = buffers[place % len(buffers)] if buffers else None
+            return self._begin(coefs[rows], stats[rows], linear, tokens, memory, take_stats, smoothing)
 
         for rows, tokens, chunk, own_scale_C in sharded_walk.merged_chunks(self, in_turn, begin):
             row, stat = coefs[rows], stats[rows]
@@ -128,7 +129,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         stat: ExcludedTargetStats,
         linear: list[LinearTerm],
         tokens: list[Tensor],
-        buffer: Tensor | None,
+        memory: ExponentialsMemory | None,
         take_stats: bool,
         smoothing: bool,
     ) -> sharded_walk.Begun:
@@ -136,7 +137,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         agreement = self.plan.agreement
         assert agreement is not None
         C, marks = row.target_N.shape[0], marks_memory(row.target_N) if take_stats else None
-        exp_CV = None if buffer is None else buffer[:C, : self.V]
+        exp_CV = None if memory is None else memory.chunk(C, self.V)
         part, grad_dot_logit_C = stat, None
         raw_smooth_C = self._raw_smooth(linear, tokens) if smoothing else None
         if self.V == 0:
@@ -150,9 +151,9 @@ class ShardedExponentialsEngine(ExponentialsEngine):
                 references_C = first_references(logit_C, self._sampled_maxima(tokens), row)
                 part = replace(stat.each(torch.empty_like), max_N=references_C)
                 part = replace(part, grad_dot_logit_N=stat.grad_dot_logit_N)
-            tiles = [self._tiles(tokens, row, part, buffer=buffer, classes=slice(0, self.V))]
+            tiles = [self._tiles(tokens, row, part, out_CB=exp_CV, classes=slice(0, self.V))]
             if take_stats or exp_CV is not None:
-                grad_dot_logit_C, sums_TC = self._run(tiles, tokens, row, part, logit_C, buffer, [], marks)
+                grad_dot_logit_C, sums_TC = self._run(tiles, tokens, row, part, logit_C, [], marks)
                 if sums_TC is not None:
                     add_partials(sums_TC, part.sum_N, marks=marks)
         chunk = _Chunk(exp_CV, raw_C, slope_C, raw_smooth_C, grad_dot_logit_C)
@@ -235,7 +236,8 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             if chunk.exp_CV is None:
                 dx_CD.zero_()
             else:
-                term.write_rows(dx_CD, chunk.exp_CV, row, row_scale_C, target_weight_coef_C, None)
+                computed = [(chunk.exp_CV, slice(0, self.V))]
+                term.write_rows(dx_CD, computed, row, row_scale_C, target_weight_coef_C, None)
             dx.begin_sum(dx_CD, rows)
 
     def _sorted_targets(self, rows: int) -> Targets:

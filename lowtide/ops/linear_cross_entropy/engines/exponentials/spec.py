@@ -95,12 +95,15 @@ def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:
         V=call.V,
         step=ROW_TILE[call.device],
         exponential=size,
+        gradient=call.D * call.head.weights[0].dtype.itemsize,
         partials=2 * sum_size if needs_grad.scale else sum_size,
         statistics=call.V // 32 * _partial_sums(call),
         largest=(call.V // ROW_TILE[call.device] + 4) * sum_size,
-        row=STATISTICS * sum_size + copies + sum(D_k * sum_size for D_k in with_gradient(call)),
+        product=sum(D_k * sum_size for D_k in with_gradient(call)),
+        row=STATISTICS * sum_size + copies,
         gradient_row=copies + (40 if needs_grad.bias else 0),  # db is a GEMM with ones
         class_sum=call.D * sum_size + (64 if needs_grad.bias else 0),
+        copies_rows=any(access.copies_rows),
     )
 
 
