@@ -184,6 +184,7 @@ def heads_(
     workspaces: Annotated[
         str, typer.Option(help="Of lowtide, between commas: default, or bytes as 256MiB.", metavar="SIZES")
     ] = "default,256MiB",
+    provider: Annotated[Names, _names("An implementation, as lowtide-256MiB or eager")] = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -204,7 +205,7 @@ def heads_(
     chosen = _choose(HEADS, heads.split(",") if heads else None, smoke, "--heads")
     counts = _counts(tokens) if tokens else TOKENS["cpu" if smoke else on]
     sizes = [None if each == "default" else size_in_bytes(each) for each in workspaces.split(",")]
-    providers = _choose(head_providers(sizes), None, smoke, "--workspaces")
+    providers = _choose(head_providers(sizes), provider, smoke, "--provider")
     cases = head_cases(chosen, counts, on)
     measured = (row for case in cases for row in head_rows(case, providers))
     table = _Table(cases[0], len(cases) * len(providers), measured)

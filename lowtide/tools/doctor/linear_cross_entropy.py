@@ -14,10 +14,17 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
-from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine, make_plan, with_graph_facts
+from lowtide.ops.linear_cross_entropy.operator.planner import (
+    choose_engine,
+    make_plan,
+    predicted_seconds,
+    with_graph_facts,
+)
 from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.cost_model import three_gemms_seconds
+from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives
 from lowtide.tools.environment import dtype_name
@@ -27,7 +34,7 @@ WEIGHT_GRADIENTS = {
     "accumulate": "summed over the chunks in {sum_dtype}",
     "packed": "summed over the chunks, in part in the gradient's own memory: {split}",
     "class_blocks": "class block by class block, {block_classes} classes and {block_rows} tokens at a time: "
-    "one product more",
+    "one product more{stored}",
 }
 
 KERNELS = {
@@ -192,10 +199,29 @@ class Call:
                 else "float32, two bytes for each weight beside it",
                 block_classes=plan.block_classes,
                 block_rows=plan.block_rows,
+                stored=f", but for {plan.stored_rows} tokens" if plan.stored_rows else "",
             )
+        predicted = self.predicted()
+        if predicted is not None:
+            seconds, ratio = predicted
+            found["predicted"] = f"{1e3 * seconds:.3g} ms on an H200, {ratio:.2f} of three GEMMs"
         if self.ranks > 1:
             found[f"{self.ranks} ranks"] = self.divided()
         return found
+
+    def predicted(self, ignored: float = 0.0) -> tuple[float, float] | None:
+        """Return the predicted seconds of loss and gradients, and their ratio to the aligned floor.
+
+        None where no model knows the call. `ignored` is the share of ignored rows. The host keeps
+        ahead of the card.
+        """
+        head, options, call_kind, _ = self._given()
+        with FakeTensorMode(), torch.no_grad():
+            options = with_graph_facts(head, options, call_kind)
+            seconds = predicted_seconds(head, options, call_kind, ignored)
+        if seconds is None:
+            return None
+        return seconds, seconds / three_gemms_seconds(self.N, padded(self.D), padded(self.V))
 
     def rows(self) -> int:
         """Return the tokens of a chunk, of all ranks together."""

@@ -3,12 +3,13 @@
 Legend: N tokens, D features, V classes.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.cases import IGNORED_FRACTION, Case
 from lowtide.tools.bench.heads.data import Head
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
@@ -29,6 +30,8 @@ class HeadRow(Row):
     case: HeadCase
     engine: str = ""  # As `lowtide doctor` names it; "" for others than lowtide.
     chunks: str = ""
+    predicted_ratio: float = math.nan
+    """The ratio to the aligned floor that `lowtide doctor` predicts."""
 
 
 def head_cases(heads: Iterable[Head], tokens: Sequence[int], device: str) -> list[HeadCase]:
@@ -66,8 +69,8 @@ def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow
         yield HeadRow(case, row.mode, row.provider, row.figures, row.reason, row.failed, *way)
 
 
-def _way(case: HeadCase, workspace: int | None) -> tuple[str, str]:
-    """Return the engine and the chunks, in the words of `lowtide doctor`."""
+def _way(case: HeadCase, workspace: int | None) -> tuple[str, str, float]:
+    """Return the engine and the chunks, in the words of `lowtide doctor`, and the ratio it predicts."""
     call = Call(
         *(case.tokens, case.features, case.classes),
         dtype=case.dtype,
@@ -76,4 +79,5 @@ def _way(case: HeadCase, workspace: int | None) -> tuple[str, str]:
         workspace=workspace,
     )
     found = call.describe()
-    return found["engine"], found["rows"]
+    predicted = call.predicted(IGNORED_FRACTION)
+    return found["engine"], found["rows"], math.nan if predicted is None else predicted[1]

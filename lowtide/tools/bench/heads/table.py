@@ -4,6 +4,7 @@ Ratios are to the aligned floor: the three products of features and classes roun
 of 8. The floor of the operands as they are stands beside it.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +26,18 @@ from lowtide.tools.errors import UserError
 FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
     *table.COLUMNS,
-    *("command", "head", "tied", "softcap", "source", "engine", "chunks", *FLOORS, "truth"),
+    *(
+        "command",
+        "head",
+        "tied",
+        "softcap",
+        "source",
+        "engine",
+        "chunks",
+        "predicted_ratio",
+        *FLOORS,
+        "truth",
+    ),
 )
 
 
@@ -39,6 +51,7 @@ def record(row: HeadRow) -> dict[str, object]:
         "source": head.source,
         "engine": row.engine,
         "chunks": row.chunks,
+        "predicted_ratio": "" if math.isnan(row.predicted_ratio) else row.predicted_ratio,
         "truth": dtype_name(truth_dtype(case.tokens, case.features, case.classes, case.dtype)),
     }
     if row.figures is not None:
