@@ -143,11 +143,11 @@ def _of_tokens(counts: ClassBlocks, of: Tiling | Sizes) -> float:
     in_blocks = of.chunk_classes < counts.V
 
     def pair(C: int, B: int) -> float:
-        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once, add=in_blocks)
+        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once)
         return cost_model.exponentials_seconds(C, B, D) + product + in_blocks * REPEATED
 
     def stored_pair(C: int, B: int) -> float:
-        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once, add=True)
+        product = cost_model.product_of_rows_seconds(C, D, B, most=at_once)
         scaled = cost_model.traffic_seconds(2 * counts.exponential * C * B)
         return cost_model.exponentials_seconds(C, B, D) + product + scaled + REPEATED
 

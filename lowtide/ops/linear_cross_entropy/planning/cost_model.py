@@ -1,0 +1,94 @@
+"""Predict how many seconds the kernels of a step take on an H100 or H200.
+
+A GEMM is counted in waves. Each multiprocessor computes one tile of a result at a time, and the
+last wave takes as long as a full one. The exponentials kernel has one tile size. cuBLAS chooses the
+best of several, and may divide the inner dimension among multiprocessors. Beside that, each kernel
+takes a start, each tile of exponentials an epilogue, and each byte of a sum a share of the memory's
+time, as most of it overlaps the GEMM. The constants are fitted to 1,144 kernels on an H200 (decision
+0064): the prediction of one kernel has a standard deviation of 4 to 8 %.
+"""
+
+import functools
+
+from lowtide.core.backend import PRODUCT_ROWS
+
+MULTIPROCESSORS = 132
+# Seconds of a tile of 128 x 256 per step of its inner dimension: 0.73 PFLOP/s (decision 0035).
+SECONDS = 11.9e-9
+TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
+OWN = (128, 256)  # tile of the exponentials and of a packed sum
+START = 9e-6  # seconds of a GEMM beside its tiles
+EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
+# Exponentials took so much longer with rows of features that do not begin at whole cache lines
+# (3000 features).
+CACHE_LINE, UNALIGNED = 128, 1.2
+# Bytes a second of a sum that a GEMM reads or writes, in cuBLAS or on the Gluon pipeline; in Triton,
+# where it does not overlap the GEMM; and of a kernel that does nothing else.
+SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
+LAUNCH = 4e-6  # seconds of a small kernel, at least
+
+
+def exponentials_seconds(rows: int, classes: int, features: int) -> float:
+    """Return the seconds of the kernel that computes exponentials."""
+    slower = UNALIGNED if 2 * features % CACHE_LINE else 1.0
+    return START + slower * _waves(rows, classes, OWN) * (features * SECONDS + EPILOGUE)
+
+
+def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
+    """Return the seconds of a GEMM with the inner dimension `summed`, and of what its sum moves."""
+    return START + _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
+
+
+def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int = PRODUCT_ROWS) -> float:
+    """Return the seconds of a GEMM with a float32 result that is computed `most` rows at a time.
+
+    It takes as long if the result is added to a sum.
+    """
+    whole, rest = divmod(rows, most)
+    return sum(
+        times * product_seconds(size, columns, summed, 4 * size * columns)
+        for times, size in ((whole, most), (1, rest))
+        if times * size
+    )
+
+
+def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
+    """Return the seconds of adding a GEMM to a packed sum of so many bytes."""
+    waves = _waves(classes, features, OWN)
+    return START + waves * rows * SECONDS + 2 * bytes / (SUM_SPEED if pipelined else TRITON_SPEED)
+
+
+def traffic_seconds(bytes: int) -> float:
+    """Return the seconds of a kernel that reads and writes so many bytes."""
+    return LAUNCH + bytes / SPEED
+
+
+def three_gemms_seconds(tokens: int, features: int, classes: int, *, chunk: int = 4096) -> float:
+    """Return the seconds of the floor: logits, dX and dW, with half-precision results."""
+    whole, rest = divmod(tokens, chunk)
+    return sum(
+        times * product_seconds(*sizes, 2 * sizes[0] * sizes[1])
+        for times, rows in ((whole, chunk), (1, rest))
+        if times * rows
+        for sizes in ((rows, classes, features), (rows, features, classes), (classes, features, rows))
+    )
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _fewest_waves(rows: int, columns: int) -> float:
+    """Return the waves of a GEMM with the tile that takes the least time, in tiles of 128 x 256.
+
+    Where tiles leave multiprocessors idle, the inner dimension is divided among these.
+    """
+
+    def of(tile: tuple[int, int]) -> float:
+        tiles = -(-rows // tile[0]) * -(-columns // tile[1])
+        return _waves(rows, columns, tile) / max(1, MULTIPROCESSORS // tiles)
+
+    return min(map(of, TILES))
+
+
+def _waves(rows: int, columns: int, tile: tuple[int, int]) -> float:
+    """Return the waves of a GEMM, in tiles of 128 x 256."""
+    tiles = -(-rows // tile[0]) * -(-columns // tile[1])
+    return -(-tiles // MULTIPROCESSORS) * tile[0] * tile[1] / (OWN[0] * OWN[1])

@@ -1,0 +1,94 @@
+"""The predicted time of a step, beside what was measured on an H200 (decision 0064)."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.core import backend
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
+from lowtide.ops.linear_cross_entropy.planning.step_time import step_seconds
+
+pytest.importorskip("triton")
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
+
+
+def call(N, D, V, workspace, wanted=(True, True)):
+    x, w = (torch.empty(size, D, dtype=torch.bfloat16, device="cuda") for size in (N, V))
+    needs_grad = NeedsGrad((wanted[0],), (wanted[1],), False, False)
+    head, call_kind = Head((x,), (w,)), CallKind(needs_grad, False, None, False)
+    options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
+    return head, planner.with_graph_facts(head, options, call_kind), call_kind
+
+
+# Sizes in the order of Tiling's fields after the weight's, and ms of a step on an H200.
+MEASURED = [
+    ((8192, 4096, 151936), 256, (4096, 151936, 512, 8192, 7680, 0), 61.1),
+    ((8192, 4096, 151936), 256, (4096, 151936, 512, 4096, 10496, 4096), 56.7),
+    ((8192, 4096, 151936), 64, (4096, 151936, 512, 8192, 1536, 0), 62.7),
+    ((5003, 3000, 100003), 256, (2048, 100003, 1024, 5003, 8448, 0), 20.4),
+    ((5003, 3000, 100003), 256, (1536, 100003, 2048, 2059, 15744, 2944), 18.7),
+    ((32768, 1024, 151936), 256, (2048, 75968, 2048, 11008, 8448, 0), 65.0),
+    ((32768, 1024, 151936), 64, (2048, 75968, 2048, 8192, 2048, 0), 70.1),
+    ((8192, 2880, 201088), 256, (1408, 201088, 2048, 5376, 11264, 2816), 55.2),
+    ((8192, 2880, 201088), 64, (2816, 201088, 1024, 5376, 2816, 2816), 59.8),
+    ((16384, 4096, 128256), 64, (3840, 128256, 1024, 16384, 1024, 0), 105.1),
+]
+
+
+@pytest.mark.parametrize(("shape", "workspace", "sizes", "ms"), MEASURED, ids=str)
+def test_measured_steps(shape, workspace, sizes, ms):
+    rows, chunk_classes, product_rows, *block = sizes
+    with FakeTensorMode():
+        _, _, counts = planner._memory(Call(*call(*shape, workspace * MIB)))
+    tiling = Tiling(rows, chunk_classes, shape[2], product_rows, "class_blocks", 24, *block)
+    assert 1e3 * step_seconds(counts, tiling) == pytest.approx(ms, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ms"),
+    [
+        ((16384, 4096, 128256), 76.6),
+        ((8192, 4096, 151936), 43.1),
+        ((8192, 2880, 201088), 42.2),
+        ((5003, 3000, 100003), 14.2),
+    ],
+)
+def test_measured_steps_by_default(shape, ms):
+    with FakeTensorMode():
+        assert 1e3 * planner.predicted_seconds(*call(*shape, None)) == pytest.approx(ms, rel=0.06)
+
+
+def test_ignored_rows_cost_nothing_where_they_are_skipped():
+    with FakeTensorMode():
+        made = call(16384, 4096, 128256, 1 << 30)
+        whole, half = (planner.predicted_seconds(*made, ignored) for ignored in (0.0, 0.5))
+        assert 0.45 * whole < half < 0.6 * whole
+        blocks = call(16384, 4096, 128256, 64 * MIB)
+        assert planner.predicted_seconds(*blocks, 0.5) == planner.predicted_seconds(*blocks)
+
+
+def test_way_with_the_least_time():
+    """Fewer than 512 rows per chunk of a packed sum cost more than a product more; a large sum costs less."""
+    with FakeTensorMode():
+        ways = [
+            planner.make_plan(*call(*shape)).weight_gradient
+            for shape in ((5003, 3000, 100003, 256 * MIB), (16384, 4096, 32768, 256 * MIB))
+        ]
+    assert ways == ["class_blocks", "packed"]
+
+
+def test_no_prediction():
+    with FakeTensorMode():
+        assert planner.predicted_seconds(*call(4096, 2048, 128256, None, (True, False))) is None
+        assert planner.predicted_seconds(*call(4096, 2047, 128256, None)) is None
