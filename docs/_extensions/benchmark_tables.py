@@ -70,6 +70,9 @@ COLUMNS = {
     "engine": Column("kernel", lambda record: record["engine"]),
     "ms": Column("ms", _milliseconds),
     "ratio": Column("ratio", _number("ratio", ".2f")),
+    "head": Column("head", lambda record: record["head"]),
+    "aligned ratio": Column("ratio", _number("aligned_ratio", ".2f")),
+    "predicted ratio": Column("predicted", _number("predicted_ratio", ".2f")),
     "over plain": Column("over plain", _number("over_plain", "+.1%")),
     "over dense": Column("over dense", _number("over_plain", "+.1%")),
     "peak": Column("peak beyond, MiB", _number("peak_bytes", ",.0f", 2**-20)),
@@ -95,7 +98,7 @@ COLUMNS = {
 }
 COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
 TEXTS = {
-    *("provider", "loss of", "case", "shape", "dtype", "engine", "length"),
+    *("provider", "loss of", "case", "shape", "dtype", "engine", "length", "head"),
     *("model", "attention", "options", "best of torch"),
 }
 

@@ -14,7 +14,6 @@ from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
-from lowtide.ops.linear_cross_entropy.planning.cost_model import few_tokens_seconds
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import (
     OperandAccess,
@@ -24,7 +23,7 @@ from lowtide.ops.linear_cross_entropy.planning.operands import (
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
-from lowtide.ops.linear_cross_entropy.planning.step_time import step_seconds
+from lowtide.ops.linear_cross_entropy.planning.step_time import few_tokens_seconds, step_seconds
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
@@ -90,19 +89,25 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
     head, options = call.head, call.options
     if not may_depend_on_tokens(head.tokens) or head.by_position:
         return None
-    seconds: dict[str, float] = {}
-    for engine in ("logits_triton", "exponentials"):
-        facts = options._replace(few_tokens=chosen.few_tokens, dense=chosen.dense, engine=engine)
-        _, workspace, counts = _memory(call._replace(options=facts))
-        tiling = sizes.choose_sizes(workspace, counts)
-        if engine == "logits_triton" and tiling.weight_gradient != "single_product":
-            return None
-        chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
-        seconds[engine] = few_tokens_seconds(engine, counts.N, counts.D, counts.V, chunks=chunks)
-    of_logits, of_exponentials = seconds.values()
-    if of_exponentials <= of_logits:
+    facts = options._replace(few_tokens=chosen.few_tokens, dense=chosen.dense)
+    of_logits, of_exponentials = (
+        _few_tokens_seconds(call._replace(options=facts._replace(engine=engine)))
+        for engine in ("logits_triton", "exponentials")
+    )
+    if of_logits is None or of_exponentials is None or of_exponentials <= of_logits:
         return None
     return f"predicted {1e3 * of_exponentials:.2f} ms, where float32 logits take {1e3 * of_logits:.2f}"
+
+
+def _few_tokens_seconds(call: Call) -> float | None:
+    """Return the predicted seconds of a call by its engine, or None if dW would be no single GEMM of logits."""
+    engine = call.options.engine
+    _, workspace, counts = _memory(call)
+    tiling = sizes.choose_sizes(workspace, counts)
+    if engine == "logits_triton" and tiling.weight_gradient != "single_product":
+        return None
+    chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
+    return few_tokens_seconds(engine, counts, tiling, chunks)
 
 
 def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
