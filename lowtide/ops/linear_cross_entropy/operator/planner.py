@@ -100,7 +100,7 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
 
 def _few_tokens_seconds(call: Call) -> float | None:
-    """Return the predicted seconds of a call by its engine, or None if dW would be no single GEMM of logits."""
+    """Return the predicted seconds of a call; None if logits do not form dW by a single GEMM."""
     engine = call.options.engine
     _, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)

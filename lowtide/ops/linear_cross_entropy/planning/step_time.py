@@ -13,7 +13,6 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_byte
 # to their targets' classes, and dX from its float32 product.
 ROW_BYTES = 32
 SMALL_KERNELS = 12  # of a chunk
-WEIGHT_SPEED = 4e12  # bytes a second of GEMMs with few rows
 CALL = 15e-5  # seconds of what a call does once: vectors, the order of targets
 
 
@@ -47,32 +46,29 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
     return logits + dx + dw
 
 
-# Seconds of the host, which a small call waits for, by engine; and of each time more that dW's memory
-# is filled with logits, which takes a GEMM and a softmax (decision 0062).
+# A call of few tokens by one engine or another: seconds of its small kernels on the card, and all of the
+# host, which a small call waits for. Each time more that dW's memory is filled with logits takes the
+# host a GEMM and a softmax more (decision 0062).
+FEW_SMALL_KERNELS = {"logits_triton": 2e-5, "exponentials": 13e-5}
 HOST = {"logits_triton": 0.8e-3, "exponentials": 1.5e-3}
 HOST_OF_CHUNK = 0.25e-3
-# Small kernels of float32 logits, and the bytes that their softmax reads and writes for each logit: one
-# read of two is from the L2 cache.
-SMALL_KERNELS_OF_LOGITS, SOFTMAX_BYTES = 4, 10
+# Bytes that a softmax reads and writes for each float32 logit: one read of two is from the L2 cache.
+SOFTMAX_BYTES = 10
+WEIGHT_SPEED = 4e12  # bytes a second of GEMMs with few rows
 
 
 def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: int) -> float:
-    """Return the predicted seconds of a call of few tokens: of the card or of the host, which is longer.
+    """Return the predicted seconds of a call of few tokens: those of the card or the host, if longer.
 
     "logits_triton" forms dW by a single GEMM, and fills its memory with logits `chunks` times.
     """
-    N, V, D = counts.N, counts.V, counts.D
+    N, V, D, host = counts.N, counts.V, counts.D, HOST[engine]
     if engine == "exponentials":
-        card, host = step_seconds(counts, tiling), HOST[engine]
+        card = chunk_seconds(counts, N, tiling.weight_gradient, tiling.sum_bits, tiling.product_rows)
     else:
         gemms = ((N, V, D, 4 * N * V), (N, D, V, 2 * N * D), (V, D, N, 2 * V * D))
         card = sum(cost_model.product_seconds(*each) for each in gemms)
         card += cost_model.traffic_seconds(SOFTMAX_BYTES * N * V)
-        card += SMALL_KERNELS_OF_LOGITS * cost_model.LAUNCH
-        host = HOST[engine] + (chunks - 1) * HOST_OF_CHUNK
-    return max(card, _weight_seconds(V, D), host)
-
-
-def _weight_seconds(V: int, D: int) -> float:
-    """Return the seconds in which the weight is read twice, and its gradient written."""
-    return 3 * 2 * V * D / WEIGHT_SPEED
+        host += (chunks - 1) * HOST_OF_CHUNK
+    reads_and_writes = 3 * 2 * V * D / WEIGHT_SPEED  # the weight twice, and its gradient
+    return max(max(card, reads_and_writes) + FEW_SMALL_KERNELS[engine], host)
