@@ -65,8 +65,11 @@ def sizes(request, device, everywhere, monkeypatch):  # noqa: F811
 
 def inputs_of(device, **changes) -> Inputs:
     times = 8 if device == "cuda" else 1
-    shape = {"N": 70 * times, "D": 24, "V": 139 * times, "dtype": torch.bfloat16}
-    return make_inputs(**(shape | changes), device=device)
+    shape = {"N": 70, "D": 24, "V": 139} | {
+        name: changes.pop(name) for name in ("N", "D", "V") if name in changes
+    }
+    sizes = {name: times * size for name, size in shape.items()}
+    return make_inputs(**sizes, **({"dtype": torch.bfloat16} | changes), device=device)
 
 
 def run(inputs: Inputs, *, function=fused, upstream=1.0, **options):
@@ -121,14 +124,16 @@ def test_options(device, sizes, options, reduction, learned, scale):
 @pytest.mark.parametrize("scale", [2.0, 60.0])
 def test_two_terms(device, sizes, options, scale):
     inputs = inputs_of(device, D=32, bias=bool(options), scale=scale)
+    first, second = (size * inputs.input.shape[1] // 32 for size in (24, 8))
     part = replace(
         inputs,
-        input=inputs.input[:, :24].detach().requires_grad_(),
-        linear_weight=inputs.linear_weight[:, :24].detach().requires_grad_(),
+        input=inputs.input[:, :first].detach().requires_grad_(),
+        linear_weight=inputs.linear_weight[:, :first].detach().requires_grad_(),
     )
-    workspace = small(part, **options) + inputs.linear_weight.shape[0] * 8 * 6 + inputs.leading[0] * 200
+    of_second = (inputs.linear_weight.shape[0] + inputs.leading[0]) * second * 6
+    workspace = small(part, **options) + of_second + inputs.leading[0] * 200
     found = differentiate(
-        in_terms(cross_entropy, (24, 8)), inputs, backend="triton", workspace=workspace, **options
+        in_terms(cross_entropy, (first, second)), inputs, backend="triton", workspace=workspace, **options
     )
     check(found, inputs, factor=2.0 if device == "cuda" else 4.0, **options)
 
@@ -178,8 +183,8 @@ def test_nan_reaches_loss_unless_ignored(device, sizes):
 def test_frequent_class_and_strided_input(device, sizes):
     """Many rows of one target, ignored rows among them, and an input that is no view of [N, D]."""
     times = 8 if device == "cuda" else 1
-    hidden = torch.randn(5 * times, 15, 24, device=device).bfloat16().requires_grad_()
-    weight = torch.randn(139 * times, 24, device=device).mul(0.3).bfloat16().requires_grad_()
+    hidden = torch.randn(5 * times, 15, 24 * times, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(139 * times, 24 * times, device=device).mul(0.3).bfloat16().requires_grad_()
     target = torch.full((5 * times, 14), 7, device=device)
     target[1, ::3], target[2, 5:] = -100, 138
     run(Inputs(hidden[:, :-1], weight, target))

@@ -65,7 +65,7 @@ def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, 
     wide = replace(rounded, input=widened(rounded.input))
     if kind == "accumulate":
         wide = replace(wide, linear_weight=widened(wide.linear_weight))
-    workspace = None
+    workspace = 1 << 24
     if kind != "single_product":
 
         def accepted(plan):
@@ -121,7 +121,8 @@ def test_rows_in_float32_memory(device, start, monkeypatch):
     row = RowCoefs(inputs.target[rows], *[torch.zeros(C, device=device)] * 3)
     class_C, order_C = inputs.target[rows].sort()
     hit_N = torch.zeros(N, device=device)
-    term.add_chunk(e_CV, x_CD, row, scale_C, rows, hit_N, (class_C, order_C + start))
+    target_rows = inputs.input.detach(), hit_N, class_C, order_C + start
+    term.add_chunk(e_CV, x_CD, row, scale_C, rows, target_rows, first=True, last=True)
     scaled_CD = scale_C.double()[:, None] * x_CD.double()
     exact_VD, magnitude_VD = (e_CV.double().t() @ each for each in (scaled_CD, scaled_CD.abs()))
     # Each number is rounded once (truncated, by the interpreter), its sum in float32.

@@ -20,7 +20,7 @@ def test_no_rows_gradients_zero(device, options, reduction, N):
     options = {"reduction": reduction, "backend": "triton", **options}
     least = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, **options))
     ways = set()
-    for workspace in (None, least, least * 5 // 4, 2 * least, 8 * least):
+    for workspace in (1 << 24, least, least * 5 // 4, 2 * least, 8 * least):
         plan = planned(inputs, workspace, **options)
         assert plan.exponentials
         ways.add(plan.weight_gradient)
@@ -28,4 +28,5 @@ def test_no_rows_gradients_zero(device, options, reduction, N):
         del gradients["loss"]
         for name, gradient in gradients.items():
             assert torch.equal(gradient, torch.zeros_like(gradient)), f"{name}, {plan.weight_gradient}"
-    assert ways in ({"class_blocks", "single_product"}, {"class_blocks", "packed", "accumulate"})
+    assert "class_blocks" in ways
+    assert ways & {"single_product", "accumulate"}

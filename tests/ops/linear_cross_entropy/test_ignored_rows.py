@@ -127,7 +127,7 @@ def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
     if kind == "accumulate":
         inputs = replace(inputs, linear_weight=inputs.linear_weight.detach().float().requires_grad_())
     planning = {"backend": "triton", "compute_dtype": torch.bfloat16}
-    workspace = None
+    workspace = 1 << 24
     if not few:
 
         def accepted(plan):

@@ -46,8 +46,10 @@ def few_tokens(device, monkeypatch):
     monkeypatch.setattr(matmul, "product", product)
 
 
-# The interpreter cuts a float32 off to bfloat16 where a card rounds.
-MOST_ERROR = {"cuda": 1.8e-3, "cpu": 9e-3}
+# G, dW, and X where rows are ignored are rounded to bfloat16: 1.66e-3 each. The interpreter cuts a
+# float32 off where a card rounds.
+MOST_ERROR = {"cuda": 3**0.5 * 1.7e-3, "cpu": 9e-3}
+ROOM = 1 << 24  # for a single GEMM; by default so small a call has no more than the dense one holds
 
 
 def relative(actual, exact):
@@ -60,7 +62,7 @@ def test_gradients(device, N, V, reduction):
     """Of one product of logits, and of several; ignored rows may be NaN."""
     D = 32
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16, device=device)
-    made = planned(inputs, None, backend="triton", reduction=reduction)
+    made = planned(inputs, ROOM, backend="triton", reduction=reduction)
     assert (made.engine, made.weight_gradient) == ("logits_triton", "single_product")
     target = inputs.target.clone().flatten()
     x = inputs.input.detach().reshape(N, D).clone()
@@ -69,7 +71,7 @@ def test_gradients(device, N, V, reduction):
         x[2] = torch.nan
     x.requires_grad_()
     w = inputs.linear_weight
-    loss = lowtide.linear_cross_entropy(x, w, target, reduction=reduction, backend="triton")
+    loss = lowtide.linear_cross_entropy(x, w, target, reduction=reduction, workspace=ROOM, backend="triton")
     dx, dw = torch.autograd.grad(loss, (x, w), torch.full_like(loss, 0.5))
     kept = target != -100
     xd, wd = x.detach()[kept].double().requires_grad_(), w.detach().double().requires_grad_()
@@ -129,7 +131,7 @@ def test_options(device, names):
     }
     options = {name: values[name] for name in names}
     x.requires_grad_()
-    loss = lowtide.linear_cross_entropy(x, w, target, backend="triton", **options)
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton", **options)
     found = torch.autograd.grad(loss, (x, w))
     xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
     true = losses(xd, wd, target, **options)
@@ -151,7 +153,9 @@ def test_mean_rounds_once(device, monkeypatch):
     for N in (3, 7, 16, 23):
         inputs = make_inputs(N, 32, 144, dtype=torch.bfloat16, device=device, ignored=0.0)
         x = inputs.input.detach().reshape(N, 32).requires_grad_()
-        lowtide.linear_cross_entropy(x, inputs.linear_weight, inputs.target.flatten(), backend="triton")
+        lowtide.linear_cross_entropy(
+            x, inputs.linear_weight, inputs.target.flatten(), workspace=ROOM, backend="triton"
+        )
         scaled_ND, scale = multiplied[-1]
         assert torch.equal(scaled_ND, x)
         assert scale == 1 / N
@@ -163,7 +167,7 @@ def test_confident_tokens(device):
     w = torch.eye(V, D, dtype=torch.bfloat16, device=device).requires_grad_()
     target = torch.arange(N, device=device)
     x = (20 * torch.eye(N, D, dtype=torch.bfloat16, device=device)).requires_grad_()
-    loss = lowtide.linear_cross_entropy(x, w, target, backend="triton")
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton")
     found = torch.autograd.grad(loss, (x, w))
     xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
     z = xd @ wd.t()
@@ -206,7 +210,7 @@ def test_memory_matches_plan(device):
 def test_operator_and_its_fake_agree(device):
     inputs = make_inputs(24, 32, 144, dtype=torch.bfloat16, device=device)
     x = inputs.input.detach().reshape(24, 32)
-    options = planned(inputs, None, backend="triton").options
+    options = planned(inputs, ROOM, backend="triton").options
     labels = Labels(inputs.target.flatten())
     call = [[x], [inputs.linear_weight.detach()], None, None, *labels, (True, True, False, False), *options]
     real = torch.ops.lowtide.linear_cross_entropy(*call)

@@ -100,9 +100,11 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
 
 def _few_tokens_seconds(call: Call) -> float | None:
-    """Return the predicted seconds of a call; None if logits do not form dW by a single GEMM."""
+    """Return the predicted seconds of a call; None if it does not fit, or logits form dW otherwise."""
     engine = call.options.engine
     _, workspace, counts = _memory(call)
+    if workspace < counts.smallest_workspace:
+        return None
     tiling = sizes.choose_sizes(workspace, counts)
     if engine == "logits_triton" and tiling.weight_gradient != "single_product":
         return None

@@ -56,6 +56,8 @@ def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Sig
     if not all(kind in PLAIN for kind in kinds):
         return None
     tensors = input, linear_weight, target
+    if not all(map(_is_strided, tensors)) or linear_weight.dim() != 2:
+        return None
     if not seen_by_nobody(tensors) or forward_ad._current_level >= 0:
         return None
     device = input.device
@@ -69,6 +71,10 @@ def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Sig
         linear_weight.shape, linear_weight.stride(), linear_weight.dtype, linear_weight.requires_grad,
         target.shape, target.stride(), target.dtype, target.requires_grad,
     )  # fmt: skip
+
+
+def _is_strided(operand: Any) -> bool:
+    return isinstance(operand, Tensor) and operand.layout is torch.strided and not operand.is_nested
 
 
 def run(known: Signature, input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor | None:

@@ -154,8 +154,10 @@ class ExponentialsEngine(LossEngine):
                 target_rows = None
                 if targets is not None:
                     target_rows = each.operand.input, target_weight_coef_N, *targets
-                of_chunk = tiles[0].exp_CB, x_CD, row, row_scale_C, rows
-                each.add_chunk(*of_chunk, target_rows, counted, first=first, last=last)
+                exp_CB = tiles[0].exp_CB
+                each.add_chunk(
+                    exp_CB, x_CD, row, row_scale_C, rows, target_rows, counted, first=first, last=last
+                )
                 each.finish_rows(tiles, row, row_scale_C, rows, target_weight_coef_N, counted)
             if stores:
                 for each_block in tiles:

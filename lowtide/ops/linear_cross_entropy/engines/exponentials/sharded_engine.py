@@ -107,7 +107,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             if db is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], chunk.exp_CV)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, (class_C, order_C))
-            del tokens, chunk
+            del tokens, chunk, x_CD, target_rows, of_chunk  # free them before the next chunk
         for dx in summed:
             if dx is not None:
                 dx.finish()
