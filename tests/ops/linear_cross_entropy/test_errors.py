@@ -26,6 +26,8 @@ BAD = [
     ("input is a list", {"input": [1.0]}, TypeError, "input must be a torch.Tensor, got list"),
     ("weight is None", {"linear_weight": None}, TypeError,
      "linear_weight must be a torch.Tensor, got NoneType"),
+    ("weight is a layer", {"linear_weight": torch.nn.Linear(3, 7)}, TypeError,
+     "linear_weight must be a torch.Tensor, got Linear; pass its .weight"),
     ("target is an int", {"target": 3}, TypeError, "target must be a torch.Tensor, got int"),
     ("bias is a bool", {"linear_bias": True}, TypeError, "linear_bias must be a torch.Tensor, got bool"),
     ("class weights in a list", {"weight": [1.0]}, TypeError, "weight must be a torch.Tensor, got list"),
