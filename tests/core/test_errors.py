@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.core.errors import advises_on_names
+from lowtide.core.errors import advises
 from lowtide.ops.attention import api as attention
+from lowtide.ops.chunked_loss import api as chunked_loss
+from lowtide.ops.distillation import api as distillation
 from lowtide.ops.linear_cross_entropy.definition import advice
 from tests.support.graphs import needs_tracing
 
@@ -18,10 +20,14 @@ TABLES = (
     (lowtide.memory_efficient_attention, attention.INSTEAD_OF),
     (lowtide.memory_efficient_attention_with_lse, attention.INSTEAD_OF),
     (lowtide.scaled_dot_product_attention, attention.INSTEAD_OF_IN_TORCH),
+    (lowtide.LinearCrossEntropyLoss.forward, advice.INSTEAD_OF_IN_FORWARD),
+    (lowtide.chunked_loss, chunked_loss.INSTEAD_OF),
+    (lowtide.distillation.forward_kl, distillation.INSTEAD_OF),
+    (lowtide.distillation.jensen_shannon, {"jsd_beta": "pass beta"}),
 )
 # The arguments of Liger 0.8.5's function and module, of Cut Cross-Entropy 25.1.1 and torch 2.13's function.
 LIGER = ("bias", "ce_weight", "lse_square_scale", "return_z_loss", "accum_dtype", "use_token_scaling")
-LIGER += ("return_token_accuracy", "return_predicted_tokens", "lin_weight", "_input")
+LIGER += ("chunk_mem_const", "return_token_accuracy", "return_predicted_tokens", "lin_weight", "_input")
 OTHERS = (
     "e",
     "c",
@@ -78,7 +84,7 @@ def test_attention_in_the_words_of_torch():
 
 
 def test_unknown_name_keeps_the_error_of_python():
-    @advises_on_names({})
+    @advises({}, "pass (first)")
     def function(first, second=None):
         return first
 
@@ -86,8 +92,73 @@ def test_unknown_name_keeps_the_error_of_python():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$") as caught:
         function(1, zzz=2)
     assert not isinstance(caught.value, RuntimeError)
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'first'; pass \(first\)$"):
         function()
+    with pytest.raises(TypeError, match=r"takes from 1 to 2 positional .* 3 were given; pass \(first\)$"):
+        function(1, 2, 3)
+
+
+def test_error_of_the_function_itself_is_left_alone():
+    """A TypeError from inside a call that fits is not taken for one of its arguments."""
+
+    @advises({}, "pass (first)")
+    def function(first, *others):
+        raise TypeError("from inside")
+
+    with pytest.raises(TypeError, match=r"^from inside$"):
+        function(1, 2, 3)
+
+
+x, w, y, logits = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]), torch.randn(3, 5)
+head, q = torch.nn.Linear(4, 5), torch.randn(1, 4, 2, 8)
+module = lowtide.LinearCrossEntropyLoss
+PLACES = {
+    # the call as it is in Liger, Cut Cross-Entropy, xformers or torch, and what its error says
+    "Liger's module": (lambda: module(ignore_index=-100), "'in_features' and 'num_classes'; it makes a head"),
+    "Liger's module, ready": (lambda: module(None, -100, 1e-4), r"call lowtide\.linear_cross_entropy\(input"),
+    "Liger's call": (lambda: module(4, 5)(w, x, y), r"but 4 were given; pass \(input, target\): the weight"),
+    "Liger's call by name": (
+        lambda: module(4, 5)(lin_weight=w, _input=x, target=y),
+        r"for lin_weight set \.linear\.weight, or call lowtide.*, for _input pass input",
+    ),
+    "Liger's function": (lambda: lowtide.linear_cross_entropy(x, w, y, head.bias), r"as linear_bias=\.\.\.$"),
+    "logits": (lambda: lowtide.linear_cross_entropy(logits, y), r"missing 1 .*; pass \(input, linear_weight"),
+    "logits to log-probabilities": (lambda: lowtide.linear_log_probs(logits, y), "; pass .input, linear_wei"),
+    "a layer": (lambda: lowtide.linear_cross_entropy(x, head, y), r"got Linear; pass its \.weight$"),
+    "a layer, log-probabilities": (
+        lambda: lowtide.linear_log_probs(x, head, y),
+        r"Linear; pass its \.weight$",
+    ),
+    "Liger's Jensen-Shannon": (
+        lambda: lowtide.distillation.jensen_shannon(x, w, x, w, y),
+        "5 were given; .* ignored=labels == -100$",
+    ),
+    "xformers' op": (
+        lambda: lowtide.memory_efficient_attention(q, q, q, None, 0.0, None, None),
+        r"7 were given; pass \(query, key, value, attn_bias, p, scale\) in this order, and the rest by name$",
+    ),
+    "xformers' merge": (
+        lambda: lowtide.merge_attentions([q, q], [q[..., 0], q[..., 0]]),
+        r"pass one list of pairs \(out, logsumexp\)$",
+    ),
+    "head before loss_fn": (
+        lambda: lowtide.chunked_loss(head, torch.nn.functional.cross_entropy, x, y),
+        r"got Linear; pass \(loss_fn, head, hidden, \.\.\.\) in this order$",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", PLACES)
+def test_places_of_peers(call):
+    run, message = PLACES[call]
+    with pytest.raises(TypeError, match=message) as caught:
+        run()
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_soft_cap_of_a_config_is_not_taken_for_a_scale():
+    with pytest.raises(TypeError, match="for logit_softcapping pass softcap"):
+        lowtide.linear_cross_entropy(x, w, y, logit_softcapping=30.0)
 
 
 @needs_tracing

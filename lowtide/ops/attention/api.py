@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowtide.core.errors import ArgumentError, advises_on_names
+from lowtide.core.errors import ArgumentError, advises
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.masks import (
@@ -27,16 +27,24 @@ Window = tuple[int | None, int | None]
 
 # What to do in place of an argument that torch, FlashAttention, FlexAttention or xformers has.
 INSTEAD_OF = {
+    "q": "pass query",
+    "k": "pass key",
+    "v": "pass value",
     "attn_mask": "pass attn_bias",
     "dropout_p": "pass p",
     **dict.fromkeys(("is_causal", "causal"), "pass attn_bias=lowtide.attn_bias.LowerTriangularMask()"),
     "softmax_scale": "pass scale",
     "window_size": "pass window",
     "op": "pass backend",
+    "output_dtype": "pass nothing, and cast the result",
     "score_mod": "pass attn_bias, a tensor, or softcap",
     "block_mask": "pass attn_bias, a mask of lowtide.attn_bias or a tensor",
 }
+USAGE = "pass (query, key, value, attn_bias, p, scale) in this order, and the rest by name"
 INSTEAD_OF_IN_TORCH = {
+    "q": "pass query",
+    "k": "pass key",
+    "v": "pass value",
     "attn_bias": "pass attn_mask",
     "p": "pass dropout_p",
     **dict.fromkeys(
@@ -44,9 +52,10 @@ INSTEAD_OF_IN_TORCH = {
         "call lowtide.memory_efficient_attention, which has it",
     ),
 }
+USAGE_OF_TORCH = "pass (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) in this order"
 
 
-@advises_on_names(INSTEAD_OF)
+@advises(INSTEAD_OF, USAGE)
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,
@@ -156,7 +165,7 @@ def memory_efficient_attention(
     return out
 
 
-@advises_on_names(INSTEAD_OF)
+@advises(INSTEAD_OF, USAGE)
 def memory_efficient_attention_with_lse(
     query: Tensor,
     key: Tensor,
@@ -195,7 +204,7 @@ def memory_efficient_attention_with_lse(
     return out, logsumexp
 
 
-@advises_on_names(INSTEAD_OF_IN_TORCH)
+@advises(INSTEAD_OF_IN_TORCH, USAGE_OF_TORCH)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

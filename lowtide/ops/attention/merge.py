@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
 from lowtide.ops.attention.definition.validation import check_tensors
 
 
+@advises({}, "pass one list of pairs (out, logsumexp)")
 def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     r"""Merge attention of the same queries to disjoint sets of keys into attention to all the keys.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from lowtide.core.errors import advises
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.functional.fsdp import gathered
 from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
@@ -15,6 +16,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import check_normali
 Mode = Literal["gradient_in_forward", "recompute"]
 
 
+INSTEAD_OF = dict.fromkeys(("chunks", "num_chunks", "n_chunks"), "pass chunk_size, a number of rows")
 Aux = tuple[Tensor, dict[str, Any]]
 """The loss, and the sums beside it: tensors, or numbers where loss_fn returned numbers."""
 
@@ -93,6 +95,7 @@ def chunked_loss(
     has_aux: Literal[True],
     mode: Mode = ...,
 ) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
+@advises(INSTEAD_OF, "pass (loss_fn, head, hidden, ...)")
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,
     head: Callable[..., Any] | None = None,

@@ -27,6 +27,11 @@ def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode
     for name, function in (("loss_fn", loss_fn), ("head", head)):
         if not callable(function):
             raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
+    if isinstance(loss_fn, nn.Linear):
+        raise ArgumentTypeError(
+            "loss_fn must take what head returns, then the token tensors, got Linear; pass (loss_fn, head, "
+            "hidden, ...) in this order"
+        )
     check_choice("mode", mode, MODES)
     if chunk_size is not None and workspace is not None:
         raise ArgumentError("chunk_size and workspace must not both be given: one follows from the other")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
+from lowtide.core.errors import advises
 from lowtide.core.fsdp import expect_gradients
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Reduction
@@ -18,7 +19,17 @@ from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# What to do in place of an argument that Liger has.
+INSTEAD_OF = dict.fromkeys(
+    ("shift_labels", "labels", "true_labels", "target", "ignore_index"), "pass ignored=labels == -100"
+)
+USAGE = (
+    "pass (student_input, student_weight, teacher_input, teacher_weight) in this order, and the rest by "
+    "name; labels say what is left out: ignored=labels == -100"
+)
 
+
+@advises(INSTEAD_OF, USAGE)
 def forward_kl(
     student_input: Tensor,
     student_weight: Tensor,
@@ -149,6 +160,7 @@ def forward_kl(
     return _divergence(Heads(*student, *teacher, ignored), options, division)
 
 
+@advises(INSTEAD_OF, USAGE)
 def reverse_kl(
     student_input: Tensor,
     student_weight: Tensor,
@@ -194,6 +206,7 @@ def reverse_kl(
     return _divergence(Heads(*student, *teacher, ignored), options, division)
 
 
+@advises({**INSTEAD_OF, "jsd_beta": "pass beta"}, USAGE)
 def jensen_shannon(
     student_input: Tensor,
     student_weight: Tensor,

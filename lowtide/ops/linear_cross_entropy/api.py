@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lowtide.core.checks import check_tensors
-from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises_on_names
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import by_class, takes_data_sharded_head
-from lowtide.ops.linear_cross_entropy.definition.advice import INSTEAD_OF
+from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import remembered_call
 
 
-@advises_on_names(INSTEAD_OF)
+@advises(advice.INSTEAD_OF, advice.USAGE)
 @gathers_head
 @takes_data_sharded_head
 def linear_cross_entropy(
@@ -284,7 +284,7 @@ def _loss(
     )
 
 
-@advises_on_names(INSTEAD_OF)
+@advises(advice.INSTEAD_OF, advice.USAGE)
 @gathers_head
 @takes_data_sharded_head
 def linear_log_probs(
@@ -428,7 +428,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     weight: Tensor | None
 
-    @advises_on_names(INSTEAD_OF)
+    @advises(advice.INSTEAD_OF, advice.USAGE_OF_MODULE)
     def __init__(
         self,
         in_features: int,
@@ -489,6 +489,7 @@ class LinearCrossEntropyLoss(nn.Module):
             normalizer: float | Tensor | None = None,
         ) -> Tensor: ...
 
+    @advises(advice.INSTEAD_OF_IN_FORWARD, advice.USAGE_OF_FORWARD)
     def forward(
         self,
         input: Tensor,

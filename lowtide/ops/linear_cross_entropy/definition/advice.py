@@ -1,6 +1,6 @@
-"""Say what to do about shapes that do not fit: the advice at the end of an error.
+"""Say what to do about arguments that do not fit: the advice at the end of an error.
 
-It is chosen by what would make the call fit.
+That on shapes is chosen by what would make the call fit.
 """
 
 import math
@@ -26,9 +26,33 @@ INSTEAD_OF = {
     **dict.fromkeys(("filter_eps", "impl"), "pass nothing: every gradient is exact"),
     "shift": "slice: input[:, :-1] and target[:, 1:]",
     "vocab_parallel_options": "pass group",
-    **dict.fromkeys(("options", "chunk_size"), "pass workspace, a number of bytes"),
-    **dict.fromkeys(("logit_softcap", "final_logit_softcapping"), "pass softcap"),
+    **dict.fromkeys(
+        ("options", "chunk_size", "num_chunks", "chunk_mem_const"), "pass workspace, a number of bytes"
+    ),
+    **dict.fromkeys(
+        ("logit_softcap", "logit_softcapping", "final_logit_softcap", "final_logit_softcapping"),
+        "pass softcap",
+    ),
     "temperature": "pass logit_scale=1 / temperature",
+    "num_items_in_batch": "pass normalizer",
+    **dict.fromkeys(("size_average", "reduce"), "pass reduction"),
+}
+USAGE = "pass (input, linear_weight, target) in this order, and the rest by name, as linear_bias=..."
+
+CALL = "lowtide.linear_cross_entropy(input, linear_weight, target, ...)"
+USAGE_OF_MODULE = (
+    "it makes a head of its own: pass (in_features, num_classes) in this order, and the rest by name. For "
+    f"the head of a model call {CALL}, which takes the other arguments of this module"
+)
+USAGE_OF_FORWARD = (
+    "pass (input, target): the weight is the module's own, .linear.weight. For the head of a model call "
+    f"{CALL}"
+)
+INSTEAD_OF_IN_FORWARD = {
+    **{name: sentence for name, sentence in INSTEAD_OF.items() if sentence in ("pass input", "pass target")},
+    **dict.fromkeys(("lin_weight", "linear_weight"), f"set .linear.weight, or call {CALL}"),
+    **dict.fromkeys(("bias", "linear_bias"), "make the module with bias=True"),
+    "num_items_in_batch": "pass normalizer",
 }
 
 INPUT_FIRST = "; input comes first: pass (input, linear_weight, target)"
