@@ -22,6 +22,7 @@ extensions = [
     "benchmark_tables",
     "command_line",
     "contract_docstrings",
+    "data_tables",
     "mathml",
     "page_tables",
     "ways_of_a_call",

@@ -14,7 +14,6 @@ The site runs the directive in the comment and leaves out what stands between th
 `make tables` writes that; with --check nothing is written, and pages that it would change are named.
 """
 
-import csv
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import benchmark_tables
+import data_tables
 import ways_of_a_call
-from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).parents[1]
 BLOCK = re.compile(r"^<!-- (\{[\w-]+\}.*?)-->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -44,52 +42,13 @@ def parsed(text: str) -> Directive:
     return Directive(name, argument, dict(re.findall(r"^:([\w-]+): ?(.*)$", "\n".join(lines), re.MULTILINE)))
 
 
-def versions_table() -> str:
-    """Return what passed with each pair of Python and torch, and with the frameworks, as Markdown."""
-    with (DOCS / "_data" / "versions.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = {(row["suite"], row["python"], row["torch"]): row for row in rows}
-    pythons, torches = (
-        sorted({row[name] for row in rows}, key=lambda release: [int(part) for part in release.split(".")])
-        for name in ("python", "torch")
-    )
-    table = [["", *(f"torch {each}" for each in torches)], ["---"] * (1 + len(torches))]
-    for python in pythons:
-        cells = (
-            ", ".join(
-                f"{words} {row['passed']} of {int(row['passed']) + int(row['failed'])}"
-                for suite, words in (("contract", "contract"), ("selftest", "calls"))
-                if (row := found.get((suite, python, each)))
-            )
-            for each in torches
-        )
-        table.append([f"Python {python}", *(cell or "–" for cell in cells)])
-    lines = [f"| {' | '.join(cells)} |" for cells in table]
-    for row in rows:
-        if row["suite"] == "integrations":
-            total = int(row["passed"]) + int(row["failed"])
-            lines += [
-                "",
-                f"Tests of the integrations: {row['passed']} of {total} pass, with {row['versions']}.",
-            ]
-    return "\n".join(lines)
-
-
-class Versions(SphinxDirective):
-    """Make the table of Python and torch."""
-
-    def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(DOCS / "_data" / "versions.csv"))
-        return self.parse_text_to_nodes(versions_table())
-
-
 MAKERS: dict[str, Callable[[Directive], str]] = {
     "benchmark": lambda directive: benchmark_tables.markdown(directive.argument, directive.options),
     "doctor-on-a-cpu": lambda _: f"```text\n{ways_of_a_call.doctor_on_a_cpu()}\n```",
     "reasons-of-the-loss": lambda _: ways_of_a_call.reasons_table(),
-    "versions": lambda _: versions_table(),
     "ways-of-attention": lambda _: ways_of_a_call.attention_table(),
     "ways-of-the-loss": lambda _: ways_of_a_call.loss_table(),
+    **{name: lambda _, make=make: make() for name, make in data_tables.MAKERS.items()},
 }
 
 
@@ -108,7 +67,6 @@ def _as_directives(_app: Sphinx, _page: str, content: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_directive("versions", Versions)
     app.connect("source-read", _as_directives)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
