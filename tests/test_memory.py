@@ -136,7 +136,8 @@ def test_nested_blocks_refused_on_any_device():
 
 
 def test_active_profiler_refused():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         with pytest.raises(RuntimeError, match="torch's profiler"), lowtide.peak_memory("cpu"):
             pass
         torch.ones(3).sin()
