@@ -121,6 +121,18 @@ def test_tensor_lists_round_trip():
         mask.split(flat[:, 1:])
 
 
+def test_batches_set_as_code_for_xformers_does():
+    """DINOv2 makes the mask of lengths, and says afterwards which of them were one tensor."""
+    tensors = [torch.randn(2, 3, 4), torch.randn(1, 7, 4)]
+    mask = masks.BlockDiagonalMask.from_seqlens([3, 3, 7])
+    flat = torch.cat([tensor.reshape(1, -1, 4) for tensor in tensors], 1)
+    assert [part.shape[0] for part in mask.split(flat)] == [1, 1, 1]
+    mask._batch_sizes = [2, 1]
+    for each in (mask, mask.make_causal()):
+        for tensor, part in zip(tensors, each.split(flat), strict=True):
+            assert torch.equal(tensor, part)
+
+
 @pytest.mark.parametrize("kind", [masks.BlockDiagonalMask, masks.BlockDiagonalCausalMask])
 def test_several_sequences_match_loop(device, kind):
     tensors = [torch.randn(1, length, 2, 8, device=device, requires_grad=True) for length in (5, 600, 1, 77)]

@@ -176,7 +176,8 @@ class BlockDiagonalMask(AttentionBias):
         self.q_starts = (0, *accumulate(q_seqlens))
         self.k_starts = (0, *accumulate(kv_seqlens))
         self.made_for = self.q_starts[-1], self.k_starts[-1]
-        self.batch_sizes = None if batch_sizes is None else tuple(batch_sizes)
+        # Named as xformers names it: code that makes the mask of lengths alone (DINOv2) sets it.
+        self._batch_sizes = batch_sizes
         self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @classmethod
@@ -225,7 +226,7 @@ class BlockDiagonalMask(AttentionBias):
         if tensor.shape[:2] != (1, starts[-1]):
             raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
         parts, sequence = [], 0
-        for batch in self.batch_sizes or (1,) * (len(starts) - 1):
+        for batch in self._batch_sizes or (1,) * (len(starts) - 1):
             piece = tensor[:, starts[sequence] : starts[sequence + batch]]
             parts.append(piece.reshape(batch, -1, *tensor.shape[2:]) if batch else piece)
             sequence += batch
