@@ -51,6 +51,7 @@ html_title = "lowtide"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+html_search_scorer = str(DOCS / "_extensions" / "scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {

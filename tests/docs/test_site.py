@@ -242,6 +242,28 @@ def test_browser_finds_workspace_by_search(site):
 
 
 @needs_browser
+def test_browser_search_puts_tasks_before_records(site):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    first = {"slow": "reference/ways", "out of memory": "start/memory", "chunk loop": "migrate/chunk_loop"}
+    with browser.served(site) as address, browser.started() as driver:
+        for query, page in first.items():
+            driver.get(f"{address}/search.html?q={query.replace(' ', '+')}")
+            summary = (By.CSS_SELECTOR, ".search-summary")
+            WebDriverWait(driver, 60).until(
+                lambda driver, summary=summary: "finished" in driver.find_element(*summary).text
+            )
+            links = driver.find_elements(By.CSS_SELECTOR, "#search-results li > a")
+            found = [
+                link.get_attribute("href").removeprefix(f"{address}/").partition(".")[0] for link in links
+            ]
+            assert page in found[:3], (query, found)
+            records = [place for place, name in enumerate(found) if name.startswith("decisions/")]
+            assert records == [*range(len(found) - len(records), len(found))], (query, found)
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_browser_pages_fit_their_width(site, width):
     """Wide tables, formulas and code scroll by themselves."""
