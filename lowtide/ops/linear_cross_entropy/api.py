@@ -498,6 +498,10 @@ class LinearCrossEntropyLoss(nn.Module):
         row_weight: Tensor | None = None,
         normalizer: float | Tensor | None = None,
     ) -> Tensor:
+        """Compute the loss of input [..., in_features] and target by the head `.linear`.
+
+        `row_weight` and `normalizer` are those of :func:`linear_cross_entropy`.
+        """
         linear_weight, linear_bias = self.linear.weight, self.linear.bias
         check_tensors({"input": input})
         if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
