@@ -14,7 +14,7 @@ import torch
 import lowtide
 from lowtide import linear_cross_entropy
 from lowtide.distillation import forward_kl, jensen_shannon, reverse_kl
-from lowtide.losses import dpo, grpo, orpo, sequence_log_probs, simpo, z_loss
+from lowtide.losses import dpo, grpo, kto, orpo, sequence_log_probs, simpo, z_loss
 from tests.docs.snippets import DOCS
 
 pytest.importorskip("liger_kernel")
@@ -156,6 +156,25 @@ def test_losses_that_add_the_labels_of_the_chosen(pairs, name):
         ours = orpo(chosen, rejected, beta=0.1) + chosen.mean() + nll
     theirs = getattr(chunked_loss, f"LigerFusedLinear{name}Loss")(compiled=False)
     same(theirs(weight, hidden, labels), ours, hidden, weight)
+
+
+def test_kto(pairs):
+    from liger_kernel.chunked_loss import LigerFusedLinearKTOLoss
+
+    hidden, weight, labels = pairs
+    reference_hidden, reference_weight = torch.randn(2 * B, T, D), torch.randn(V, D)
+    desirable, kl = torch.arange(2 * B) % 2 == 0, torch.tensor(0.7)
+    theirs = LigerFusedLinearKTOLoss(compiled=False, use_ref_model=True)(
+        hidden,
+        weight,
+        labels,
+        preference_labels=desirable,
+        ref_input=reference_hidden,
+        ref_weight=reference_weight,
+        kl=kl,
+    )
+    reference = sequence_log_probs(reference_hidden, reference_weight, labels)
+    same(theirs, kto(sequence_log_probs(*pairs), reference, desirable, kl), hidden, weight)
 
 
 def test_grpo(pairs):
