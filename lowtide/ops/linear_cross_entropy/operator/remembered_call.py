@@ -60,20 +60,17 @@ def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Sig
         return None
     if not seen_by_nobody(tensors) or forward_ad._current_level >= 0:
         return None
-    try:
-        device = input.device
-        if torch.is_autocast_enabled(device.type):
-            return None
-        if (input.data_ptr() | linear_weight.data_ptr()) % ALIGNMENT:
-            return None
-        return (
-            options, kinds, torch.is_grad_enabled(), device, linear_weight.device, target.device,
-            input.shape, input.stride(), input.dtype, input.requires_grad,
-            linear_weight.shape, linear_weight.stride(), linear_weight.dtype, linear_weight.requires_grad,
-            target.shape, target.stride(), target.dtype, target.requires_grad,
-        )  # fmt: skip
-    except (AttributeError, RuntimeError):  # no tensor, or one without strides: the checks say so
+    device = input.device
+    if torch.is_autocast_enabled(device.type):
         return None
+    if (input.data_ptr() | linear_weight.data_ptr()) % ALIGNMENT:
+        return None
+    return (
+        options, kinds, torch.is_grad_enabled(), device, linear_weight.device, target.device,
+        input.shape, input.stride(), input.dtype, input.requires_grad,
+        linear_weight.shape, linear_weight.stride(), linear_weight.dtype, linear_weight.requires_grad,
+        target.shape, target.stride(), target.dtype, target.requires_grad,
+    )  # fmt: skip
 
 
 def _is_strided(operand: Any) -> bool:
