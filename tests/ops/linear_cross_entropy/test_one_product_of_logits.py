@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def few_tokens(device, monkeypatch):
     """Every call that can takes the single GEMM, on the CPU in the operands' own dtype."""
     monkeypatch.setattr(planner, "_slower_than_logits", lambda call, chosen: "in this test")
-    monkeypatch.setattr(spec, "FEWEST_ROWS", 16)
+    monkeypatch.setattr(spec, "FEWEST_ROWS", 8)
     if device == "cuda":
         return
     if not interpreted():

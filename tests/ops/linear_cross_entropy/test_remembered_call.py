@@ -169,7 +169,9 @@ class Named(torch.Tensor):
     """A subclass, whose own code is to see the call."""
 
 
-@pytest.mark.parametrize("mode", [Functions, Dispatches, lambda: torch.profiler.profile(), torch.no_grad])
+@pytest.mark.parametrize(
+    "mode", [Functions, Dispatches, lambda: torch.profiler.profile(acc_events=True), torch.no_grad]
+)
 def test_modes_see_the_operators(device, went, mode):
     given = tensors(device)
     check(*given)

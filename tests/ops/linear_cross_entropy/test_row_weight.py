@@ -27,7 +27,7 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
     several_blocks,
     with_options,
 )
-from tests.ops.linear_cross_entropy.test_options import DTYPES, KINDS, REDUCTIONS, check_fused, factor_of
+from tests.ops.linear_cross_entropy.test_options import DTYPES, KINDS, REDUCTIONS, check_fused
 from tests.ops.linear_cross_entropy.test_options import workspace_of as few
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 from tests.support.loss import (
@@ -274,7 +274,6 @@ def test_leading_dimensions_and_strides(device, kind, reduction):
         row_weight = torch.randn(*leading, 2, device=device)[..., 0]
         x = inputs.input.detach().view(*leading, 5).requires_grad_()
         changed = replace(inputs, input=x, target=target, row_weight=row_weight)
-        options["factor"] = factor_of(N)
         check_fused(changed, reduction=reduction, **options)
         check_fused(
             replace(changed, row_weight=torch.randn((), device=device).expand(leading)),
