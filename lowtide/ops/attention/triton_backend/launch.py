@@ -139,7 +139,11 @@ class KernelCall(NamedTuple):
         bias = self.bias
         row_bias_bytes = bias.itemsize if bias is not None and bias.shape[2] > 1 else 0
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
-        return find_tile(kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias_bytes)
+        operands = self.query, self.key, self.value, self.grad_output
+        narrow = all(each is None or strides_of(each)[2] != 1 for each in operands)
+        return find_tile(
+            kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias_bytes, narrow=narrow
+        )
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:

@@ -68,8 +68,9 @@ class Tile(NamedTuple):
 # Triton 3.6 confuses the descriptors of tiles of two widths at one address. The result is a crash,
 # or other numbers than those that were asked for.
 MIN_FEATURES = 64  # decision 0020
-# Kernels whose tiles in shared memory all have features as rows. Where no operand has more than 32
-# features, all of these tiles are 32 wide, so no tile of another width is beside them.
+# Kernels whose tiles in shared memory all have features as rows, if operands have. Where no operand
+# has more than 32 features, all of these tiles are 32 wide, so no tile of another width is beside
+# them. A tile of an operand whose rows are neighbours in memory is as wide as it has rows.
 NARROW = (
     *("forward", "query", "key and value", "problem forward", "problem gradient", "shared bias"),
     "whole problem",
@@ -193,12 +194,21 @@ SMALL_FLOAT: Table = {
 
 @cache
 def find_tile(
-    kernel: str, pieces: int, half: bool, K: int, E: int, shared_memory: int, row_bias_bytes: int = 0
+    kernel: str,
+    pieces: int,
+    half: bool,
+    K: int,
+    E: int,
+    shared_memory: int,
+    row_bias_bytes: int = 0,
+    *,
+    narrow: bool = True,
 ) -> Tile | None:
     """Return the tile of a kernel, or None if it has no tile for so many features.
 
     pieces: of each operand. half: operands have 16 bits. row_bias_bytes: of one number of a bias
-    that differs between queries, whose tiles need room; 0 without such a bias.
+    that differs between queries, whose tiles need room; 0 without such a bias. narrow: of no operand
+    are the rows neighbours in memory.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
@@ -209,7 +219,8 @@ def find_tile(
         return None
     if row_bias_bytes:
         size = _with_row_bias(kernel, pieces, size, features, row_bias_bytes)
-    least = FEWEST_FEATURES if features <= FEWEST_FEATURES and kernel in NARROW else MIN_FEATURES
+    narrow = narrow and features <= FEWEST_FEATURES and kernel in NARROW
+    least = FEWEST_FEATURES if narrow else MIN_FEATURES
     block_k = max(least, min(next_power_of_2(K), size.K))
     block_e = max(least, min(next_power_of_2(E), size.E))
     blocks = block_k, cdiv(K, block_k), block_e, cdiv(E, block_e)

@@ -1,0 +1,60 @@
+"""Few features, and operands whose rows are neighbours in memory, not their features.
+
+ptxas confuses the descriptors of tiles of two widths. So tiles of 32 features are for operands of
+which no other order is (tile_sizes.py). Elsewhere a card read beyond its shared memory.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.loss import skip_unless_runnable
+
+pytest.importorskip("triton")
+
+from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.triton_backend import launch_small_problems
+from lowtide.ops.attention.triton_backend.launch import kernel_call
+
+pytestmark = INTERPRETED
+
+OPERANDS = ["query", "key", "value", "grad_output"]
+
+
+def by_features(tensor):
+    """The same numbers [B, M, H, K], in memory as [B, H, K, M]."""
+    return tensor.detach().permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2).requires_grad_(tensor.is_leaf)
+
+
+@pytest.mark.parametrize("transposed", OPERANDS)
+@pytest.mark.parametrize(("K", "E"), [(32, 32), (16, 1), (1, 16)])
+@pytest.mark.parametrize("few", [False, True])
+def test_values(device, monkeypatch, few, K, E, transposed):
+    skip_unless_runnable("triton", device)
+    if few:
+        monkeypatch.setattr(launch_small_problems, "FEWEST", 1)
+    times = 4 if device == "cuda" and not few else 1
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
+        case = make_case(
+            3, 37 * times, 53 * times, 2, K=K, E=E, dtype=dtype, device=device, bias=(0, 1, 1, 1)
+        )
+        of_out, of_lse = make_upstream(case)
+        if transposed == "grad_output":
+            of_out = by_features(of_out)
+        else:
+            case = replace(case, **{transposed: by_features(getattr(case, transposed))})
+        check(differentiate(ours, case, (of_out, of_lse), backend="triton"), case, (of_out, of_lse))
+
+
+@pytest.mark.parametrize("transposed", [None, *OPERANDS])
+def test_width_of_tiles(transposed):
+    operands = {name: torch.empty(2, 3, 40, 16) for name in OPERANDS}
+    if transposed is not None:
+        operands[transposed] = torch.empty(2, 3, 16, 40).mT
+    grad_output = operands.pop("grad_output")
+    call = kernel_call(Operands(**operands), Options(scale=1.0))._replace(grad_output=grad_output)
+    for kernel in ("forward", "problem forward", "problem gradient"):
+        tile = call.find_tile(kernel)
+        assert tile.K == tile.E == (32 if transposed is None else 64)
