@@ -7,6 +7,7 @@ errors            the two classes of errors for arguments; which argument a name
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 backend           capabilities of the device: Triton and its interpreter, Gluon pipelines
+compile_ahead/    compile the Triton kernels of a first call side by side, in threads
 launch            Triton kernels that remember what their launches need
 triton_helpers    Triton functions and a kernel that several operators use
 soft_cap          slope of a soft cap, in torch

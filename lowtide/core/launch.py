@@ -16,11 +16,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowtide.core.compile_ahead.launches import in_rehearsal, launch
+from lowtide.core.compile_ahead.placeholders import ALIGNMENT
+
 # Compiled kernels that each function remembers, by the sizes that it was called with. With more it
 # begins again.
 MOST_LAUNCHES = 512
 INTEGERS = frozenset({int})
-ALIGNMENT = 16  # bytes, of a pointer that Triton reads in vectors
 
 
 def remember_launches(kernel: Any) -> Any:
@@ -44,9 +46,9 @@ class RememberedKernel:
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the kernel on the current device and stream."""
-        described = describe(arguments)
+        described = None if in_rehearsal() else describe(arguments)
         if described is None or _watched():
-            self.kernel[grid](*arguments, **constants)
+            launch(self.kernel, grid, arguments, constants)
             return
         key, values = described
         active = driver.active
@@ -54,7 +56,8 @@ class RememberedKernel:
         key += device, *constants.items()
         found = self.known.get(tuple(key))
         if found is None:
-            self._remember(key, self.kernel[grid](*arguments, **constants), len(arguments), constants)
+            compiled = launch(self.kernel, grid, arguments, constants)
+            self._remember(key, compiled, len(arguments), constants)
             return
         compiled, rest = found
         width, height, depth = (*grid, 1, 1)[:3]

@@ -62,12 +62,19 @@ def finish_gradient(
 
     tensor and factor are an operator's outputs; no factor, too, stands for 1.
     """
-    first, second = (grad_output, None) if factor is None or not factor.numel() else (factor, grad_output)
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
-        whole = first if second is None else first * second
+        whole = grad_output if factor is None or not factor.numel() else factor * grad_output
         return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
     # A freed graph's tensors may be overwritten; a retained one's will be read again.
     in_place = not torch_private.keeps_graph()
+    return finish_eagerly(tensor, factor, grad_output, like, backend, in_place=in_place)
+
+
+def finish_eagerly(
+    tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str, *, in_place: bool
+) -> Tensor:
+    """Return the same where no graph is traced, in the tensor's memory if `in_place` and it can be."""
+    first, second = (grad_output, None) if factor is None or not factor.numel() else (factor, grad_output)
     return scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place).reshape(like.shape)
 
 

@@ -19,7 +19,7 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
+from lowtide.core.pending_gradient import finish_eagerly
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
@@ -42,7 +43,7 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree, facts_of
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
@@ -63,15 +64,17 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
     parts = parsed(arguments)
     head = parts[0]
     if head.by_position:
-        return _of_positions(*parts)
-    call = _planned(*parts)
-    with on_device_of(head.inputs[0]):
-        if call[0].options.reduction != "none":
-            loss, gradients = loss_and_gradients(*call)
-            return [loss, *([] if gradients is None else gradients.outputs)]
-        engine = _engine(*call)
-        stats, rows = engine.row_statistics(), engine.rows
-        return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, engine.plan.engine)]
+        return _compiled_side_by_side(parts[-1], _of_positions, *parts, rehearsal=_of_positions_and_finish)
+    return _run(_linear_cross_entropy, _planned(*parts))
+
+
+def _linear_cross_entropy(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    if plan.options.reduction != "none":
+        loss, gradients = loss_and_gradients(plan, head, labels)
+        return [loss, *([] if gradients is None else gradients.outputs)]
+    engine = _engine(plan, head, labels)
+    stats, rows = engine.row_statistics(), engine.rows
+    return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, plan.engine)]
 
 
 @_operator("linear_cross_entropy_backward", f"Tensor? grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
@@ -80,26 +83,33 @@ def linear_cross_entropy_backward(
 ) -> list[Tensor]:
     upstream = {"loss": grad_output is not None}
     call = _planned(*parsed(arguments), statistics=statistics, upstream=upstream)
-    with on_device_of(call[1].inputs[0]):
-        engine = _engine(*call)
-        stats = read_stats(statistics, engine.rows, engine.stats_kind)
-        if grad_output is None:
-            grad_output = stats.max_N.new_zeros(engine.rows.N)
-        return _final(engine, engine.rows.coefs(grad_output.flatten()), stats)
+    return _run(_linear_cross_entropy_backward, call, statistics, grad_output)
+
+
+def _linear_cross_entropy_backward(
+    plan: Plan, head: Head, labels: Labels, statistics: Sequence[Tensor], grad_output: Tensor | None
+) -> list[Tensor]:
+    engine = _engine(plan, head, labels)
+    stats = read_stats(statistics, engine.rows, engine.stats_kind)
+    if grad_output is None:
+        grad_output = stats.max_N.new_zeros(engine.rows.N)
+    return _final(engine, engine.rows.coefs(grad_output.flatten()), stats)
 
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    call = _planned(*parsed(arguments, log_probs=True), log_probs=True)
-    with on_device_of(call[1].inputs[0]):
-        engine = _engine(*call)
-        stats, rows = engine.row_statistics(), engine.rows
-        log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
-        return [
-            *(rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)),
-            rows.of_all(stats.argmax_N, ignored=-1),
-            *saved_stats(stats, rows, engine.plan.engine),
-        ]
+    return _run(_linear_log_probs, _planned(*parsed(arguments, log_probs=True), log_probs=True))
+
+
+def _linear_log_probs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    engine = _engine(plan, head, labels)
+    stats, rows = engine.row_statistics(), engine.rows
+    log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
+    return [
+        *(rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)),
+        rows.of_all(stats.argmax_N, ignored=-1),
+        *saved_stats(stats, rows, engine.plan.engine),
+    ]
 
 
 @_operator(
@@ -119,20 +129,86 @@ def linear_log_probs_backward(
     upstream = {name: each is not None for name, each in zip(names, grad_output)}
     parts = parsed(arguments, log_probs=True)
     call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
-    with on_device_of(call[1].inputs[0]):
-        engine = _engine(*call)
-        stats = read_stats(statistics, engine.rows, engine.stats_kind)
-        if engine.plan.agreement is not None:  # ranks with tokens of their own may use other results
-            for place, of_some_rank in enumerate(engine.plan.agreement.upstream):
-                if of_some_rank and grad_output[place] is None:
-                    grad_output[place] = stats.max_N.new_zeros(engine.rows.N)
-        return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
+    return _run(_linear_log_probs_backward, call, statistics, grad_output)
+
+
+def _linear_log_probs_backward(
+    plan: Plan,
+    head: Head,
+    labels: Labels,
+    statistics: Sequence[Tensor],
+    grad_output: list[Tensor | None],
+) -> list[Tensor]:
+    engine = _engine(plan, head, labels)
+    stats = read_stats(statistics, engine.rows, engine.stats_kind)
+    if engine.plan.agreement is not None:  # ranks with tokens of their own may use other results
+        for place, of_some_rank in enumerate(engine.plan.agreement.upstream):
+            if of_some_rank and grad_output[place] is None:
+                grad_output[place] = stats.max_N.new_zeros(engine.rows.N)
+    return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
 
 
 # Convert arguments, choose the engine's class, add up positions.
 
 
 PlannedCall = tuple[Plan, Head, Labels]
+
+
+def _run(compute: Callable[..., list[Tensor]], call: PlannedCall, *arguments: Any) -> list[Tensor]:
+    """Compute a planned call."""
+    plan, head, _ = call
+    with on_device_of(head.inputs[0]):
+        return _compiled_side_by_side(
+            plan.options, compute, *call, *arguments, rehearsal=functools.partial(_compute_both, compute)
+        )
+
+
+def _compiled_side_by_side(
+    options: Options, function: Callable[..., list[Tensor]], *arguments: Any, rehearsal: Any = None
+) -> list[Tensor]:
+    """Return function(*arguments), whose kernels are compiled side by side where one has to be."""
+    if options.sharded or backend_of(options.engine) != "triton":  # ranks would speak in a rehearsal
+        return function(*arguments)
+    from lowtide.core.compile_ahead.launches import compile_side_by_side
+
+    return compile_side_by_side(function, *arguments, rehearsal=rehearsal)
+
+
+def _compute_both(
+    compute: Callable[..., list[Tensor]], plan: Plan, head: Head, labels: Labels, *arguments: Any
+) -> None:
+    """Compute the call, and its backward pass as far as it is known what that will be."""
+    outputs = compute(plan, head, labels, *arguments)
+    log_probs, needs_grad = plan.call_kind.log_probs, plan.needs_grad
+    if not needs_grad.some or compute not in (_linear_cross_entropy, _linear_log_probs):
+        return
+    if log_probs or plan.options.reduction == "none":
+        statistics = outputs[4:] if log_probs else outputs[1:]
+        call = _planned(
+            head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics
+        )
+        if log_probs:  # of log-probabilities alone, which most losses use
+            _linear_log_probs_backward(*call, statistics, [outputs[0], None, None])
+        else:
+            _linear_cross_entropy_backward(*call, statistics, outputs[0])
+    else:
+        _finish(outputs, head, needs_grad.all, plan.backend)
+
+
+def _of_positions_and_finish(
+    head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options
+) -> None:
+    outputs = _of_positions(head, labels, needs_grad, options)
+    _finish(outputs, head, needs_grad, backend_of(options.engine))
+
+
+def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], backend: str) -> None:
+    """Finish the gradients that a mean or sum has formed, as its backward pass does."""
+    loss, *pending = outputs
+    each = iter(pending)
+    for like, grad in zip(head.tensors, needs_grad):
+        if grad and like is not None:
+            finish_eagerly(next(each), next(each), loss, like, backend, in_place=True)
 
 
 def parsed(

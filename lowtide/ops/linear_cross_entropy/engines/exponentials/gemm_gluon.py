@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import epilogue
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
@@ -91,6 +92,7 @@ def _multiply_and_store(
         tma.store_wait(0)
 
 
+@remember_launches
 @gluon.jit
 def exponentials_kernel(
     x_CD, weight_BD, x_CR, weight_BR, exp_CB, reference_C_ptr, target_C_ptr, bias_B_ptr, scale_ptr,

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lowtide.core.backend import cdiv
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args
@@ -129,6 +130,7 @@ def _multiply(
         tma.store_wait(0)
 
 
+@remember_launches
 @gluon.jit
 def _distance_pipeline_kernel(
     x_CD, weight_BD, x_CR, weight_BR, distance_CB, bias_B_ptr, scale_ptr, soft_CB, class_weight_B_ptr,

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from lowtide.core.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
@@ -163,6 +164,7 @@ def _add_all(
         )  # fmt: skip
 
 
+@remember_launches
 @gluon.jit
 def _add_product_pipelined_kernel(
     exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,

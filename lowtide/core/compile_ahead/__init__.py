@@ -1,0 +1,10 @@
+"""Compile the Triton kernels of a first call side by side, in threads.
+
+A first call needs up to 20 kernels. Each is compiled as it is launched, one after another, and that
+takes longer than all else in a first step (decision 0063).
+
+Modules, in import order (a module imports only from those above it):
+
+placeholders  tensors without memory, and what torch's operations on them return
+launches      launch a kernel; rehearse a call, and compile in threads what it is to launch
+"""

@@ -1,0 +1,157 @@
+"""Launch kernels, and compile side by side those of a call in which one has to be compiled.
+
+`compile_side_by_side` runs a call. Where one of its launches has to compile, the call is rehearsed
+first: the same function runs on tensors without memory, and its launches are only noted. Threads
+compile what was noted, and each launch waits for its own kernel.
+
+A rehearsal launches nothing, allocates nothing on the device, and reads no number. What cannot be
+rehearsed, or compiled in a thread, is compiled at its launch, which says why if it fails.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from lowtide.core.compile_ahead.placeholders import ALIGNMENT, WithoutMemory, map_tensors, placeholder_of
+
+Result = TypeVar("Result")
+
+MOST_THREADS = 16
+
+
+class Launch(NamedTuple):
+    """Hold a kernel, and what it is launched with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return what Triton compiles the kernel for.
+
+        That is the dtype of each pointer, and whether it is a multiple of 16; whether an integer is
+        1, a multiple of 16, or needs 64 bits, in tuples too; dtype and box of a tensor descriptor; each
+        constant.
+        """
+        # A kernel's own hash is that of all its source, which takes long to compute.
+        kinds: list[Any] = [self.kernel.fn, *self.constants.items()]
+        for each in self.arguments:
+            if isinstance(each, Tensor):
+                kinds += each.dtype, each.data_ptr() % ALIGNMENT == 0
+            elif isinstance(each, int):
+                kinds.append(_kind_of_integer(each))
+            elif isinstance(each, tuple):
+                kinds.append(tuple(map(_kind_of_integer, each)))
+            elif hasattr(each, "block_shape"):  # a tensor descriptor, of Triton or Gluon
+                kinds += each.base.dtype, *each.block_shape
+            else:
+                kinds.append(type(each))
+        return tuple(kinds)
+
+    @property
+    def descriptors(self) -> int:
+        """Return the number of tensor descriptors, which GEMMs have."""
+        return sum(hasattr(each, "block_shape") for each in self.arguments)
+
+
+def _kind_of_integer(number: int) -> Hashable:
+    return number if number == 1 else (number % ALIGNMENT == 0, number.bit_length() > 31)
+
+
+Rehearsal = Callable[[], list[Launch]]
+
+_rehearsals: ContextVar[list[Rehearsal] | None] = ContextVar("a call's rehearsal", default=None)
+_noted: ContextVar[list[Launch] | None] = ContextVar("the launches of a rehearsal", default=None)
+_compiled: dict[tuple[Any, ...], Future[None] | None] = {}
+"""Kinds of launches, by device: what compiles them, or None where their launch did."""
+
+
+def compile_side_by_side(
+    function: Callable[..., Result], *arguments: Any, rehearsal: Callable[..., Any] | None = None
+) -> Result:
+    """Return function(*arguments), whose kernels are compiled side by side where one has to be.
+
+    `rehearsal` is rehearsed in the function's place, if given; it may launch what comes after, too.
+    It must not depend on numbers in the tensors, nor speak to other processes.
+    """
+    token = _rehearsals.set([partial(rehearse, rehearsal or function, *arguments)])
+    try:
+        return function(*arguments)
+    finally:
+        _rehearsals.reset(token)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Launch a kernel through Triton, and return the compiled kernel; in a rehearsal note the launch."""
+    wanted = Launch(kernel, grid, arguments, constants)
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(wanted)
+        return None
+    device, rehearsals = driver.active.get_current_device(), _rehearsals.get()
+    key = device, wanted.kind
+    # A graph that is being captured bears no other thread's calls of CUDA.
+    if key not in _compiled and rehearsals and not torch.cuda.is_current_stream_capturing():
+        with contextlib.suppress(Exception):  # what is wrong with a call, it says itself
+            _compile(device, rehearsals.pop()())
+    compiling = _compiled.setdefault(key)
+    if compiling is not None:
+        compiling.exception()  # waits; what the thread failed at, the launch will too
+    return kernel[grid](*arguments, **constants)
+
+
+def in_rehearsal() -> bool:
+    """Return True if launches are only noted."""
+    return _noted.get() is not None
+
+
+def rehearse(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
+    """Return what function(*arguments) launches."""
+    launches: list[Launch] = []
+    arguments = map_tensors(placeholder_of, arguments)
+    token = _noted.set(launches)
+    try:
+        with WithoutMemory():
+            function(*arguments)
+    finally:
+        _noted.reset(token)
+    return launches
+
+
+def _compile(device: int, launches: list[Launch]) -> None:
+    """Begin to compile what is not compiled yet."""
+    kinds = {(device, each.kind): each for each in launches}
+    new = [(key, each) for key, each in kinds.items() if key not in _compiled]
+    if not new:
+        return
+    for _, (kernel, *_) in new:
+        # Triton makes both at the first use. Keys of its cache on disk depend on the order of these,
+        # so in threads the next process would not find its kernels there.
+        _ = kernel.cache_key, kernel.device_caches[device]
+    # The first one finds out what all need. Else each thread would hash the whole compiler.
+    _compile_one(new[0][1])
+    new.sort(key=lambda item: item[1].descriptors, reverse=True)  # GEMMs take longest
+    pool = ThreadPoolExecutor(min(MOST_THREADS, len(new), os.cpu_count() or 1))
+    for key, each in new:
+        _compiled[key] = pool.submit(_prepare, device, each)
+    pool.shutdown(wait=False)
+
+
+def _prepare(device: int, launch: Launch) -> None:
+    """Compile a kernel in a thread, build the C function that launches it, and load both."""
+    driver.active.set_current_device(device)
+    _compile_one(launch).run  # noqa: B018
+
+
+def _compile_one(launch: Launch) -> Any:
+    return launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
