@@ -8,6 +8,7 @@ Modules, in the order of imports:
 * parameters: options that several commands share, and their checks.
 * progress: show the progress of work of unknown length.
 * timeline: `lowtide bench memory-timeline`.
+* bench_pictures: draw the CSVs of `lowtide bench`.
 * bench: `lowtide bench`.
 * doctor: `lowtide doctor`.
 * estimate: `lowtide estimate`.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.bench_pictures import draw as draw_figure
 from lowtide.cli.errors import Commands
 from lowtide.cli.parameters import MOST_TOKENS, DeviceOption, output_file, output_picture, size_in_bytes
 from lowtide.cli.parameters import workspace as workspace_option
@@ -26,7 +27,6 @@ from lowtide.tools.bench.attention.rows import attention_rows
 from lowtide.tools.bench.attention.table import ATTENTION
 from lowtide.tools.bench.cases import AXES, CASES, Case, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
-from lowtide.tools.bench.draw import draw as draw_figure
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
@@ -35,7 +35,7 @@ from lowtide.tools.bench.host import CALLS, HOST, SHAPES, host_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import DIVIDED, PROVIDERS, SWEPT, Provider
-from lowtide.tools.bench.table import LOSS, CsvWriter, Format
+from lowtide.tools.bench.table import LOSS, CsvWriter, Format, records
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
 from lowtide.tools.errors import UserError
@@ -211,7 +211,7 @@ def heads_(
     table = _Table(cases[0], len(cases) * len(providers), measured)
     every = _print([table], on, smoke, out, HEAD_ROWS)
     if plot is not None:
-        draw_heads(every, plot)
+        draw_heads(records(every, Environment.of(on), HEAD_ROWS), plot)
         Console().print(f"picture: {plot}", soft_wrap=True)
 
 
@@ -355,7 +355,7 @@ def _real(
     total = len(cases) * len(chosen) + len(of_flex)
     every = _print([_Table(cases[0], total, measured)], device, smoke, out, REAL_ROWS)
     if plot is not None:
-        draw_real(every, plot)
+        draw_real(records(every, Environment.of(device), REAL_ROWS), plot)
         Console().print(f"picture: {plot}", soft_wrap=True)
 
 
@@ -381,12 +381,18 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
 
 @app.command("draw")
 def draw(
-    rows: Annotated[Path, typer.Argument(help="A CSV that `linear-cross-entropy --sweep` has written.")],
+    rows: Annotated[
+        Path, typer.Argument(help="A CSV of `linear-cross-entropy --sweep`, `heads` or `attention --real`.")
+    ],
     out: Annotated[
         Path, typer.Option(parser=output_picture, metavar="FILE", help="The figure, .svg or .png.")
     ],
 ) -> None:
-    """Draw throughput, memory and accuracy along each axis of a sweep, from its CSV alone."""
+    """Draw a CSV of measured rows, from the file alone.
+
+    Of a sweep: throughput, memory and accuracy along each axis. Of heads and of
+    public models' attention: the ratios that their tables are of.
+    """
     draw_figure(rows, out)
     Console().print(f"figure: {out}", soft_wrap=True)
 

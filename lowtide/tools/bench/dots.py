@@ -1,12 +1,11 @@
 """Draw ratios of many cases as dots: a panel for each measure, a colour for each provider."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.tools import figures
 from lowtide.tools.bench.draw import looks_of
-from lowtide.tools.environment import Environment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +18,13 @@ class Panel(NamedTuple):
 
 
 def draw_dots(
-    panels: Sequence[Panel], cases: Sequence[str], title: str, about: tuple[str, str], path: Path
+    panels: Sequence[Panel],
+    cases: Sequence[str],
+    title: str,
+    records: Sequence[Mapping[str, str]],
+    path: Path,
 ) -> None:
-    """Draw the panels above each other; `about` is the device and the dtype."""
+    """Draw the panels above each other; card, versions and dtypes below them are those of the records."""
     looks = looks_of(name for panel in panels for name in panel.dots)
     with figures.figure(14, 3 + 2.2 * len(panels)) as figure:
         axes: list[Axes] = [*figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]]
@@ -30,9 +33,11 @@ def draw_dots(
         axes[0].set_title(title)
         axes[-1].set_xticks(range(len(cases)), cases, rotation=90)
         figures.names_above(axes[0])
-        device, dtype = about
-        here = Environment.of(device)
-        source = f"{here.card}, torch {here.torch}, {dtype}, lowtide {here.lowtide}"
+        card, torch, dtype, lowtide = (
+            " and ".join(dict.fromkeys(record[name] for record in records))
+            for name in ("card", "torch", "dtype", "lowtide")
+        )
+        source = f"{card}, torch {torch}, {dtype}, lowtide {lowtide}"
         figure.supxlabel(source, fontsize=9, color="#868e96")
         figures.save(figure, path)
 

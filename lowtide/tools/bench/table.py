@@ -36,6 +36,12 @@ class Format(NamedTuple):
     """Columns of a file that is printed to, which has no width."""
 
 
+def records(rows: Iterable[Any], environment: Environment, form: Format) -> list[dict[str, str]]:
+    """Return the rows as a reader of their CSV finds them."""
+    found = [dict.fromkeys(form.columns) | asdict(environment) | form.record(row) for row in rows]
+    return [{name: "" if value is None else str(value) for name, value in each.items()} for each in found]
+
+
 class CsvWriter:
     """Write each row as it comes: an interrupted run keeps what it has measured."""
 

@@ -1,12 +1,12 @@
 import dataclasses
 import io
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from lowtide.cli.bench_pictures import draw as draw_file
 from lowtide.tools.bench import measure
 from lowtide.tools.bench.cases import Case
 from lowtide.tools.bench.heads.data import HEADS
@@ -14,8 +14,10 @@ from lowtide.tools.bench.heads.rows import HeadRow, head_cases, head_providers, 
 from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, draw, record
 from lowtide.tools.bench.measure import Figures, Mode, aligned, exact, relative_error, truth_dtype
 from lowtide.tools.bench.providers import Provider, Unavailable
+from lowtide.tools.bench.table import CsvWriter, records
 from lowtide.tools.doctor.linear_cross_entropy import Call
 from lowtide.tools.eager import eager_loss
+from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
 from tests.support.drawings import drawn
 
@@ -208,9 +210,11 @@ def test_table_has_ratios_of_all_and_marks_the_best():
     assert "quack unavailable: it has no [soft] cap (GPT-2-256, " in " ".join(text.split())
 
 
-def test_record_has_head_floors_and_command(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/bin/lowtide", "bench", "heads"])
-    fields = record(ROWS[0])
+HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab", "", "lowtide bench heads")
+
+
+def test_record_has_head_floors_and_command():
+    fields = dataclasses.asdict(HERE) | record(ROWS[0])
     assert set(fields) <= set(COLUMNS)
     assert (fields["head"], fields["features"], fields["classes"]) == ("GPT-2", 768, 50257)
     assert (fields["tied"], fields["softcap"], fields["source"]) == (True, None, "openai-community/gpt2")
@@ -218,10 +222,12 @@ def test_record_has_head_floors_and_command(monkeypatch):
     assert (fields["engine"], fields["truth"]) == ("exponentials", "float64")
     assert fields["command"] == "lowtide bench heads"
     assert {"card", "torch", "lowtide", "version"} < set(COLUMNS)
+    assert len(COLUMNS) == len(set(COLUMNS))
 
 
 def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
-    drawing = drawn(monkeypatch, lambda path: draw(ROWS, path), tmp_path / "heads.png")
+    fields = records(ROWS, HERE, HEAD_ROWS)
+    drawing = drawn(monkeypatch, lambda path: draw(fields, path), tmp_path / "heads.png")
     printed = [text for text, _ in drawing.words]
     assert all(head.name in printed for head in PUBLIC)
     assert {"lowtide", "lowtide-256MiB", "eager", "compile", "N = 256", "N = 4,096"} < set(printed)
@@ -232,4 +238,18 @@ def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
 
 def test_picture_of_nothing():
     with pytest.raises(UserError, match="nothing to draw"):
-        draw([row for row in ROWS if row.figures is None], None)
+        draw(records([row for row in ROWS if row.figures is None], HERE, HEAD_ROWS), None)
+
+
+def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
+    """Card and versions are those of the file, wherever it is drawn."""
+    with (tmp_path / "heads.csv").open("w", newline="") as file:
+        writer = CsvWriter(file, HERE, HEAD_ROWS)
+        for row in ROWS:
+            writer.write(row)
+    draw_file(tmp_path / "heads.csv", tmp_path / "file.svg")
+    draw(records(ROWS, HERE, HEAD_ROWS), tmp_path / "rows.svg")
+    assert (tmp_path / "file.svg").read_bytes() == (tmp_path / "rows.svg").read_bytes()
+    (tmp_path / "heads.csv").write_text("head,provider\nGPT-2,lowtide\n")
+    with pytest.raises(UserError, match="no column 'aligned_floor_ms': it is no CSV of heads"):
+        draw_file(tmp_path / "heads.csv", tmp_path / "file.svg")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from lowtide.cli.bench_pictures import draw as draw_file
 from lowtide.tools.bench.attention import rows as attention
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS, AttentionProvider, own_choice
 from lowtide.tools.bench.attention.real import REAL_CASES, real_cases
@@ -24,6 +25,8 @@ from lowtide.tools.bench.attention.real_table import (
 from lowtide.tools.bench.attention.rows import AttentionFigures, Pass, attention_rows
 from lowtide.tools.bench.attention.truth import exact, truth_dtype
 from lowtide.tools.bench.measure import relative_error
+from lowtide.tools.bench.table import CsvWriter, records
+from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
 from tests.support.drawings import drawn
 
@@ -309,8 +312,11 @@ def test_table_has_a_line_for_each_case():
     assert "xformers unavailable: not taken: [sinks] (swin-b, " in " ".join(text.split())
 
 
+HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab", "", "lowtide bench")
+
+
 def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
-    rows = list(synthetic_rows())
+    rows = records(synthetic_rows(), HERE, REAL_ROWS)
     drawing = drawn(monkeypatch, lambda path: draw(rows, path), tmp_path / "real.png")
     printed = [text for text, _ in drawing.words]
     assert all(case.name in printed for case in PUBLIC)
@@ -323,7 +329,18 @@ def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
 
 def test_picture_of_nothing():
     with pytest.raises(UserError, match="nothing to draw"):
-        draw([row for row in synthetic_rows() if row.figures is None], None)
+        draw(records([row for row in synthetic_rows() if row.figures is None], HERE, REAL_ROWS), None)
+
+
+def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
+    rows = list(synthetic_rows())
+    with (tmp_path / "real.csv").open("w", newline="") as file:
+        writer = CsvWriter(file, HERE, REAL_ROWS)
+        for row in rows:
+            writer.write(row)
+    draw_file(tmp_path / "real.csv", tmp_path / "file.svg")
+    draw(records(rows, HERE, REAL_ROWS), tmp_path / "rows.svg")
+    assert (tmp_path / "file.svg").read_bytes() == (tmp_path / "rows.svg").read_bytes()
 
 
 def test_providers_are_known():

@@ -1,10 +1,10 @@
-"""Measure the shapes of public models, and show the rows as one table, a CSV and a picture.
+"""Measure the shapes of public models, show the rows as one table and a CSV, and draw its records.
 
 Ratios are of times to those of the quickest of torch's own kernels on the case, forward and
 backward together.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,23 +120,25 @@ def _absolute(own: AttentionFigures) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[RealRow], path: Path) -> None:
-    """Draw what each provider takes over torch's quickest kernel: time forward and backward, memory."""
-    ran = [row for row in rows if row.figures is not None and row.best is not None]
+def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Draw what each provider takes over torch's quickest kernel: time forward and backward, memory.
+
+    Records are those of the CSV.
+    """
+    ran = [record for record in records if record["status"] == "ok" and record["best_of_torch"]]
     if not ran:
         raise UserError("no provider ran beside one of torch's kernels, and there is nothing to draw")
-    cases = list(dict.fromkeys(row.case.name for row in ran))
+    cases = list(dict.fromkeys(record["case"] for record in ran))
     panels = [Panel(label, {}) for label in ("forward", "backward", "peak memory")]
-    for row in ran:
-        if row.provider.name in TORCH:
+    for record in ran:
+        if record["provider"] in TORCH:
             continue
-        for panel, ratio in zip(panels, row.ratios):
-            if ratio:
-                dots = panel.dots.setdefault(row.provider.name, [])
-                dots.append((cases.index(row.case.name), ratio))
+        for panel, name in zip(panels, RATIOS):
+            if float(record[name] or 0):
+                dots = panel.dots.setdefault(record["provider"], [])
+                dots.append((cases.index(record["case"]), float(record[name])))
     title = "Attention of public models: time and memory over those of torch's quickest kernel"
-    dtypes = " and ".join(dict.fromkeys(row.case.dtype_name for row in ran))
-    draw_dots(panels, cases, title, (ran[0].case.device, dtypes), path)
+    draw_dots(panels, cases, title, ran, path)
 
 
 REAL_ROWS = Format(COLUMNS, record, render, width=200)

@@ -1,12 +1,11 @@
-"""Show rows of the heads as one table, write them as a CSV, and draw them.
+"""Show rows of the heads as one table, write them as a CSV, and draw its records.
 
 Ratios are to the aligned floor: the three products of features and classes rounded up to multiples
 of 8. The floor of the operands as they are stands beside it.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -27,7 +26,6 @@ FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
     *table.COLUMNS,
     *(
-        "command",
         "head",
         "tied",
         "softcap",
@@ -44,7 +42,6 @@ COLUMNS = (
 def record(row: HeadRow) -> dict[str, object]:
     case, head = row.case, row.case.head
     fields: dict[str, object] = {
-        "command": " ".join(["lowtide", *sys.argv[1:]]),
         "head": head.name,
         "tied": head.tied,
         "softcap": head.softcap,
@@ -110,25 +107,24 @@ def _cell(own: Figures, best: bool) -> Text:
     )
 
 
-def draw(rows: Sequence[HeadRow], path: Path) -> None:
-    """Draw each provider's ratio to the aligned floor over the heads, a panel for each number of tokens."""
-    ran = [row for row in rows if row.figures is not None]
+def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
+    """Draw each provider's ratio to the aligned floor over the heads, a panel for each number of tokens.
+
+    Records are those of the CSV.
+    """
+    ran = [record for record in records if record["status"] == "ok"]
     if not ran:
         raise UserError("no provider ran, and there is nothing to draw")
-    heads = sorted({row.case.head for row in ran}, key=lambda head: (head.features, head.classes))
-    places = {head: place for place, head in enumerate(heads)}
+    sizes = {record["head"]: (int(record["features"]), int(record["classes"])) for record in ran}
+    heads = sorted(sizes, key=lambda head: (*sizes[head], head))
     panels: dict[int, Panel] = {}
-    for row in sorted(ran, key=lambda row: row.case.tokens):
-        panel = panels.setdefault(row.case.tokens, Panel(f"N = {row.case.tokens:,}", {}))
-        dots = panel.dots.setdefault(row.provider.name, [])
-        dots.append((places[row.case.head], _figures(row).aligned_ratio))
-    draw_dots(
-        list(panels.values()),
-        [head.name for head in heads],
-        "Forward and backward over three products, operands rounded up to 8",
-        (ran[0].case.device, ran[0].case.dtype_name),
-        path,
-    )
+    for record in sorted(ran, key=lambda record: int(record["tokens"])):
+        tokens = int(record["tokens"])
+        dots = panels.setdefault(tokens, Panel(f"N = {tokens:,}", {})).dots
+        place = heads.index(record["head"]), float(record["aligned_ratio"])
+        dots.setdefault(record["provider"], []).append(place)
+    title = "Forward and backward over three products, operands rounded up to 8"
+    draw_dots(list(panels.values()), heads, title, ran, path)
 
 
 HEAD_ROWS = Format(COLUMNS, record, render, width=200)
