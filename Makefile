@@ -28,7 +28,9 @@ test-all: $(READY)  ## both, collected and imported once
 docs: $(READY_FOR_DOCS)  ## this site into docs/_build/html, without network; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-tables: $(READY_FOR_DOCS)  ## the tables in the pages of docs/, from benchmarks/*.csv and the code
+tables: $(READY)  ## the tables of docs/ and the pictures of ratios, from benchmarks/*.csv and the code
+	for name in heads attention_real; do test ! -e benchmarks/h200/$$name.csv || \
+		$(BIN)/python -m lowtide bench draw benchmarks/h200/$$name.csv --out docs/pictures/$$name.png || exit; done
 	PYTHONPATH=$(CURDIR) $(BIN)/python docs/_extensions/page_tables.py
 
 test-builds: $(READY)  ## compiles every kernel ahead of time that the tests leave to the builds beside it

@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
     "sphinx_design",
+    "benchmark_summaries",
     "benchmark_tables",
     "command_line",
     "contract_docstrings",

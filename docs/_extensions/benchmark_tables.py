@@ -8,11 +8,14 @@
     ```
 
 Each number links to its run, which is listed below the table: command, commit, card, versions, date.
-`:across: provider` gives each provider a column, of the one value that `:columns:` then ends with.
-`:absent: Not measured yet.` stands in place of the table while the file is not there.
+`:across: provider` gives each provider a column, of the one value that `:columns:` then ends with;
+`:across: side` one to each but torch's own kernels of attention, of which the quickest is "torch".
+`:best: lowest` prints the lowest number of each line in bold. `:absent: Not measured yet.` stands in
+place of the table while the file, or a row of it, is not there.
 """
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +25,11 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from lowtide.tools.bench.attention.real_table import TORCH
+from lowtide.tools.bench.attention.table import ERRORS
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+GRADIENTS = ("grad_input_error", "grad_weight_error")
 Record = dict[str, str]
 
 
@@ -52,6 +59,17 @@ def _both(field: str, form: str) -> Callable[[Record], str]:
     return lambda record: " / ".join(format(float(record[name]), form) for name in names if record[name])
 
 
+def _largest(record: Record, *fields: str) -> str:
+    return format(max(float(record[field]) for field in fields if record[field]), ".1e")
+
+
+def _side(record: Record) -> str | None:
+    """Return whose column a row of attention stands in; None for torch's kernels but the quickest."""
+    if record["provider"] == record["best_of_torch"]:
+        return "torch"
+    return None if record["provider"] in TORCH else record["provider"]
+
+
 def _attention_shape(record: Record) -> str:
     heads, key_heads = record["heads"], record["key_heads"]
     heads = heads if heads == key_heads else f"{heads}/{key_heads}"
@@ -71,6 +89,12 @@ COLUMNS = {
     "ms": Column("ms", _milliseconds),
     "ratio": Column("ratio", _number("ratio", ".2f")),
     "head": Column("head", lambda record: record["head"]),
+    "head shape": Column("D × V", lambda record: f"{record['features']} × {record['classes']}"),
+    "tokens": Column("N", lambda record: f"{int(record['tokens']):,}"),
+    "floor": Column("floor, ms", _number("floor_ms", ".2f")),
+    "aligned floor": Column("aligned floor, ms", _number("aligned_floor_ms", ".2f")),
+    "chunks": Column("tokens of a chunk", lambda record: record["chunks"]),
+    "gradients": Column("error of dX or dW", lambda record: _largest(record, *GRADIENTS)),
     "aligned ratio": Column("ratio", _number("aligned_ratio", ".2f")),
     "predicted ratio": Column("predicted", _number("predicted_ratio", ".2f")),
     "over plain": Column("over plain", _number("over_plain", "+.1%")),
@@ -93,23 +117,38 @@ COLUMNS = {
     "peak over torch": Column("memory over its", _number("peak_over_torch", ".2f")),
     "best of torch": Column("torch's quickest", lambda record: record["best_of_torch"]),
     "host": Column("host, µs", _both("host_us", ".0f")),
+    "way": Column("why", lambda record: record["way"]),
+    "largest error": Column("largest error", lambda record: _largest(record, *ERRORS)),
     "estimated": Column("estimated, GiB", _peak_of_estimate),
     "measured": Column("measured, GiB", _number("measured_bytes", ".2f", 2**-30)),
 }
 COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
 TEXTS = {
     *("provider", "loss of", "case", "shape", "dtype", "engine", "length", "head"),
-    *("model", "attention", "options", "best of torch"),
+    *("model", "attention", "options", "best of torch", "head shape", "tokens", "chunks", "way"),
 }
+ACROSS: dict[str, Callable[[Record], str | None]] = {"side": _side}
 
 
-def records_of(file: str, where: str, rows: str = "") -> list[Record]:
-    """Return the records whose fields have the given values, `a=1|2 b=3`; in the order of `rows`."""
+def is_absent(file: str, options: Mapping[str, str]) -> bool:
+    """Return whether the directive says what stands for rows that are not there, and none is."""
+    if "absent" not in options:
+        return False
+    return not (BENCHMARKS / file).exists() or not _chosen(file, options.get("where", ""))
+
+
+def _chosen(file: str, where: str) -> list[Record]:
     with (BENCHMARKS / file).open(newline="") as lines:
         found = list(csv.DictReader(lines))
     for condition in where.split():
         field, _, values = condition.partition("=")
         found = [record for record in found if record[field] in values.split("|")]
+    return found
+
+
+def records_of(file: str, where: str, rows: str = "") -> list[Record]:
+    """Return the records whose fields have the given values, `a=1|2 b=3`; in the order of `rows`."""
+    found = _chosen(file, where)
     names = [name.strip() for name in rows.split(",") if name.strip()]
     if names:
         missing = set(names) - {record["provider"] for record in found}
@@ -134,10 +173,11 @@ def describe(record: Record, command: str, file: str) -> str:
 
 
 class Cell(NamedTuple):
-    """Hold a cell's text, and the record that it is a number of."""
+    """Hold a cell's text, the record that it is a number of, and whether it is the best of its line."""
 
     text: str
     record: Record | None = None
+    best: bool = False
 
 
 class Table(NamedTuple):
@@ -152,7 +192,7 @@ def table_of(file: str, options: Mapping[str, str]) -> Table:
     records = records_of(file, options.get("where", ""), options.get("rows", ""))
     names = [name.strip() for name in options["columns"].split(",")]
     if "across" in options:
-        heading, body = _pivot(records, names, options["across"])
+        heading, body = _pivot(records, names, options["across"], options.get("best", ""))
     else:
         heading = [COLUMNS[name].heading for name in names]
         body = [_cells(record, names) for record in records]
@@ -173,21 +213,38 @@ def _cells(record: Record, names: Sequence[str]) -> list[Cell]:
     return cells
 
 
-def _pivot(records: Sequence[Record], names: Sequence[str], field: str) -> tuple[list[str], list[list[Cell]]]:
+def _pivot(
+    records: Sequence[Record], names: Sequence[str], field: str, best: str
+) -> tuple[list[str], list[list[Cell]]]:
+    """Return a line for each set of texts that labels have; a label that is a number is its first row's."""
     *labels, value = names
-    across = list(dict.fromkeys(record[field] for record in records))
+    column_of = ACROSS.get(field, lambda record: record[field])
+    ran = [record for record in records if record.get("status", "ok") == "ok" and column_of(record)]
+    across = list(dict.fromkeys(map(column_of, ran)))
     lines: dict[tuple[str, ...], dict[str, Record]] = {}
-    for record in records:
-        key = tuple(COLUMNS[name].text(record) for name in labels)
-        lines.setdefault(key, {})[record[field]] = record
+    for record in ran:
+        key = tuple(COLUMNS[name].text(record) for name in labels if name in TEXTS)
+        lines.setdefault(key, {})[column_of(record)] = record
     body = []
-    for key, found in lines.items():
-        cells = [Cell(each) for each in key]
-        for each in across:
-            there = each in found and found[each].get("status", "ok") == "ok"
-            cells.append(Cell(COLUMNS[value].text(found[each]), found[each]) if there else Cell("–"))
-        body.append(cells)
+    for found in lines.values():
+        first = next(iter(found.values()))
+        cells = [Cell(COLUMNS[name].text(first), None if name in TEXTS else first) for name in labels]
+        values = [
+            Cell(COLUMNS[value].text(found[each]), found[each]) if each in found else Cell("–")
+            for each in across
+        ]
+        if best:
+            lowest = min(map(_sum_of, values))
+            values = [each._replace(best=_sum_of(each) == lowest) for each in values]
+        body.append([*cells, *values])
     return [*(COLUMNS[name].heading for name in labels), *across], body
+
+
+def _sum_of(cell: Cell) -> float:
+    """Return the number that a cell shows, forward and backward together."""
+    if cell.record is None or not cell.text:
+        return math.inf
+    return sum(float(part.replace(",", "")) for part in cell.text.split(" / "))
 
 
 class Runs:
@@ -212,12 +269,12 @@ class Runs:
 
 def markdown(file: str, options: Mapping[str, str]) -> str:
     """Return the table, and the runs that its numbers are of, for a page that is read as a file."""
-    if "absent" in options and not (BENCHMARKS / file).exists():
+    if is_absent(file, options):
         return options["absent"]
     table, runs = table_of(file, options), Runs(file, options["command"])
     lines = [table.heading, ["--:" if each else "---" for each in table.numbers]]
     for cells in table.body:
-        lines.append([each.text for each in cells])
+        lines.append([f"**{each.text}**" if each.best else each.text for each in cells])
         for each in cells:
             if each.record is not None and each.text:
                 runs.number(each.record)
@@ -234,6 +291,7 @@ class Benchmark(SphinxDirective):
         "rows": directives.unchanged,
         "columns": directives.unchanged_required,
         "across": directives.unchanged,
+        "best": lambda argument: directives.choice(argument, ("lowest",)),
         "command": directives.unchanged_required,
         "absent": directives.unchanged_required,
     }
@@ -241,7 +299,7 @@ class Benchmark(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         (file,) = self.arguments
         self.env.note_dependency(str(BENCHMARKS / file))
-        if "absent" in self.options and not (BENCHMARKS / file).exists():
+        if is_absent(file, self.options):
             return [nodes.paragraph("", self.options["absent"])]
         table, runs = table_of(file, self.options), Runs(file, self.options["command"])
         place = f"run-{self.env.new_serialno('benchmark')}"
@@ -257,9 +315,11 @@ class Benchmark(SphinxDirective):
 def _linked(cell: Cell, runs: Runs, place: str) -> nodes.Node:
     if cell.record is None or not cell.text:
         return nodes.Text(cell.text)
+    words = nodes.strong("", cell.text) if cell.best else nodes.Text(cell.text)
     return nodes.reference(
         "",
-        cell.text,
+        "",
+        words,
         internal=True,
         refid=f"{place}-{runs.number(cell.record)}",
         reftitle=describe(cell.record, runs.command, runs.file),

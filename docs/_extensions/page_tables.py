@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import benchmark_summaries
 import benchmark_tables
 import data_tables
 import ways_of_a_call
@@ -49,6 +50,7 @@ MAKERS: dict[str, Callable[[Directive], str]] = {
     "ways-of-attention": lambda _: ways_of_a_call.attention_table(),
     "ways-of-the-loss": lambda _: ways_of_a_call.loss_table(),
     **{name: lambda _, make=make: make() for name, make in data_tables.MAKERS.items()},
+    **{name: lambda _, make=make: make() for name, make in benchmark_summaries.MAKERS.items()},
 }
 
 
