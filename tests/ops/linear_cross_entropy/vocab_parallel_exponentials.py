@@ -4,6 +4,7 @@ exponentials in place of logits. Each scenario asserts what it finds, on every r
 Shapes: N tokens, D features, V classes of all ranks, V_r of one.
 """
 
+from itertools import product
 from typing import Any
 
 import torch
@@ -180,6 +181,28 @@ def unlike_layouts(engine: str) -> None:
     case.check((loss.detach(), [dx, place.whole(dw.contiguous())]), whole)
 
 
+def few_tokens(engine: str) -> None:
+    """Few tokens beside the classes of one rank, many beside those of the other, which may have none: one
+    engine and the same chunks on both, and no rank counts on a chunk of all tokens.
+    """
+    case = Case(engine)
+    case.dtype, case.tolerance = torch.bfloat16, 3e-2
+    torch.manual_seed(8)
+    case.x, case.w = torch.randn(8, 128).bfloat16(), (torch.randn(V, 128) / 8).bfloat16()
+    case.target = torch.arange(8) * 37 % V
+    truth = case.truth()
+    backend = "triton" if engine == "exponentials" else "auto"
+    for first, workspace in product((131, 200, 255, V), (None, 50_000)):
+        classes = slice(first, V) if case.place.rank else slice(0, first)
+        x, w = case.place.leaf(case.x), case.place.leaf(case.w, classes)
+        how = {"first_class": classes.start, "num_classes": V, "workspace": workspace, "backend": backend}
+        with running_on(engine) as engines:
+            loss = lowtide.linear_cross_entropy(x, w, case.target, group=case.place.group, **how)
+            loss.backward()
+        assert len(engines) == 1, engines
+        case.check((loss.detach(), [x.grad, case.place.whole(w.grad)]), truth)
+
+
 def collectives(engine: str) -> None:
     """One gather of three numbers a row and one sum of dX a chunk, and the agreement; backward none."""
     case = Case(engine)
@@ -202,7 +225,8 @@ def collectives(engine: str) -> None:
 SCENARIOS = {
     each.__name__: each
     for each in (
-        *(far_references, confident, excluded, not_finite, small_workspaces, unlike_layouts, collectives),
+        *(far_references, confident, excluded, not_finite, small_workspaces, unlike_layouts, few_tokens),
+        collectives,
     )
 }
 

@@ -45,6 +45,7 @@ def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
         weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
         # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum on
         # few chunks, and chunks take all classes at a time.
+        one_product_row=0,
         target_rows_bytes=0,
         packed_sum_20=0,
         class_blocks=None,

@@ -1,0 +1,74 @@
+"""Ranks of a divided head choose one engine, whatever classes and tokens each of them has.
+
+On tensors without data. Shapes: N tokens of a rank, D features, V classes of all ranks, V_r of one.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.core.cpu_gemm import gemm
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
+from lowtide.ops.linear_cross_entropy.planning import requirements
+
+V, D = 128256, 1024
+SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # of an uneven layout: none of the classes, few, all
+TOKENS = (0, 1, 64, 4096)
+OPTIONS = (
+    {},
+    {"reduction": "none"},
+    {"log_probs": True},
+    {"softcap": 30.0},
+    {"label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "softcap": 30.0},
+    {"segments": 4},
+)
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def device(request, monkeypatch):
+    """A Hopper card, or a CPU that has products of bfloat16."""
+    if request.param == "cuda":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: device.type == "cuda")
+    monkeypatch.setattr(gemm, "against", lambda: None)
+    return request.param
+
+
+def plan_of(device, N, V_r, *, log_probs=False, wanted=(True, True), dtype=torch.bfloat16, **options):
+    """The plan of a rank with so many tokens and classes, in a workspace with room for any of them."""
+    with FakeTensorMode():
+        x, w = (torch.empty(size, D, dtype=dtype, device=device) for size in (N, V_r))
+        head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device=device)
+        kind = call_kind_of(head, target, None, (*wanted, False, False), log_probs=log_probs)
+        given = planner.with_graph_facts(head, Options(compute_dtype=dtype, **options), kind)
+        return planner.make_plan(head, given, kind)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_engine(device, options):
+    """By shards of any sizes, tokens that are replicated or not, dtypes and wanted gradients."""
+    for tokens_sharded, dtype, wanted in product(
+        (False, True), (torch.bfloat16, torch.float32), ((True, True), (True, False))
+    ):
+        place = {"group": "g", "ranks": 2, "num_classes": V, "tokens_sharded": tokens_sharded}
+        plans = [
+            plan_of(device, N, V_r, dtype=dtype, wanted=wanted, **place, **options)
+            for N in (TOKENS if tokens_sharded else (64,))
+            for V_r in SHARDS
+        ]
+        assert len({each.engine for each in plans}) == 1, (tokens_sharded, dtype, wanted)
+        # The ranks agree on chunks, so none may count on a chunk of all tokens.
+        assert all(each.weight_gradient != "single_product" for each in plans)
+
+
+def test_one_process_chooses_by_sizes(device):
+    """The rules above can fail: these sizes change the choice of one process."""
+    plans = [plan_of(device, N, V_r) for N in (64, 4096) for V_r in (17, V)]
+    assert len({each.engine for each in plans}) > 1
+    if device == "cuda":
+        assert {each.weight_gradient for each in plans} >= {"single_product"}
