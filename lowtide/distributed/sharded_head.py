@@ -37,11 +37,11 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
     see no difference. Gradients are averaged over the ranks, as FSDP2 averages them.
 
     These take the head: :func:`lowtide.linear_cross_entropy`, :func:`lowtide.linear_log_probs`,
-    :class:`lowtide.LinearCrossEntropyLoss` and :func:`lowtide.defer_logits`, which is to be called
-    afterwards. A loss has the same value on all ranks, the mean of the ranks' losses. `"mean"` is
-    the mean over all ranks' tokens, and so is the sum over a `normalizer` of
-    :func:`lowtide.tokens_per_rank`. For ``reduction="none"`` and log-probabilities each rank has
-    the rows of its own tokens.
+    :class:`lowtide.LinearCrossEntropyLoss`, the divergences of `lowtide.distillation` and
+    :func:`lowtide.defer_logits`, which is to be called afterwards. A loss has the same value on all
+    ranks, the mean of the ranks' losses. `"mean"` is the mean over all ranks' tokens, and so is the
+    sum over a `normalizer` of :func:`lowtide.tokens_per_rank`. For ``reduction="none"`` and
+    log-probabilities each rank has the rows of its own tokens.
 
     Args:
         model: any module, before fully_shard.

@@ -32,6 +32,8 @@ HELD = [
     "z-loss",
     "positions",
     "orders of backward",
+    "distillation",
+    "distillation refused",
 ]
 
 

@@ -107,7 +107,9 @@ def forward_kl(
             another dtype, like autocast's own.
         group, first_class, num_classes, tokens_sharded: for heads whose classes are divided over
             ranks, as in :func:`lowtide.linear_cross_entropy`; student and teacher alike. The
-            weights are DTensors with placement Shard(0), or this rank's rows with `group`.
+            weights are DTensors with placement Shard(0), or this rank's rows with `group`. A
+            student of :func:`lowtide.shard_head` needs none of these; its teacher is one too, or a
+            plain weight of all classes, the same on each rank.
 
     Default workspace:
         On the CPU 64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
@@ -280,4 +282,4 @@ def _divergence(
             return higher_order.distillation(own, options)
         loss = autograd.distillation(own, options)
     expect_gradients((heads.student_weight, heads.student_bias), loss)
-    return returned(loss, options.reduction == "none")
+    return returned(loss, options.reduction)

@@ -1,7 +1,8 @@
 """Turn the arguments of a call whose classes are divided over ranks into this rank's tensors.
 
 Student and teacher are divided alike. linear_cross_entropy/sharding.py reads placements and groups,
-head by head.
+head by head. A student of `lowtide.shard_head`, whose ranks have tokens of their own, has a teacher
+of that kind too, or one that is whole on each rank, of which each takes its classes.
 """
 
 import contextlib
@@ -11,10 +12,21 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lowtide.core.checks import check_tensors
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import check_gathered, refuse_derived, refuse_unreduced
 from lowtide.ops.distillation.heads import Heads
-from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
+from lowtide.ops.linear_cross_entropy.data_sharded import (
+    check_mark,
+    check_options,
+    check_whole,
+    is_data_sharded,
+    mean_over_ranks,
+    own_classes,
+    own_part,
+    place_of,
+)
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.sharding import TENSORS, ShardedCall, sharded_call
 
@@ -30,16 +42,23 @@ class Division(NamedTuple):
 
 def own_heads(
     heads: Heads, division: Division
-) -> tuple[Heads, VocabShard | None, Callable[[Tensor, bool], Tensor]]:
-    """Return this rank's heads, their place, and what makes a result of the kind of student_input.
+) -> tuple[Heads, VocabShard | None, Callable[[Tensor, str], Tensor]]:
+    """Return this rank's heads, their place, and what makes the result of a reduction from a loss.
 
-    The place is None, and the heads are those passed, if no classes are divided.
+    That is of the kind of student_input, and of the mean over ranks with tokens of their own. The
+    place is None, and the heads are those passed, if no classes are divided.
     """
+    data_sharded = is_data_sharded(heads.student_weight)
+    if data_sharded:
+        heads, division = _of_data_sharded(heads, division)
     calls = []
     for side, ignored in (("student", heads.ignored), ("teacher", None)):
         input, weight, bias = getattr(heads, side)
-        for name, parameter in ((f"{side}_weight", weight), (f"{side}_bias", bias)):
-            _check_parameter(name, parameter)
+        if not data_sharded:
+            with _named_after(side):
+                check_mark(input, weight)
+            _check_parameter(f"{side}_weight", weight)
+            _check_parameter(f"{side}_bias", bias)
         tensors = dict.fromkeys(TENSORS) | {"input": input, "linear_weight": weight, "linear_bias": bias}
         with _named_after(side):
             calls.append(sharded_call({**tensors, "target": ignored}, **division._asdict()))
@@ -53,7 +72,54 @@ def own_heads(
     names = ("input", "linear_weight", "linear_bias")
     sides = [[call.tensors[name] for name in names] for call in calls]
     own = Heads._make((*sides[0], *sides[1], student.tensors["target"]))
-    return own, student.shard, lambda result, by_row: student.returned(result, by_row=by_row)
+
+    def returned(loss: Tensor, reduction: str) -> Tensor:
+        if data_sharded and reduction != "none":
+            return mean_over_ranks(loss, division.group, of_all_tokens=reduction == "mean")
+        return student.returned(loss, by_row=reduction == "none")
+
+    return own, student.shard, returned
+
+
+def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]:
+    """Return this rank's classes of a student of lowtide.shard_head and its teacher, and their place."""
+    (x, weight, bias), (teacher_input, teacher_weight, teacher_bias) = heads.student, heads.teacher
+    names = ("student_input", "teacher_input", "teacher_weight")
+    check_tensors({name: getattr(heads, name) for name in names})
+    with _named_after("student"):
+        check_options(weight, division._asdict() | {"linear_bias": bias})
+    if not is_data_sharded(teacher_weight):
+        with _named_after("teacher"):
+            check_mark(teacher_input, teacher_weight)
+    own = heads._replace(
+        student_weight=own_part(weight, x.dtype),
+        student_bias=None if bias is None else own_part(bias, x.dtype),
+        teacher_weight=_own_part_of_teacher("teacher_weight", teacher_weight, weight, teacher_input),
+        teacher_bias=_own_part_of_teacher("teacher_bias", teacher_bias, weight, teacher_input),
+    )
+    return own, Division(**place_of(weight, division.num_classes))
+
+
+def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher_input: Tensor) -> Any:
+    """Return the student's classes of a teacher's weight or bias, without a gradient."""
+    if parameter is None:
+        return None
+    if is_data_sharded(parameter) and parameter.device_mesh == student_weight.device_mesh:
+        alike = parameter.shape[0] == student_weight.shape[0]
+        part = parameter.to_local().detach().to(teacher_input.dtype)
+    else:
+        _check_parameter(name, parameter)
+        alike = not is_dtensor(parameter) and parameter.shape[:1] == student_weight.shape[:1]
+        part = parameter.detach()
+        part = part[own_classes(student_weight)] if alike else part
+    if not alike:
+        raise ArgumentError(
+            f"{name} must hold the {student_weight.shape[0]} classes of student_weight, a head of "
+            "lowtide.shard_head: as a plain tensor of all of them, or of another such head on the same "
+            f"mesh, got a {type(parameter).__name__} of {parameter.shape[0] if parameter.dim() else 'no'} "
+            "classes; call lowtide.shard_head for the teacher's model too, or gather its weight"
+        )
+    return part
 
 
 def _check_parameter(name: str, parameter: Any) -> None:

@@ -100,14 +100,14 @@ def takes_data_sharded_head(function: Function) -> Function:
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
         if not is_data_sharded(linear_weight):
-            _check_mark(input, linear_weight)
+            check_mark(input, linear_weight)
             return function(input, linear_weight, target, **options)
         return _averaged(function, input, linear_weight, target, options)
 
     return run  # type: ignore[return-value]
 
 
-def _check_mark(input: Any, linear_weight: Any) -> None:
+def check_mark(input: Any, linear_weight: Any) -> None:
     """Raise for a copy of a data-sharded weight, whose ranks would count as having the same tokens."""
     # A parameter is that of another head on this mesh. A DTensor says by its placements what the ranks
     # have; a graph cannot look at a mesh's attributes.
@@ -127,33 +127,59 @@ def _averaged(
     function: Callable[..., Any], input: Tensor, linear_weight: Any, target: Tensor, options: dict[str, Any]
 ) -> Any:
     """Return the mean of the ranks' losses; or each row's results, which are this rank's own."""
-    mesh, V = linear_weight.device_mesh, linear_weight.shape[0]
-    group, ranks = mesh.get_group(), mesh.size()
+    group = linear_weight.device_mesh.get_group()
     bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
     with telling_errors({"input": input, "linear_weight": linear_weight}, group):
         check_tensors({"input": input, "target": target})
-        _check_options(linear_weight, options)
-    own_weight = linear_weight.to_local().to(input.dtype)  # FSDP2's policy casts what it gathers
-    first_class = min(mesh.get_local_rank() * -(-V // ranks), V)  # the rule of torch.chunk
-    num_classes = V if options.get("num_classes") is None else options["num_classes"]
-    options = options | {
-        "group": group, "first_class": first_class, "num_classes": num_classes, "tokens_sharded": True,
-    }  # fmt: skip
+        check_options(linear_weight, options)
+    options = options | place_of(linear_weight, options.get("num_classes"))
     if isinstance(bias, Tensor):
-        options["linear_bias"] = _scale_gradient(bias.to_local().to(input.dtype), ranks)  # type: ignore[attr-defined]
+        options["linear_bias"] = own_part(bias, input.dtype)
     if isinstance(weight, Tensor):
-        options["weight"] = weight[first_class : first_class + own_weight.shape[0]]
+        options["weight"] = weight[own_classes(linear_weight)]
     if isinstance(scale, Tensor):
-        options["logit_scale"] = _scale_gradient(scale, ranks)
+        options["logit_scale"] = _scale_gradient(scale, group.size())
     reduction = options.get("reduction", "mean") if "reduction" in _keywords(function) else "none"
-    result = function(input, _scale_gradient(own_weight, ranks), target, **options)
+    result = function(input, own_part(linear_weight, input.dtype), target, **options)
     if reduction == "none":
         return result
     of_all_tokens = reduction == "mean" and options.get("normalizer") is None
-    return _MeanOfLosses.apply(result if of_all_tokens else result / ranks, group)
+    return mean_over_ranks(result, group, of_all_tokens=of_all_tokens)
 
 
-def _check_options(linear_weight: Tensor, options: dict[str, Any]) -> None:
+def own_classes(parameter: Any) -> slice:
+    """Return the classes of this rank, by the rule of torch.chunk."""
+    mesh, V = parameter.device_mesh, parameter.shape[0]
+    size = -(-V // mesh.size())
+    first = min(mesh.get_local_rank() * size, V)
+    return slice(first, min(first + size, V))
+
+
+def place_of(parameter: Any, num_classes: int | None) -> dict[str, Any]:
+    """Return the arguments that say how the classes and the tokens are divided over ranks."""
+    return {
+        "group": parameter.device_mesh.get_group(),
+        "first_class": own_classes(parameter).start,
+        "num_classes": parameter.shape[0] if num_classes is None else num_classes,
+        "tokens_sharded": True,
+    }
+
+
+def own_part(parameter: Any, dtype: torch.dtype) -> Tensor:
+    """Return this rank's classes in a dtype, as FSDP2's policy casts what it gathers.
+
+    Their gradient is averaged over the ranks.
+    """
+    return _scale_gradient(parameter.to_local().to(dtype), parameter.device_mesh.size())
+
+
+def mean_over_ranks(result: Tensor, group: Any, *, of_all_tokens: bool) -> Tensor:
+    """Return the mean of the ranks' losses, from a mean of all ranks' tokens, or from their sum."""
+    mean: Tensor = _MeanOfLosses.apply(result if of_all_tokens else result / group.size(), group)
+    return mean
+
+
+def check_options(linear_weight: Tensor, options: dict[str, Any]) -> None:
     """Raise for options that do not fit a head of lowtide.shard_head."""
     for name in ("group", "first_class"):
         if options.get(name) is not None:

@@ -356,8 +356,8 @@ def fsdp() -> None:
         assert message in found, found
     divided = torch.nn.Linear(6, 24, bias=False)
     lowtide.shard_head(torch.nn.Sequential(divided), mesh, head=divided)
-    assert "student_weight belongs to a head of lowtide.shard_head" in raised(
-        lambda: fused(Inputs(x, divided.weight, x, plain), "forward")
+    assert "teacher_weight belongs to a head of lowtide.shard_head" in raised(
+        lambda: fused(Inputs(x, plain, x, divided.weight), "forward")
     )
 
 
