@@ -104,13 +104,27 @@ def test_memory(results):
             assert found[kind]["largest"] < found["logits"] // 8
 
 
-def test_killed_rank(results):
+def check_killed(results, kind):
     """The others raise, long before the minute that their group would wait."""
     *others, last = results
-    assert "error" not in last["killed"]
+    assert "error" not in last[kind]
     for rank in others:
-        assert rank["killed"]["seconds"] < 30
-        assert "onnection" in rank["killed"]["error"]
+        assert rank[kind]["seconds"] < 30
+        assert "onnection" in rank[kind]["error"]
+
+
+def test_killed_rank(results):
+    check_killed(results, "killed")
+
+
+@pytest.mark.parametrize(
+    "collective",
+    ["gather", pytest.param("sum_", marks=EXTENDED), pytest.param("scatter_sum", marks=EXTENDED)],
+)
+def test_killed_in_a_chunk(tmp_path, collective):
+    """Where others wait for a chunk's statistics, or for its rows of dX."""
+    kind = f"killed {collective}"
+    check_killed(run_ranks(MODES, tmp_path / "store", [kind], ranks=3), kind)
 
 
 @EXTENDED

@@ -5,6 +5,7 @@ Shapes: N tokens, D features, V classes of all ranks.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import time
@@ -725,6 +726,11 @@ def triton() -> None:
     gradients = {"input": x.grad, "linear_weight": place.whole(w.grad)}
     check_log_probs({**results, **gradients}, inputs, upstream)
 
+    assert planned(inputs, None, backend="triton").engine == "logits_triton"
+    with counted() as calls:
+        lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group, backend="triton").backward()
+    assert calls == [("gather", 2048), ("gather", 3 * N * 4), ("sum_", N * D * 4)]
+
 
 def compiled() -> None:
     """torch.compile of a call with a group: one graph, with the collectives inside the operator."""
@@ -778,22 +784,42 @@ def segments() -> None:
     assert ranks in (2, 4)
 
 
-def killed(rank: int) -> None:
-    """The last rank ends in the middle; the others raise, and say after how many seconds."""
+def killed(rank: int, collective: str = "") -> None:
+    """The last rank ends between two calls, or in a chunk's collective of the second one. The others raise,
+    and say after how many seconds.
+    """
     place, inputs = Place(), made()
-    call = (inputs.input, inputs.linear_weight[place.classes], inputs.target)
-    lowtide.linear_cross_entropy(*call, group=place.group).backward()
-    begun, found = time.monotonic(), {"kind": "killed"}
+    tokens = place.tokens if collective == "scatter_sum" else slice(None)
+    x, w = place.leaf(inputs.input, tokens), place.leaf(inputs.linear_weight, place.classes)
+    how = {"group": place.group, "tokens_sharded": tokens != slice(None), "workspace": 25_000}
+    lowtide.linear_cross_entropy(x, w, inputs.target[tokens], **how).backward()
+    begun, last = time.monotonic(), rank == place.ranks - 1
+    if last and not collective:
+        end({"kind": "killed"})
+    if last:
+        real, issued = getattr(collectives.Group, collective), itertools.count()
+
+        def ending(self: Any, tensor: Tensor) -> Any:
+            # Of gathers the first is the agreement.
+            if next(issued) == 1:
+                end({"kind": f"killed {collective}"})
+            return real(self, tensor)
+
+        setattr(collectives.Group, collective, ending)
     try:
-        while rank != place.ranks - 1:
-            lowtide.linear_cross_entropy(*call, group=place.group).backward()
+        lowtide.linear_cross_entropy(x, w, inputs.target[tokens], **how).backward()
     except RuntimeError as error:
-        found |= {"error": str(error), "seconds": time.monotonic() - begun}
+        kind = f"killed {collective}".strip()
+        end({"kind": kind, "error": str(error), "seconds": time.monotonic() - begun})
+
+
+def end(found: dict[str, Any]) -> None:
+    """Print what was found, and end without a barrier, as not all ranks are there."""
     print(json.dumps(found), flush=True)
-    os._exit(0)  # no barrier: not all are there
+    os._exit(0)
 
 
 def run(kind: str, rank: int) -> dict[str, Any]:
-    if kind == "killed":
-        killed(rank)
+    if kind.startswith("killed"):
+        killed(rank, *kind.split()[1:])
     return globals()[kind]() or {}
