@@ -12,6 +12,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.deferred.locate_head import locate_head
 from lowtide.ops.linear_cross_entropy.data_sharded import gathered, mark
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -103,9 +104,7 @@ def _divided(parameter: nn.Parameter, mesh: "DeviceMesh") -> nn.Parameter:
     from torch.distributed.tensor import DTensor, Shard
 
     whole = parameter.detach()
-    size = -(-whole.shape[0] // mesh.size())  # the rule of torch.chunk, and of FSDP2
-    first = min(mesh.get_local_rank() * size, whole.shape[0])
-    part = whole[first : first + size].clone()
+    part = whole[classes_of_rank(mesh, whole.shape[0])].clone()
     if not part.is_meta:
         part = part.to(mesh.device_type)
     placed: Any = DTensor.from_local(

@@ -26,6 +26,7 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.fsdp import is_parameter, reshaped
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
 from lowtide.ops.linear_cross_entropy.planning.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
@@ -148,11 +149,8 @@ def _averaged(
 
 
 def own_classes(parameter: Any) -> slice:
-    """Return the classes of this rank, by the rule of torch.chunk."""
-    mesh, V = parameter.device_mesh, parameter.shape[0]
-    size = -(-V // mesh.size())
-    first = min(mesh.get_local_rank() * size, V)
-    return slice(first, min(first + size, V))
+    """Return the classes of this rank."""
+    return classes_of_rank(parameter.device_mesh, parameter.shape[0])
 
 
 def place_of(parameter: Any, num_classes: int | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard, classes_of_rank
 from lowtide.ops.linear_cross_entropy.planning import agreement
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
@@ -239,7 +239,7 @@ def _of_dtensors(tensors: dict[str, Any], num_classes: int | None, tokens_sharde
     shard = VocabShard(
         group.group_name,
         group.size(),
-        min(mesh.get_local_rank(place) * -(-V // group.size()), V),  # the rule of torch.chunk
+        classes_of_rank(mesh, V, place).start,
         V if num_classes is None else operator.index(num_classes),
         tokens_sharded,
     )
@@ -290,7 +290,7 @@ def _without_padding(tensors: dict[str, Any], shard: VocabShard) -> dict[str, An
     if not isinstance(weight, Tensor) or weight.dim() < 2:
         return tensors
     V_r = weight.shape[0]
-    real = max(0, min(V_r, shard.num_classes - shard.first_class))
+    real = torch.sym_max(0, torch.sym_min(V_r, shard.num_classes - shard.first_class))
     if real == V_r:
         return tensors
 

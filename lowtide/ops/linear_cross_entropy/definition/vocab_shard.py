@@ -7,7 +7,9 @@ class probabilities.
 Shapes: V classes of the vocabulary, of which rank r holds V_r.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 
 class VocabShard(NamedTuple):
@@ -40,3 +42,14 @@ class VocabShard(NamedTuple):
             return [slice(0, classes)]
         size = self.segment_classes
         return [slice(start, min(start + size, classes)) for start in range(0, classes, size)]
+
+
+def classes_of_rank(mesh: Any, num_classes: int, dimension: int = 0) -> slice:
+    """Return the classes of this rank where Shard(0) divides them over a dimension of the mesh.
+
+    That is the rule of torch.chunk, and of FSDP2. In torch's local-tensor mode these numbers are
+    symbols, each of which stands for those of all ranks.
+    """
+    size = -(-num_classes // mesh.size(dimension))
+    first = torch.sym_min(mesh.get_local_rank(dimension) * size, num_classes)
+    return slice(first, torch.sym_min(first + size, num_classes))
