@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import chunks, expression
@@ -190,7 +191,10 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        picked = _picked(node, index.reshape(expression.hidden(node).shape[:-1]), input.head_call.workspace)
+        flat, workspace = index.reshape(expression.hidden(node).shape[:-1]), input.head_call.workspace
+        picked = _picked(node, flat, workspace)
+        if picked is None:
+            picked = _picked_logits(node, flat, workspace)
         if picked is not None:
             return picked.view(index.shape)
     (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
@@ -209,6 +213,19 @@ def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
         return None
     picked = _picked(below, index, workspace)  # type: ignore[arg-type]
     return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
+
+
+def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
+    """Return each row's logit of class `index` if the head computes in half precision, else None.
+
+    It is float32 and not rounded, as the logsumexp is: of a confident token their difference has
+    nothing left but the rounding of one of them.
+    """
+    _, head = _matched(node)
+    if head is None or head.dtype not in HALVES:
+        return None
+    found = _log_probs(head, index, workspace)
+    return found.log_prob + found.logsumexp
 
 
 def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:

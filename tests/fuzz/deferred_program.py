@@ -55,8 +55,9 @@ class Program:
         return any(line.kind in kinds for line in self.lines)
 
     @property
-    def has_logsumexp(self) -> bool:
-        return any("logsumexp" in line.text for line in self.lines)
+    def widens(self) -> bool:
+        """Return True if a result may be float32 where torch's is half precision."""
+        return any(each in line.text for line in self.lines for each in ("logsumexp", "gather", "arange"))
 
 
 class Head(nn.Linear):

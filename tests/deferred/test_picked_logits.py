@@ -1,0 +1,74 @@
+"""A picked logit less a logsumexp: of a confident token nothing remains but roundings.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+N, D, V = 24, 32, 50
+PICKS = {
+    "gather": lambda z, t: z.gather(-1, t[:, None])[:, 0] - z.logsumexp(-1),
+    "float, then gather": lambda z, t: z.float().gather(-1, t[:, None])[:, 0] - z.float().logsumexp(-1),
+    "gather, then float": lambda z, t: z.gather(-1, t[:, None])[:, 0].float() - z.logsumexp(-1).float(),
+    "index": lambda z, t: z[torch.arange(len(t), device=t.device), t] - z.logsumexp(-1),
+    "log_softmax": lambda z, t: z.log_softmax(-1).gather(-1, t[:, None])[:, 0],
+}
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.head = nn.Linear(D, V, dtype=dtype)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PICKS)
+def test_confident_tokens(device, name, dtype):
+    """Its logit is about 14, and rounds by 0.03 in bfloat16; the log-probability is about -1e-4."""
+    model, target = Model(dtype).to(device), torch.arange(N, device=device) % V
+    with torch.no_grad():
+        weight = model.head.weight.double()
+        x = (14 * weight[target] / weight[target].square().sum(1, keepdim=True)).to(dtype)
+    x.requires_grad_()
+    with lowtide.defer_logits(model, head=model.head):
+        found = PICKS[name](model(x), target)
+    assert found.dtype == torch.float32
+    x_64, weight_64, bias_64 = (
+        each.detach().double().requires_grad_() for each in (x, model.head.weight, model.head.bias)
+    )
+    exact = (x_64 @ weight_64.t() + bias_64).log_softmax(-1).gather(-1, target[:, None])[:, 0]
+    assert exact.detach().abs().median() < 1e-3
+    assert (found - exact).abs().max() < 1e-5
+    leaves = x, model.head.weight, model.head.bias
+    gradients = torch.autograd.grad(1e3 * found.sum(), leaves)
+    exact_gradients = torch.autograd.grad(1e3 * exact.sum(), (x_64, weight_64, bias_64))
+    for leaf, got, want in zip(leaves, gradients, exact_gradients):
+        size = want.norm()
+        if name != "log_softmax":  # of two results whose gradients cancel, each is rounded
+            size += (
+                1e3
+                * (weight[target] if leaf is x else x if leaf.dim() > 1 else torch.ones(N)).double().norm()
+            )
+        assert (got - want).norm() < torch.finfo(dtype).eps * size
+
+
+@pytest.mark.parametrize("index", [V, -1])
+def test_no_such_class(index):
+    model = Model(torch.bfloat16)
+    with lowtide.defer_logits(model, head=model.head), pytest.raises((IndexError, RuntimeError)):
+        model(torch.randn(2, D).bfloat16()).gather(-1, torch.tensor([[0], [index]])).sum().item()
+
+
+def test_full_precision_keeps_its_dtype(device):
+    model = Model(torch.float32).to(device)
+    x, target = torch.randn(N, D, device=device), torch.arange(N, device=device)
+    with lowtide.defer_logits(model, head=model.head):
+        found = model(x).gather(-1, target[:, None])
+    torch.testing.assert_close(found, model(x).gather(-1, target[:, None]))
