@@ -52,6 +52,11 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int =
     )
 
 
+def own_product_seconds(rows: int, columns: int, summed: int) -> float:
+    """Return the seconds of a GEMM of our own, which does not divide the inner dimension."""
+    return START + _waves(rows, columns, OWN) * summed * SECONDS
+
+
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
     """Return the seconds of adding a GEMM to a packed sum of so many bytes."""
     waves = _waves(classes, features, OWN)

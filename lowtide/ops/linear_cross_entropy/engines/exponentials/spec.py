@@ -70,6 +70,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         with_packed_sum(counts, call),
         fixed=fixed,
         one_product_row=one_product_row,
+        skips_ignored=skips_ignored(call, "packed"),
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
