@@ -28,7 +28,7 @@ class Aim(NamedTuple):
     name: str
     limit: float
     ratios: Sequence[tuple[float, str]]
-    """Of each case that counts, with its name."""
+    """Holds the value of each case that counts, with its name."""
 
     def cells(self) -> list[str]:
         if not self.ratios:

@@ -39,7 +39,7 @@ def test_all_are_missing():
 
 @pytest.fixture(scope="module")
 def errors(request):
-    """What went wrong without each name that a test asks for."""
+    """Return what went wrong without each name that a test asks for."""
     return run(*asked(request, "name", NAMES))
 
 

@@ -154,7 +154,7 @@ def _first(tensors):
 
 
 def _is_message(gathered):
-    """What the ranks of a call tell each other has as many bytes as a small head."""
+    """The ranks of a call tell each other as many bytes as a small head has."""
     gathered = _first(gathered)
     return gathered.dtype == torch.uint8 and gathered.numel() == dist.get_world_size() * MESSAGE_BYTES
 

@@ -1,4 +1,4 @@
-"""What each rank takes of a call with DTensors, and what placements its results and gradients have.
+"""Each rank takes its part of a call with DTensors; results and gradients have the placements promised.
 
 torch's local-tensor mode holds the tensors of all ranks in one process, so every rank is looked at.
 

@@ -1,4 +1,4 @@
-"""What the page says about Liger's calls: both give the same loss and the same gradients.
+"""The page says what Liger's calls become here: both give the same loss and the same gradients.
 
 Liger's kernels run on the CPU in Triton's interpreter, but for those of class weights and of a soft cap.
 Where Liger is not installed, these tests are skipped; a job of the workflow ci.yml installs it.

@@ -108,8 +108,10 @@ def measured(run: Run, dtype: torch.dtype, *, cancels: bool = False) -> Referenc
 
 
 def _without_luck(run: Run, exact: Result, eager: Result) -> Result:
-    """Of eager float32's results those that err most, also of operands nearby: where 1 - p of a confident
-    row is left, one run may be right by luck."""
+    """Return those of eager float32's results that err most, of operands nearby too.
+
+    Where 1 - p of a confident row is left, one run may be right by luck.
+    """
     runs = [eager]
     for seed in (1, 2):
         single, double = (run(_moved(seed, dtype)) for dtype in (torch.float32, torch.float64))

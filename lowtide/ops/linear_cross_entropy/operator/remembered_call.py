@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
     plan: Plan
     needs_grad: tuple[bool, ...]
-    """Of input and weight, then no bias and no scale."""
+    """True for input and weight if they get gradients; then False for bias and scale, which are absent."""
 
 
 # None for a call that goes by the operators.
