@@ -98,9 +98,13 @@ def test_columns_of_the_benchmarks(path):
     """A column is one of the case or the surroundings, or it is measured: rows are found by the first."""
     with path.open(newline="") as file:
         columns = set(csv.DictReader(file).fieldnames)
-    measured = ("_ms", "ms_p20", "ms_p80", "_tflops", "_bytes", "_error", "_ratio", "largest_logit")
+    measured = ("_ms", "ms_p20", "ms_p80", "_host_us", "_tflops", "_bytes", "_error", "_ratio")
+    measured += ("_over_torch", "largest_logit")
+    about_the_case = {"head", "tied", "softcap", "source"}
     others = {
-        *("version", "engine", "status", "reason", "over_plain", "when"),
+        *about_the_case,
+        *("version", "engine", "way", "chunks", "best_of_torch", "status", "reason", "checked", "truth"),
+        *("over_plain", "when"),
         *("copy_of_logits", "hidden_states", "parameters", "end", "bytes"),
     }
     known = {*CASE, *FIGURES, *environment.ENVIRONMENT, *others}

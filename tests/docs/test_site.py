@@ -238,7 +238,7 @@ def test_browser_finds_workspace_by_search(site):
         here = (By.CSS_SELECTOR, "#search-results li a[href*='howto/workspace.html']")
         WebDriverWait(driver, 60).until(lambda driver: driver.find_elements(*here))
         driver.find_element(*here).click()
-        assert "Choosing a workspace" in driver.title
+        WebDriverWait(driver, 60).until(lambda driver: "Choosing a workspace" in driver.title)
 
 
 @needs_browser

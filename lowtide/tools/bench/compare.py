@@ -8,8 +8,9 @@ from lowtide.tools import files
 from lowtide.tools.errors import UserError
 
 CASE = (
-    *("model", "case", "batch", "batches", "length", "heads", "key_heads", "queries", "tokens"),
-    *("features", "classes", "dtype", "mode", "options", "optimizer", "checkpointing", "logits"),
+    *("model", "case", "batch", "batches", "length", "heads", "key_heads", "queries", "keys"),
+    *("tokens", "features", "value_features", "classes", "dtype", "mode", "options", "optimizer"),
+    *("checkpointing", "logits"),
     *("workspace", "loss", "provider"),
 )
 """Columns that say what was measured: rows that agree in these are compared."""
