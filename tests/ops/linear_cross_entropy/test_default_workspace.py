@@ -150,7 +150,7 @@ def test_dense_peak_prediction(dtype, N, D, V, grad, cast):
     gradients = (x.nbytes + w.nbytes) * grad
     measured = peak_of(dense, [x, w]) - gradients
     assert said <= measured
-    if cast is None and dtype != torch.bfloat16:  # whose products may hold a copy
+    if cast is None and dtype == torch.float32:  # products of halves may hold a copy
         assert measured <= said + 16
 
 
