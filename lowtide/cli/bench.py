@@ -35,6 +35,7 @@ from lowtide.tools.bench.host import CALLS, HOST, SHAPES, host_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import DIVIDED, PROVIDERS, SWEPT, Provider
+from lowtide.tools.bench.steps import STEP_CASES, STEP_PROVIDERS, STEPS, step_rows
 from lowtide.tools.bench.table import LOSS, CsvWriter, Format, records
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
@@ -377,6 +378,24 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
     calls = 3 if smoke else CALLS
     tables = [_Table(_Shape(str(shape)), 6, iter(host_rows(shape, on, calls))) for shape in shapes]
     _print(tables, on, smoke, out, HOST)
+
+
+@app.command("steps")
+def steps(
+    case: Annotated[Names, _names("A model")] = None,
+    device: DeviceOption = Device.auto,
+    smoke: Smoke = False,
+    out: Out = None,
+) -> None:
+    """Time whole steps of fine-tuning public models, with weights drawn at random.
+
+    Each row is one way to compute the loss of the same model, in turn with the
+    others: the step's median time, the ratio to the eager step, tokens a second,
+    and the peak memory with parameters and optimizer. Layers are checkpointed.
+    """
+    on = "cpu" if smoke else choose_device(device)
+    chosen = _choose([each for each in STEP_CASES if each.device == on], case, smoke, "--case")
+    _print([_Table(each, len(STEP_PROVIDERS), step_rows(each)) for each in chosen], on, smoke, out, STEPS)
 
 
 @app.command("draw")

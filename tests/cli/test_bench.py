@@ -252,3 +252,19 @@ def test_failure_row_and_exit_status(monkeypatch):
         done = invoke("--device", "cpu", *arguments)
         assert done.exit_code == exit_code, done.output
         assert "broken failed: RuntimeError: out of luck" in done.output
+
+
+def test_steps_compute_the_same_loss(tmp_path):
+    pytest.importorskip("transformers")
+    out = tmp_path / "steps.csv"
+    done = in_this_process("bench", "steps", "--smoke", "--csv", str(out))
+    assert done.exit_code == 0, done.output
+    with out.open() as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert {name for name, row in rows.items() if row["status"] == "ok"} >= {"eager", "lowtide"}
+    losses = {float(row["step_loss"]) for row in rows.values() if row["status"] == "ok"}
+    assert max(losses) - min(losses) <= 2e-6 * max(losses)
+    eager, own = rows["eager"], rows["lowtide"]
+    assert float(eager["tokens_per_second"]) == pytest.approx(64e3 / float(eager["ms"]), rel=1e-4)
+    model = 3 * 4 * int(own["parameters"])  # with AdamW's two sums
+    assert model < int(own["peak_bytes"]) < int(eager["peak_bytes"])

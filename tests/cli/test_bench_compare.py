@@ -99,7 +99,7 @@ def test_columns_of_the_benchmarks(path):
     with path.open(newline="") as file:
         columns = set(csv.DictReader(file).fieldnames)
     measured = ("_ms", "ms_p20", "ms_p80", "_host_us", "_tflops", "_bytes", "_error", "_ratio")
-    measured += ("_over_torch", "largest_logit")
+    measured += ("_over_torch", "_per_second", "step_loss", "largest_logit")
     about_the_case = {"head", "tied", "softcap", "source"}
     others = {
         *about_the_case,

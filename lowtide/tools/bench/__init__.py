@@ -18,4 +18,5 @@ Modules, in the order of imports:
 * attention: the benchmark of attention.
 * heads: the loss on the heads of public models.
 * host: what a call of each operator takes of the host.
+* steps: whole steps of fine-tuning public models.
 """
