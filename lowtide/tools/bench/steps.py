@@ -121,6 +121,8 @@ def _liger(model: nn.Module) -> Iterator[None]:
     except ImportError as error:
         raise Unavailable("liger-kernel is not installed") from error
     config: Any = model.config
+    if model.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type]
     flags = [name for name in inspect.signature(apply).parameters if name != "model"]
     apply(**{name: name == "fused_linear_cross_entropy" for name in flags}, model=model)
