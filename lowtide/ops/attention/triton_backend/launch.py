@@ -7,6 +7,7 @@ Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of 
 of values.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, sha
 
 # Dropout keys that one program computes.
 DROPOUT_KEYS = 1024
+# Numbers of 16 bits that are loaded at once.
+STEP = 8
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
     *("query", "key", "value", "bias", "row_key", "grad_output", "grad_logsumexp", "row_terms"),
@@ -141,9 +144,9 @@ class KernelCall(NamedTuple):
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
         operands = self.query, self.key, self.value, self.grad_output
         narrow = all(each is None or strides_of(each)[2] != 1 for each in operands)
-        return find_tile(
-            kernel, self.pieces, half, self.size.K, self.size.E, room, row_bias_bytes, narrow=narrow
-        )
+        K, E = self.size.K, self.size.E
+        step = STEP if (K % 16 or E % 16) and are_aligned(operands, K, E) else 1
+        return find_tile(kernel, self.pieces, half, K, E, room, row_bias_bytes, narrow=narrow, step=step)
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:
@@ -177,6 +180,18 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
             seed, row_key, column_key, B * H * M, row_programs, H, M, N, BLOCK=DROPOUT_KEYS
         )
     return row_key, column_key
+
+
+def are_aligned(operands: Iterable[Tensor | None], *features: int) -> bool:
+    """Return True if STEP divides the numbers of features, and the distance of each row from 16 bytes."""
+    if any(each % STEP for each in features):
+        return False
+    return all(
+        each.data_ptr() % 16 == 0
+        and not any(stride % STEP for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)
+        for each in operands
+        if each is not None
+    )
 
 
 def strides_of(tensor: Tensor | None) -> Strides:

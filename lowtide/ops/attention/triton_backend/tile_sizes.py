@@ -39,9 +39,9 @@ class Tile(NamedTuple):
     blocks_K: int
     E: int
     blocks_E: int
-    cut_K: bool
-    """True if the last block has fewer features."""
-    cut_E: bool
+    cut_K: int
+    """0 if all blocks are full; else what divides K and where each row begins (tiles.load_tile)."""
+    cut_E: int
     warps: int
     stages: int
 
@@ -203,12 +203,13 @@ def find_tile(
     row_bias_bytes: int = 0,
     *,
     narrow: bool = True,
+    step: int = 1,
 ) -> Tile | None:
     """Return the tile of a kernel, or None if it has no tile for so many features.
 
     pieces: of each operand. half: operands have 16 bits. row_bias_bytes: of one number of a bias
     that differs between queries, whose tiles need room; 0 without such a bias. narrow: of no operand
-    are the rows neighbours in memory.
+    are the rows neighbours in memory. step: what divides K, E and where each row begins.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
@@ -224,7 +225,8 @@ def find_tile(
     block_k = max(least, min(next_power_of_2(K), size.K))
     block_e = max(least, min(next_power_of_2(E), size.E))
     blocks = block_k, cdiv(K, block_k), block_e, cdiv(E, block_e)
-    return Tile(size.M, size.N, *blocks, K % block_k > 0, E % block_e > 0, size.warps, size.stages)
+    cuts = step * (K % block_k > 0), step * (E % block_e > 0)
+    return Tile(size.M, size.N, *blocks, *cuts, size.warps, size.stages)
 
 
 def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int, bytes: int) -> TileSizes:
