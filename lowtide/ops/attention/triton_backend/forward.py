@@ -17,6 +17,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
     keep_mask,
     load_bias,
     load_pieces,
+    multiple,
+    multiples,
     product,
     score_tile,
     store_statistics,
@@ -46,6 +48,9 @@ def forward_kernel(
     PIECES is the number of pieces of query, key and value (bf16_split.py). Rows of pieces are
     padded.
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask it sees most keys
     b, h = bh // H, bh % H

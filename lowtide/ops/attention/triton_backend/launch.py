@@ -7,6 +7,7 @@ Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of 
 of values.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, sha
 
 # Dropout keys that one program computes.
 DROPOUT_KEYS = 1024
-# Numbers of 16 bits that are loaded at once.
+# Numbers of 16 bits that a thread loads at once, at most.
 STEP = 8
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
@@ -89,6 +90,22 @@ class KernelCall(NamedTuple):
     """The gradient of a bias that is the same for all queries, [B, H, 1, N]."""
 
     @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Return what the kernels load tiles of features from."""
+        return self.query, self.key, self.value, self.grad_output
+
+    @property
+    def step(self) -> int:
+        """Return what the kernels may assume to divide features and strides (tiles.multiple).
+
+        Of pieces, and of multiples of 16, Triton knows enough.
+        """
+        K, E = self.size.K, self.size.E
+        if self.dtype.itemsize != 2 or not (K % 16 or E % 16):
+            return 1
+        return step_of(self.operands, K, E)
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensors that every kernel of scores takes first."""
         vectors = self.first, self.end, self.row_key, self.column_key
@@ -142,11 +159,11 @@ class KernelCall(NamedTuple):
         bias = self.bias
         row_bias_bytes = bias.itemsize if bias is not None and bias.shape[2] > 1 else 0
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
-        operands = self.query, self.key, self.value, self.grad_output
-        narrow = all(each is None or strides_of(each)[2] != 1 for each in operands)
-        K, E = self.size.K, self.size.E
-        step = STEP if (K % 16 or E % 16) and are_aligned(operands, K, E) else 1
-        return find_tile(kernel, self.pieces, half, K, E, room, row_bias_bytes, narrow=narrow, step=step)
+        narrow = all(each is None or strides_of(each)[2] != 1 for each in self.operands)
+        sizes = self.size.K, self.size.E
+        return find_tile(
+            kernel, self.pieces, half, *sizes, room, row_bias_bytes, narrow=narrow, step=self.step
+        )
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:
@@ -182,16 +199,14 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
     return row_key, column_key
 
 
-def are_aligned(operands: Iterable[Tensor | None], *features: int) -> bool:
-    """Return True if STEP divides the numbers of features, and the distance of each row from 16 bytes."""
-    if any(each % STEP for each in features):
-        return False
-    return all(
-        each.data_ptr() % 16 == 0
-        and not any(stride % STEP for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)
-        for each in operands
-        if each is not None
-    )
+def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
+    """Return the largest number up to STEP that divides the features, and where each row begins."""
+    step = math.gcd(STEP, *features)
+    for each in operands:
+        if each is not None and step > 1:
+            strides = (stride for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)
+            step = math.gcd(step, each.data_ptr() // each.itemsize, *strides)
+    return step
 
 
 def strides_of(tensor: Tensor | None) -> Strides:

@@ -148,11 +148,11 @@ def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Te
     B, H, _, M, _, _, E = call.size
     base_2 = call.switches.base_2
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
-    tiles = cdiv(M, ROWS)
+    tiles, block = cdiv(M, ROWS), min(128, max(16, next_power_of_2(E)))
     delta_kernel[(tiles * B * H,)](
         out, low, call.grad_output, call.grad_logsumexp, statistics, row_terms, out.stride(),
         strides_of(low), strides_of(call.grad_output), call.lse_strides, H, M, E, tiles, BASE_2=base_2,
-        BLOCK_M=ROWS, BLOCK_E=min(128, max(16, next_power_of_2(E))),
+        BLOCK_M=ROWS, BLOCK_E=block, CUT_E=call.step * (E % block > 0),
     )  # fmt: skip
     return row_terms
 

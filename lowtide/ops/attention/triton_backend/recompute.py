@@ -23,6 +23,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
     load_rows,
     load_shift,
     load_tile,
+    multiple,
+    multiples,
     product,
     row_terms_at,
     score_gradient,
@@ -42,7 +44,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 def delta_kernel(
     out_ptr, low_ptr, grad_output_ptr, grad_logsumexp_ptr, statistics_ptr, row_terms_ptr,
     out_strides, low_strides, grad_output_strides, lse_strides, H, M, E, tiles,
-    BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
+    BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write row_terms [B, H, 2 or 3, M]: what the tiles of backward read of each row.
 
@@ -50,6 +52,8 @@ def delta_kernel(
     They are computed here once and not for each tile. A logarithm of -inf becomes 0, since all
     scores of its row are -inf. In half precision o has a low half (operands.allocate_low).
     """
+    E, grad_output_strides = multiple(E, CUT_E), multiples(grad_output_strides, CUT_E)
+    out_strides, low_strides = multiples(out_strides, CUT_E), multiples(low_strides, CUT_E)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = bh // H, bh % H
     start_m, row_m = tile * BLOCK_M, tl.arange(0, BLOCK_M)
@@ -65,10 +69,10 @@ def delta_kernel(
         delta_m -= tl.load(dlse_ptr + i.to(tl.int64) * lse_strides[2], mask=i < M, other=0.0)
     for start_e in range(0, E, BLOCK_E):
         e = start_e + tl.arange(0, BLOCK_E)
-        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, True).to(tl.float32)
+        out = load_tile((out_ptr, start_m, row_m, out_strides, M), e, E, True, CUT_E).to(tl.float32)
         if low_ptr is not None:
-            out += load_tile((own_low_ptr, start_m, row_m, low_strides, M), e, E, True, True).to(tl.float32)
-        grad_output = load_tile((grad_output_ptr, start_m, row_m, grad_output_strides, M), e, E, True, True)
+            out += load_tile((own_low_ptr, start_m, row_m, low_strides, M), e, E, True, CUT_E).to(tl.float32)
+        grad_output = load_tile((grad_output_ptr, start_m, row_m, grad_output_strides, M), e, E, True, CUT_E)
         delta_m += tl.sum(out * grad_output.to(tl.float32), 1)
     row_terms_ptr = row_terms_at(row_terms_ptr, bh, M, BASE_2) + i
     tl.store(row_terms_ptr, delta_m, mask=i < M)
@@ -95,6 +99,13 @@ def query_gradient_kernel(
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of dq, for one block of features."""
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, grad_output_strides = (
+        multiples(value_strides, CUT_E),
+        multiples(grad_output_strides, CUT_E),
+    )
+    grad_query_strides = multiples(grad_query_strides, CUT_K)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
     b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
@@ -180,6 +191,16 @@ def key_value_gradient_kernel(
     key, value and grad_output (bf16_split.py). Operands in several pieces have the strip's heads
     alone. Products of three pieces are summed apart, as in tiles.add_product.
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, grad_output_strides = (
+        multiples(value_strides, CUT_E),
+        multiples(grad_output_strides, CUT_E),
+    )
+    grad_key_strides, grad_value_strides = (
+        multiples(grad_key_strides, CUT_K),
+        multiples(grad_value_strides, CUT_E),
+    )
     STORES: tl.constexpr = grad_scores_ptr is not None or grad_z_ptr is not None
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N

@@ -18,6 +18,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
     load_rows,
     load_shift,
     load_tile,
+    multiple,
+    multiples,
     row_terms_at,
     score_gradient,
     score_tile,
@@ -42,6 +44,12 @@ def shared_bias_gradient_kernel(
 
     own_heads: heads of the bias. heads: of the call that share one of them.
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, grad_output_strides = (
+        multiples(value_strides, CUT_E),
+        multiples(grad_output_strides, CUT_E),
+    )
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     own_h, run = own % own_heads, own // own_heads

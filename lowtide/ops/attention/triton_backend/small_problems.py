@@ -19,6 +19,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
     keep_mask,
     load_bias,
     load_tile,
+    multiple,
+    multiples,
     score_tile,
     store_statistics,
     store_tile,
@@ -41,6 +43,9 @@ def problem_forward_kernel(
 
     SHARED: all batches share the bias.
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
     h, start_b = tl.program_id(0) % H, tl.program_id(0) // H * batches
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
@@ -97,6 +102,17 @@ def problem_gradient_kernel(
 
     grad_bias has, where SHARED, the sum of dz of each run, [runs, H, M, N], else dz, [B, H, M, N].
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, grad_output_strides = (
+        multiples(value_strides, CUT_E),
+        multiples(grad_output_strides, CUT_E),
+    )
+    grad_query_strides = multiples(grad_query_strides, CUT_K)
+    grad_key_strides, grad_value_strides = (
+        multiples(grad_key_strides, CUT_K),
+        multiples(grad_value_strides, CUT_E),
+    )
     h, run = tl.program_id(0) % H, tl.program_id(0) // H
     start_b = run * batches
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

@@ -27,6 +27,8 @@ from lowtide.ops.attention.triton_backend.tiles import (
     load_rows,
     load_shift,
     load_tile,
+    multiple,
+    multiples,
     row_terms_at,
     score_gradient,
     score_tile,
@@ -86,6 +88,12 @@ def scores_kernel(
     bias_sum [heads of the strip, tiles_m, keys of the strip]: the sums of dz over the queries of a
     tile. They add up to the gradient of a bias that is the same for all queries.
     """
+    K, E = multiple(K, CUT_K), multiple(E, CUT_E)
+    query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
+    value_strides, grad_output_strides = (
+        multiples(value_strides, CUT_E),
+        multiples(grad_output_strides, CUT_E),
+    )
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
@@ -158,6 +166,8 @@ def query_of_scores_kernel(
 
     ADD: add to what is there. grad_query has the strip's heads; so has the key, if it is in PIECES.
     """
+    K, key_strides = multiple(K, CUT_K), multiples(key_strides, CUT_K)
+    grad_query_strides = multiples(grad_query_strides, CUT_K)
     heads = groups * B * R
     program = tl.program_id(0)
     own = program // BLOCKS_K % heads
@@ -208,6 +218,7 @@ def sum_over_queries(
     It is summed over the queries of the key head's query heads. A program has some keys and one
     block of features.
     """
+    F, x_strides, out_strides = multiple(F, CUT), multiples(x_strides, CUT), multiples(out_strides, CUT)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     f, width = block * BLOCK_F + tl.arange(0, BLOCK_F), F
     if PIECES > 1:

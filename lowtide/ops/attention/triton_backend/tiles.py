@@ -21,23 +21,41 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def multiple(F, STEP: tl.constexpr):
+    """Return F, which a STEP above 1 divides, so that Triton knows it.
+
+    Triton sees for itself that 16 divides a number. Of other numbers it knows nothing, and loads
+    what lies behind them one number at a time.
+    """
+    if STEP > 1:
+        F = F // STEP * STEP
+    return F
+
+
+@triton.jit
+def multiples(strides, STEP: tl.constexpr):
+    """Return the strides of [B, H, I, F] with the same known of all but the last."""
+    if STEP > 1:
+        strides = (
+            multiple(strides[0], STEP),
+            multiple(strides[1], STEP),
+            multiple(strides[2], STEP),
+            strides[3],
+        )
+    return strides
+
+
+@triton.jit
 def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
     """Load X[start + i, f] of a matrix [I, F] at place = (pointer, start, i, strides, I).
 
     Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is read outside. The start is a
     scalar and all else is the same for every tile of a loop, so one address is computed per tile
     and not one per thread.
-
-    A CUT_F above 1 divides F and the distance of each row from an address that 16 divides. Triton
-    sees this of multiples of 16 alone, and would load each number by itself.
     """
     ptr, start, i, strides, I = place
-    row_stride = strides[2]
-    if CUT_F > 1:
-        F, row_stride = F // CUT_F * CUT_F, row_stride // CUT_F * CUT_F
-        ptr = tl.multiple_of(ptr, 16)
-    ptr += tl.cast(start, tl.int64) * row_stride
-    ptrs = ptr + (i[:, None] * row_stride + f[None, :] * strides[3])
+    ptr += tl.cast(start, tl.int64) * strides[2]
+    ptrs = ptr + (i[:, None] * strides[2] + f[None, :] * strides[3])
     if CUT_I and CUT_F:
         tile = tl.load(ptrs, mask=(start + i < I)[:, None] & (f < F)[None, :], other=0.0)
     elif CUT_I:

@@ -1,0 +1,48 @@
+"""Kernels are told what divides features and rows, and read the same numbers with it."""
+
+import pytest
+import torch
+
+from lowtide import memory_efficient_attention
+from lowtide.ops.attention.triton_backend import launch
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape", "step"),
+    [((2, 5, 3, 72), 8), ((2, 5, 3, 36), 4), ((2, 5, 3, 38), 2), ((2, 5, 3, 33), 1), ((2, 5, 3, 24), 8)],
+)
+def test_step_of_features(shape, step):
+    assert launch.step_of([torch.empty(shape, dtype=HALF), None], shape[-1]) == step
+
+
+@pytest.mark.parametrize(
+    ("offset", "width", "step"), [(0, 80, 8), (8, 80, 8), (4, 80, 4), (1, 80, 1), (0, 76, 4), (0, 73, 1)]
+)
+def test_step_of_rows(offset, width, step):
+    """Rows of 72 features, `width` apart, that begin `offset` numbers after an aligned address."""
+    numbers = torch.empty(16 + 2 * 5 * width, dtype=HALF)
+    rows = numbers.as_strided((2, 1, 5, 72), (5 * width, 7, width, 1), offset)  # one head: any stride
+    assert rows.data_ptr() % 16 == 2 * offset % 16
+    assert launch.step_of([rows], 72) == step
+
+
+@pytest.mark.parametrize("K", [24, 36, 72])
+@pytest.mark.parametrize("bias", [None, (1, 2, 20, 1), (2, 2, 20, 17)])
+def test_bits_do_not_depend_on_step(monkeypatch, device, K, bias):
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, rows, 2, K, device=device, dtype=HALF).requires_grad_() for rows in (20, 17, 17)
+    )
+    leaves = [query, key, value]
+    if bias is not None:
+        leaves.append(torch.randn(bias, device=device, dtype=HALF).requires_grad_())
+
+    def results():
+        out = memory_efficient_attention(*leaves[:3], *leaves[3:], backend="triton")
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    found = results()
+    monkeypatch.setattr(launch, "STEP", 1)
+    assert all(torch.equal(one, other) for one, other in zip(found, results()))
