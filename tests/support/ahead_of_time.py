@@ -85,7 +85,8 @@ def compiled(
 ) -> tuple[dict[str, int], str]:
     """What Triton and the assembler say of a kernel, and its TTGIR. capability: that of an NVIDIA card, or
     the name of AMD's architecture. arguments: by name, a Triton type, the value of a constexpr (None: a
-    pointer that is not there), or a tuple of those."""
+    pointer that is not there), or a tuple of those. A number of the type "i32?" is not known to be divisible
+    by 16, as the others are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -105,9 +106,9 @@ def compiled(
         if not isinstance(value, str) or not re.match(r"[*if]|tensordesc", value):
             constants[path] = value
             return "constexpr"
-        if value[0] in "*i":
+        if value[0] in "*i" and not value.endswith("?"):
             aligned.append(path)  # as Triton specialises them where they are: V, D, strides
-        return value
+        return value.removesuffix("?")
 
     signature = {name: place((at,), arguments[name]) for at, name in enumerate(kernel.arg_names)}
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}

@@ -6,6 +6,7 @@ one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kern
 """
 
 import importlib
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -78,6 +79,7 @@ SPILLS = {
     "forward of 3 pieces, 256, all": 512,
     "query, float32, 64": 256,
     "key and value, half, 128": 256,
+    "key and value, half, 72, of which Triton knows no divisor": 256,
     "key and value, half, all": 896,
     "key and value, half, keeping scores, 64": 672,
     "key and value, half, keeping scores, all": 768,
@@ -166,9 +168,10 @@ def _tile(
     if kernel == "split":
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
     if kernel == "delta":
-        return {"BLOCK_M": 64, "BLOCK_E": 128, "warps": 4, "stages": 3}
+        return {"BLOCK_M": 64, "BLOCK_E": 128, "CUT_E": 8, "warps": 4, "stages": 3}
     kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
-    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes)
+    step = math.gcd(8, features) if half else 1
+    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes, step=step)
     assert tile is not None
     return {**tile.constants, "warps": tile.warps, "stages": tile.stages}
 
@@ -289,9 +292,18 @@ def _builds() -> dict[str, Build]:
     builds["forward, half, few features"] = Build(
         "ops.attention.triton_backend.forward", "forward_kernel", True, 24, column, (90,)
     )
+    unknown = {"K": "i32?", "E": "i32?"}
+    for name, strides in (
+        ("forward", ("query", "key", "value", "out")),
+        ("query", ("query", "key", "value", "grad_output", "grad_query")),
+        ("key and value", ("query", "key", "value", "grad_output", "grad_key", "grad_value")),
+    ):
+        rows = {f"{each}_strides": ("i32?", "i32?", "i32?", 1) for each in strides}
+        add(name, f"half, {IN_VECTORS}", True, 72, {**unknown, **rows}, (90,))
     return builds
 
 
+IN_VECTORS = "72, of which Triton knows no divisor"
 BUILDS = _builds()
 # Those that another covers (tests/support/ahead_of_time.py).
 LEFT_OUT = {
@@ -348,7 +360,8 @@ def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
     options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
     found, ttgir = compiled(kernel, given, capability, options)
     widths = {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", ttgir)}
-    return {**found, "warps": options["num_warps"], "row_bytes": sorted(widths)}
+    copies = ttgir.count("async_copy_global_to_local")
+    return {**found, "warps": options["num_warps"], "row_bytes": sorted(widths), "copies": copies}
 
 
 if __name__ == "__main__":

