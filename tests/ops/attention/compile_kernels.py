@@ -131,7 +131,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
                 *("first_group", "first_head", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
-                *("batches", "own_heads", "heads", "steps"),
+                *("batches", "own_batches", "own_heads", "heads", "steps"),
             ),
             "i32",
         ),

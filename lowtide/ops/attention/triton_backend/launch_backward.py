@@ -115,7 +115,7 @@ def backward(
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
         _confident_delta("whole problem", call._replace(pieces=1), every)
-    if _sums_shared_bias(call, whole):
+    if _sums_short_bias(call, whole):
         launch_small_problems.shared_bias_gradient(call)
         call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
@@ -193,20 +193,21 @@ def _is_whole(call: KernelCall) -> bool:
     """
     B, H, G, M, N, _, _ = call.size
     takes = call.pieces == 3 and G == H and call.grad_query is not None and call.bias_sum is None
-    takes = takes and (call.grad_bias is None or _shares_bias(call))
+    takes = takes and (call.grad_bias is None or _has_short_bias(call))
     few = takes and call.find_tile("whole problem") is not None
     return few and B * H >= PROBLEMS and max(M, N) <= LONGEST
 
 
-def _sums_shared_bias(call: KernelCall, whole: bool) -> bool:
-    """Return True if the gradient of a bias that batches share is summed from scores computed again."""
-    return _shares_bias(call) and (whole or (call.pieces == 1 and call.find_tile("shared bias") is not None))
+def _sums_short_bias(call: KernelCall, whole: bool) -> bool:
+    """Return True if the gradient of a bias is summed from scores computed again."""
+    return _has_short_bias(call) and (
+        whole or (call.pieces == 1 and call.find_tile("shared bias") is not None)
+    )
 
 
-def _shares_bias(call: KernelCall) -> bool:
-    """Return True if several batches of short problems share a bias that needs a gradient."""
-    size, bias = call.size, call.grad_bias
-    return bias is not None and bias.shape[0] == 1 and size.B > 1 and max(size.M, size.N) <= LONGEST
+def _has_short_bias(call: KernelCall) -> bool:
+    """Return True if the problems are short, and a bias by queries and keys needs a gradient."""
+    return call.grad_bias is not None and max(call.size.M, call.size.N) <= LONGEST
 
 
 def _whole_problems(call: KernelCall) -> None:

@@ -74,20 +74,22 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
 
 
 def shared_bias_gradient(call: KernelCall) -> None:
-    """Write the gradient of a bias that all batches share, from scores computed again."""
+    """Write the gradient of a bias from scores computed again."""
     grad_bias = call.grad_bias
     assert grad_bias is not None
     B, H, _, M, N, _, _ = call.size
-    tile, own_heads = call.tile("shared bias"), grad_bias.shape[1]
-    tiles, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), H // own_heads
-    steps = cdiv(B * heads, max(1, BIAS_PROGRAMS // (math.prod(tiles) * own_heads)))
-    runs, parts = cdiv(B * heads, steps), grad_bias
+    tile, (own_batches, own_heads, *_) = call.tile("shared bias"), grad_bias.shape
+    tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
+    programs = math.prod(tiles) * own_batches * own_heads
+    steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs) if own_batches == 1 else 1)
+    runs, parts = cdiv(batches * heads, steps), grad_bias
     if runs > 1:
         parts = grad_bias.new_empty(runs, *grad_bias.shape[1:], dtype=torch.float32)
-    shared_bias_gradient_kernel[(math.prod(tiles) * own_heads * runs,)](
+    shared_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
-        strides_of(call.grad_output), strides_of(parts), B, *call.sizes, own_heads, heads, steps, *tiles,
-        *call.scalars, **call.constants, **tile.constants_of_one_block, **tile.options,
+        strides_of(call.grad_output), strides_of(parts), batches, *call.sizes, own_batches, own_heads,
+        heads, steps, *tiles, *call.scalars, **call.constants, **tile.constants_of_one_block,
+        **tile.options,
     )  # fmt: skip
     if parts is not grad_bias:
         grad_bias.copy_(parts.sum(0, keepdim=True))

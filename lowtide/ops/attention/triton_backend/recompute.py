@@ -101,10 +101,8 @@ def query_gradient_kernel(
     """Write a tile of dq, for one block of features."""
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
-    value_strides, grad_output_strides = (
-        multiples(value_strides, CUT_E),
-        multiples(grad_output_strides, CUT_E),
-    )
+    value_strides = multiples(value_strides, CUT_E)
+    grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_query_strides = multiples(grad_query_strides, CUT_K)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
@@ -193,10 +191,8 @@ def key_value_gradient_kernel(
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
-    value_strides, grad_output_strides = (
-        multiples(value_strides, CUT_E),
-        multiples(grad_output_strides, CUT_E),
-    )
+    value_strides = multiples(value_strides, CUT_E)
+    grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_key_strides, grad_value_strides = (
         multiples(grad_key_strides, CUT_K),
         multiples(grad_value_strides, CUT_E),

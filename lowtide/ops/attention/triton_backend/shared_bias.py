@@ -35,36 +35,38 @@ def shared_bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     grad_output_ptr, row_terms_ptr, grad_bias_ptr,
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_bias_strides,
-    B, H, R, M, N, K, E, own_heads, heads, steps, tiles_m, tiles_n, scale, limit, rescale,
+    batches, H, R, M, N, K, E, own_batches, own_heads, heads, steps, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of grad_bias [runs, own_heads, M, N], the sum of dz over `steps` scores of a run.
+    """Write a tile of grad_bias, the sum of dz over `steps` of the scores that share the bias.
 
-    own_heads: heads of the bias. heads: of the call that share one of them.
+    own_batches, own_heads: those of the bias. batches, heads: of the call that share one of them.
+    grad_bias is [runs, own_heads, M, N] where all batches share the bias; else there is one run, and
+    it is [own_batches, own_heads, M, N].
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
-    value_strides, grad_output_strides = (
-        multiples(value_strides, CUT_E),
-        multiples(grad_output_strides, CUT_E),
-    )
+    value_strides = multiples(value_strides, CUT_E)
+    grad_output_strides = multiples(grad_output_strides, CUT_E)
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
-    own_h, run = own % own_heads, own // own_heads
+    own_h, own_b, run = own % own_heads, own // own_heads % own_batches, own // (own_heads * own_batches)
     start, start_m, start_n = run * steps, tile_m * BLOCK_M, tile_n * BLOCK_N
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, j = start_m + row_m, start_n + row_n
     k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
-    steps = tl.where((start_n < high) & (start_n + BLOCK_N > low), tl.minimum(steps, B * heads - start), 0)
-    bias_ptr += own_h.to(tl.int64) * bias_strides[1]
+    steps = tl.where(
+        (start_n < high) & (start_n + BLOCK_N > low), tl.minimum(steps, batches * heads - start), 0
+    )
+    bias_ptr = head(bias_ptr, bias_strides, own_b, own_h)
     bias = load_bias(bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(0, steps):
-        b, h = (start + step) // heads, own_h + (start + step) % heads
+        b, h = own_b + (start + step) // heads, own_h + (start + step) % heads
         query_place = head(query_ptr, query_strides, b, h), start_m, row_m, query_strides, M
         key_place = head(key_ptr, key_strides, b, h // R), start_n, row_n, key_strides, N
         value_place = head(value_ptr, value_strides, b, h // R), start_n, row_n, value_strides, N
@@ -88,5 +90,5 @@ def shared_bias_gradient_kernel(
             row = (b * H + h).to(tl.int64) * M
             keep = keep_mask(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)
         total += score_gradient(weight, grad_weight, delta_m[None, :], keep, rescale, row_key_ptr is not None)
-    own_ptr = head(grad_bias_ptr, grad_bias_strides, run, own_h)
+    own_ptr = head(grad_bias_ptr, grad_bias_strides, run + own_b, own_h)
     store_tile(own_ptr, i, j, grad_bias_strides, M, N, tl.trans(total))

@@ -104,10 +104,8 @@ def problem_gradient_kernel(
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
-    value_strides, grad_output_strides = (
-        multiples(value_strides, CUT_E),
-        multiples(grad_output_strides, CUT_E),
-    )
+    value_strides = multiples(value_strides, CUT_E)
+    grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_query_strides = multiples(grad_query_strides, CUT_K)
     grad_key_strides, grad_value_strides = (
         multiples(grad_key_strides, CUT_K),

@@ -90,10 +90,8 @@ def scores_kernel(
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
-    value_strides, grad_output_strides = (
-        multiples(value_strides, CUT_E),
-        multiples(grad_output_strides, CUT_E),
-    )
+    value_strides = multiples(value_strides, CUT_E)
+    grad_output_strides = multiples(grad_output_strides, CUT_E)
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
