@@ -15,7 +15,7 @@ The modules, in the order of imports (a module imports only those above it):
     stored_scores.py    backward kernels that read stored gradients of scores
     small_problems.py   kernels of many problems whose scores are one tile each
     whole_problems.py   the backward kernel of many short problems, each in one program
-    shared_bias.py      the gradient of a bias that all batches share
+    short_bias.py      the gradient of a bias of short problems
     strips.py           which scores backward stores, and how many at a time
     launch.py           one call as its kernels read it
     launch_small_problems.py  launches of many small problems, and for a shared bias

@@ -2,7 +2,7 @@
 
 Small problems have their own (launch_small_problems.py). Otherwise scores are computed twice, or
 once and what is needed of them is stored (strips.py), or once by a program that has a whole
-problem. A bias that batches share may have its gradient from scores that are computed once more.
+problem. A bias of short problems may have its gradient from scores that are computed once more.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
@@ -45,6 +45,8 @@ ROWS = 64
 # The most queries and keys for which a bias's gradient is summed from scores computed again, and
 # the fewest problems for one program each (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
+# A bias of so few scores, too, even if no batches share it: their strips would leave the card idle.
+FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
 
@@ -116,7 +118,7 @@ def backward(
     if whole:
         _confident_delta("whole problem", call._replace(pieces=1), every)
     if _sums_short_bias(call, whole):
-        launch_small_problems.shared_bias_gradient(call)
+        launch_small_problems.short_bias_gradient(call)
         call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:
@@ -193,21 +195,25 @@ def _is_whole(call: KernelCall) -> bool:
     """
     B, H, G, M, N, _, _ = call.size
     takes = call.pieces == 3 and G == H and call.grad_query is not None and call.bias_sum is None
-    takes = takes and (call.grad_bias is None or _has_short_bias(call))
+    takes = takes and (call.grad_bias is None or _shares_bias(call))
     few = takes and call.find_tile("whole problem") is not None
     return few and B * H >= PROBLEMS and max(M, N) <= LONGEST
 
 
 def _sums_short_bias(call: KernelCall, whole: bool) -> bool:
     """Return True if the gradient of a bias is summed from scores computed again."""
-    return _has_short_bias(call) and (
-        whole or (call.pieces == 1 and call.find_tile("shared bias") is not None)
-    )
+    size, bias = call.size, call.grad_bias
+    if bias is None or max(size.M, size.N) > LONGEST:
+        return False
+    if not whole and (call.pieces > 1 or call.find_tile("short bias") is None):
+        return False
+    return _shares_bias(call) or size.B * size.H * size.M * size.N <= FEW_SCORES
 
 
-def _has_short_bias(call: KernelCall) -> bool:
-    """Return True if the problems are short, and a bias by queries and keys needs a gradient."""
-    return call.grad_bias is not None and max(call.size.M, call.size.N) <= LONGEST
+def _shares_bias(call: KernelCall) -> bool:
+    """Return True if several batches of short problems share a bias that needs a gradient."""
+    size, bias = call.size, call.grad_bias
+    return bias is not None and bias.shape[0] == 1 and size.B > 1 and max(size.M, size.N) <= LONGEST
 
 
 def _whole_problems(call: KernelCall) -> None:

@@ -1,4 +1,4 @@
-"""Launch the kernels of many small problems (small_problems.py), and of a shared bias (shared_bias.py).
+"""Launch the kernels of many small problems (small_problems.py), and of a short bias (short_bias.py).
 
 Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.core.backend import cdiv
 from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
-from lowtide.ops.attention.triton_backend.shared_bias import shared_bias_gradient_kernel
+from lowtide.ops.attention.triton_backend.short_bias import short_bias_gradient_kernel
 from lowtide.ops.attention.triton_backend.small_problems import (
     problem_forward_kernel,
     problem_gradient_kernel,
@@ -20,7 +20,7 @@ from lowtide.ops.attention.triton_backend.small_problems import (
 FEWEST = 264
 # Programs of forward and of backward. Two programs of backward fit a multiprocessor of an H200.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
-# Programs for a shared bias that has fewer tiles: each of several runs sums some of the scores.
+# Programs for a bias that batches share and that has fewer tiles: several runs sum parts of it.
 BIAS_PROGRAMS = 528
 
 
@@ -73,19 +73,19 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
     return grad_bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def shared_bias_gradient(call: KernelCall) -> None:
+def short_bias_gradient(call: KernelCall) -> None:
     """Write the gradient of a bias from scores computed again."""
     grad_bias = call.grad_bias
     assert grad_bias is not None
     B, H, _, M, N, _, _ = call.size
-    tile, (own_batches, own_heads, *_) = call.tile("shared bias"), grad_bias.shape
+    tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads
     steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs) if own_batches == 1 else 1)
     runs, parts = cdiv(batches * heads, steps), grad_bias
     if runs > 1:
         parts = grad_bias.new_empty(runs, *grad_bias.shape[1:], dtype=torch.float32)
-    shared_bias_gradient_kernel[(programs * runs,)](
+    short_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
         strides_of(call.grad_output), strides_of(parts), batches, *call.sizes, own_batches, own_heads,
         heads, steps, *tiles, *call.scalars, **call.constants, **tile.constants_of_one_block,

@@ -72,7 +72,7 @@ MIN_FEATURES = 64  # decision 0020
 # has more than 32 features, all of these tiles are 32 wide, so no tile of another width is beside
 # them. A tile of an operand whose rows are neighbours in memory is as wide as it has rows.
 NARROW = (
-    *("forward", "query", "key and value", "problem forward", "problem gradient", "shared bias"),
+    *("forward", "query", "key and value", "problem forward", "problem gradient", "short bias"),
     "whole problem",
 )
 FEWEST_FEATURES = 32
@@ -107,7 +107,7 @@ LARGE_HALF: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 2)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
-    "shared bias": ((64, TileSizes(64, 64, 64, 64, 4, 3)),),
+    "short bias": ((64, TileSizes(64, 64, 64, 64, 4, 3)),),
 }
 LARGE_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -147,7 +147,7 @@ LARGE_FLOAT: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
-    "shared bias": ((32, TileSizes(64, 64, 64, 64, 4, 2)),),
+    "short bias": ((32, TileSizes(64, 64, 64, 64, 4, 2)),),
     "whole problem": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
 }
 SMALL_HALF: Table = {
@@ -170,7 +170,7 @@ SMALL_HALF: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 1)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
-    "shared bias": ((64, TileSizes(64, 64, 64, 64, 4, 2)),),
+    "short bias": ((64, TileSizes(64, 64, 64, 64, 4, 2)),),
 }
 SMALL_FLOAT: Table = {
     "forward of 2 pieces": (
@@ -187,7 +187,7 @@ SMALL_FLOAT: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
-    "shared bias": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
+    "short bias": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
     "whole problem": ((32, TileSizes(64, 64, 64, 64, 4, 1)),),
 }
 

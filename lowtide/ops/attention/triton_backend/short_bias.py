@@ -1,6 +1,6 @@
-"""Compute in Triton the gradient of a bias that all batches share, from scores that are computed again.
+"""Compute in Triton the gradient of a bias of short problems, from scores that are computed again.
 
-A program takes one tile of the bias and a run of the batches and heads that share it. It loads the
+A program takes one tile of the bias and a run of the batches and heads that share it, if any do. It loads the
 bias once, and sums the gradients of the tile's scores in registers. Tiles are transposed, [keys,
 queries]: in float32 the products are the same, bit for bit, as those of confident_delta_kernel.
 """
@@ -31,7 +31,7 @@ from lowtide.ops.attention.triton_backend.tiles import (
 
 @remember_launches
 @triton.jit
-def shared_bias_gradient_kernel(
+def short_bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
     grad_output_ptr, row_terms_ptr, grad_bias_ptr,
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_bias_strides,

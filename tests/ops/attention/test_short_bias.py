@@ -1,5 +1,5 @@
-"""The gradient of a bias that all batches share, from scores that are computed again: through the interpreter
-on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
+"""The gradient of a bias of short problems, from scores that are computed again: through the interpreter on
+the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def launches(monkeypatch):
     """Gives the number of launches so far, of runs as short as they can be."""
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", 1 << 20)
     found = []
-    launch = shared.shared_bias_gradient
-    monkeypatch.setattr(shared, "shared_bias_gradient", lambda call: found.append(launch(call)))
+    launch = shared.short_bias_gradient
+    monkeypatch.setattr(shared, "short_bias_gradient", lambda call: found.append(launch(call)))
     return found
 
 
@@ -35,6 +35,9 @@ CASES = {
     "many features": {"K": 50, "E": 64, "H": 1},
     "extreme scores": {"spread": 300.0},
     "negative scale": {"scale": -0.6},
+    "one batch": {"B": 1},
+    "own of each batch": {"bias": (1, 1, 1, 1), "mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9},
+    "own of each batch, heads share": {"bias": (1, 0, 1, 1), "H": 4, "G": 2, "softcap": 2.0},
 }  # fmt: skip
 
 
@@ -99,8 +102,10 @@ def test_strides(device, launches, how):
     [{"B": 1}, {"K": 65}, {"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1)}, {"dtype": torch.float32}],
     ids=str,
 )
-def test_other_ways(device, launches, more):
+def test_other_ways(device, launches, monkeypatch, more):
+    """Batches that share no bias, if they have more than a few scores; and what has no such kernel."""
     skip_unless_runnable("triton", device)
+    monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.FEW_SCORES", 0)
     case = case_of(device, **more)
     upstream = make_upstream(case)
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
