@@ -55,3 +55,26 @@ def test_readme_comparison_with_liger():
         re.S,
     )
     assert said.groups() == tuple(f"{each:.2f}" for each in (mine[0], mine[-1], theirs[0], theirs[-1]))
+
+
+def test_readme_whole_steps():
+    with (ROOT / "benchmarks/h200/steps.csv").open() as lines:
+        found = {(row["model"], row["provider"]): row for row in csv.DictReader(lines)}
+    ratios = [
+        f"{float(row['ratio']):.2f}"
+        for provider in ("lowtide", "liger")
+        for row in sorted(
+            (row for (_, name), row in found.items() if name == provider), key=lambda row: float(row["ratio"])
+        )[:: len({model for model, _ in found}) - 1]
+    ]
+    peaks = [
+        f"{int(found[model, provider]['peak_bytes']) / 2**30:.1f}"
+        for model in ("Llama-3.2-1B", "Llama-3.1-8B")
+        for provider in ("lowtide", "eager")
+    ]
+    said = re.search(
+        r"takes ([\d.]+) to ([\d.]+) of\neager's \(Liger ([\d.]+) to ([\d.]+)\), in ([\d.]+) GiB for Llama 3.2 1B "
+        r"\(eager ([\d.]+)\) and ([\d.]+) for 3.1 8B \(([\d.]+)\)",
+        README,
+    )
+    assert said.groups() == (*ratios, *peaks)

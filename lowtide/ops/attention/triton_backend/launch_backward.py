@@ -45,7 +45,7 @@ ROWS = 64
 # The most queries and keys for which a bias's gradient is summed from scores computed again, and
 # the fewest problems for one program each (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
-# A bias of so few scores, too, even if no batches share it: their strips would leave the card idle.
+# A bias of so few scores, too, even if no batches share it: their strips would leave the card idle (0065).
 FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
