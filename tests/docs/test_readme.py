@@ -73,8 +73,8 @@ def test_readme_whole_steps():
         for provider in ("lowtide", "eager")
     ]
     said = re.search(
-        r"takes ([\d.]+) to ([\d.]+) of\neager's \(Liger ([\d.]+) to ([\d.]+)\), in ([\d.]+) GiB for Llama 3.2 1B "
-        r"\(eager ([\d.]+)\) and ([\d.]+) for 3.1 8B \(([\d.]+)\)",
+        r"takes ([\d.]+) to ([\d.]+) of\seager's \(Liger ([\d.]+) to ([\d.]+)\), in ([\d.]+) GiB for Llama"
+        r" 3.2 1B \(eager ([\d.]+)\) and ([\d.]+) for 3.1 8B \(([\d.]+)\)",
         README,
     )
     assert said.groups() == (*ratios, *peaks)
