@@ -146,7 +146,7 @@ def test_the_chain_of_packages_is_short():
 
 def test_folders_are_small():
     for path in {path.parent for path in MODULES}:
-        assert len([*path.glob("*.py")]) <= 17, path
+        assert len([*path.glob("*.py")]) <= 14, path
 
 
 def test_no_name_is_a_function_and_a_package():

@@ -6,10 +6,8 @@ torch_private     torch's private functions, and what is done without each
 errors            the two classes of errors for arguments; which argument a name of others means
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
-backend           capabilities of the device: Triton and its interpreter, Gluon pipelines
 compile_ahead/    compile the Triton kernels of a first call side by side, in threads
-launch            Triton kernels that remember what their launches need
-triton_helpers    Triton functions and a kernel that several operators use
+kernels/          capabilities of the device, launches, and what several operators' kernels use
 soft_cap          slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again
 row_function      a function of rows, computed chunk by chunk, with derivatives of any order

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import PRODUCT_ROWS
+from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.strides import gathered, lies_by_rows, multiplies
 
 # cuBLAS takes 1.6 to 7 times as long if a contiguous dimension is no multiple of 16 bytes, even if

@@ -170,7 +170,7 @@ def scale_into(
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
-        from lowtide.core.triton_helpers import launch_scaling
+        from lowtide.core.kernels.triton_helpers import launch_scaling
 
         launch_scaling(out, tensor, factor, second)
         return

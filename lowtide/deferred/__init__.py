@@ -5,11 +5,7 @@ object runs the fused operator.
 
 Modules, in the order of imports (each imports only from those above it):
 
-* reporting: counts of fused losses and materialised logits, in compiled code too; warnings.
-* proxy: torch functions, methods and operators on what stands for a tensor.
-* sharded: heads that are divided by classes over ranks.
-* expression: the recorded operations, a tree that can be evaluated on any of its rows.
-* logits: `DeferredLogits`, the proxy for logits.
+* recorded/: the recorded operations, and `DeferredLogits`, the proxy for logits.
 * elementwise: operations that are recorded number by number.
 * indexing: operations that select, reshape or permute rows and classes.
 * match_head: the head that the fused operators take, if an expression is one.
@@ -22,6 +18,6 @@ Modules, in the order of imports (each imports only from those above it):
 """
 
 from lowtide.deferred.api import Deferral, defer_logits
-from lowtide.deferred.reporting import HeadNotCalledWarning, RealLogitsWarning
+from lowtide.deferred.recorded.reporting import HeadNotCalledWarning, RealLogitsWarning
 
 __all__ = ["Deferral", "HeadNotCalledWarning", "RealLogitsWarning", "defer_logits"]

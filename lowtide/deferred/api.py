@@ -14,9 +14,9 @@ from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
-from lowtide.deferred.logits import HeadCall
-from lowtide.deferred.reporting import Counts, Watch
-from lowtide.deferred.sharded import transformers_forward
+from lowtide.deferred.recorded.logits import HeadCall
+from lowtide.deferred.recorded.reporting import Counts, Watch
+from lowtide.deferred.recorded.sharded import transformers_forward
 
 __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.row_function import Rowwise, Tensors
-from lowtide.deferred import expression
+from lowtide.deferred.recorded import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Labels, Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
-from lowtide.ops.linear_cross_entropy.planning.sizes import too_small
-from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, ROOM
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, ROOM
 
 RowFunction = Callable[..., Tensors]
 

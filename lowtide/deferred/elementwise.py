@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.deferred import expression
-from lowtide.deferred.logits import DeferredLogits, handles
-from lowtide.deferred.proxy import replaced
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.logits import DeferredLogits, handles
+from lowtide.deferred.recorded.proxy import replaced
 
 
 def apply(name: str, *operands: Any) -> Any:

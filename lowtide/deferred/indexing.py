@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred import expression
-from lowtide.deferred.logits import DeferredLogits, handles
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.logits import DeferredLogits, handles
 
 
 @handles(

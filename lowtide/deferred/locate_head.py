@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.deferred.sharded import transformers_forward
+from lowtide.deferred.recorded.sharded import transformers_forward
 
 
 def locate_head(model: nn.Module) -> nn.Module:

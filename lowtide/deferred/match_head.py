@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.deferred.expression import Apply, Linear, Node, Vector
-from lowtide.deferred.sharded import detached, takes_vector
+from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
+from lowtide.deferred.recorded.sharded import detached, takes_vector
 
 # float16 inputs can be multiplied by a float in this range and keep most of theirs.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
-from lowtide.deferred import expression
-from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits
-from lowtide.deferred.proxy import in_function, replaced
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
+from lowtide.deferred.recorded.proxy import in_function, replaced
 
 
 class LogitsLeaf(Tensor):

@@ -16,12 +16,13 @@ from torch import Tensor
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred import chunks, expression
+from lowtide.deferred import chunks
 from lowtide.deferred.elementwise import is_class_dim
-from lowtide.deferred.expression import Apply, Linear, Node, Vector
-from lowtide.deferred.logits import NO_GRADIENT, DeferredLogits, handles
 from lowtide.deferred.match_head import LinearHead, match_head
-from lowtide.deferred.reporting import FUSED_LOSS
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
+from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits, handles
+from lowtide.deferred.recorded.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition.head import normalized

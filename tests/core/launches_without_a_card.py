@@ -1,4 +1,4 @@
-"""Launches a kernel through lowtide.core.launch and through Triton in turn, on a driver that only records:
+"""Launches a kernel through core/kernels/launch.py and through Triton in turn, on a driver that only records:
 
     python -m tests.core.launches_without_a_card
 
@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.launch import remember_launches
 
 launched = []
 

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowtide.core import launch
 from lowtide.core.compile_ahead import launches as compile_ahead
 from lowtide.core.compile_ahead.placeholders import Placeholder, WithoutMemory, placeholder_of
-from lowtide.core.launch import RememberedKernel
+from lowtide.core.kernels import launch
+from lowtide.core.kernels.launch import RememberedKernel
 
 X, Y = torch.rand(4, 6), torch.rand(6, 5, dtype=torch.bfloat16)
 HALF, PLACES, FLAGS = (

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 import lowtide
-from lowtide.core import launch
-from lowtide.core.backend import cdiv, next_power_of_2
+from lowtide.core.kernels import launch
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
 
 ODD_POINTERS, UNKNOWN_TYPES = 2, 2  # of the 24 cases, each with two sets of constants
 

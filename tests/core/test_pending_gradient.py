@@ -46,7 +46,7 @@ def test_kernel_takes_both_factors(device, second, in_place):
     pytest.importorskip("triton")
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
-    from lowtide.core.triton_helpers import launch_scaling
+    from lowtide.core.kernels.triton_helpers import launch_scaling
 
     tensor = torch.randn(9001, device=device)
     factor = torch.tensor(0.5, device=device)

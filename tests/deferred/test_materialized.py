@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.logits import DeferredLogits
+from lowtide.deferred.recorded.logits import DeferredLogits
 from lowtide.deferred.reductions import log_probs
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close

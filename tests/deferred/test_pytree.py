@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.logits import DeferredLogits
+from lowtide.deferred.recorded.logits import DeferredLogits
 from tests.deferred.helpers import V, make, norm, plain_and_deferred
 
 MAPPED = {

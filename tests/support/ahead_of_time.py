@@ -92,7 +92,7 @@ def compiled(
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from lowtide.core.launch import RememberedKernel
+    from lowtide.core.kernels.launch import RememberedKernel
 
     kernel = kernel.kernel if isinstance(kernel, RememberedKernel) else kernel
     constants: dict[tuple[int, ...], Any] = {}

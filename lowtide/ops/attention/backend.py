@@ -14,9 +14,9 @@ import torch
 
 from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
-from lowtide.core.backend import marked_constant, reason_against_triton
 from lowtide.core.checks import HALVES
 from lowtide.core.errors import ArgumentError
+from lowtide.core.kernels.backend import marked_constant, reason_against_triton
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment

@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import PRODUCT_ROWS
+from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
 from lowtide.ops.linear_cross_entropy.planning.memory_model import STATISTICS_OF_PART
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
-from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
-from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
 # Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
 # GPU. The pass holds TEMPORARIES tensors of that size at once.

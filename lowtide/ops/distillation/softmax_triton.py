@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import next_power_of_2
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import next_power_of_2
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 

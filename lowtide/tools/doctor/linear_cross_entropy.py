@@ -23,7 +23,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
 from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
-from lowtide.ops.linear_cross_entropy.planning.cost_model import three_gemms_seconds
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives

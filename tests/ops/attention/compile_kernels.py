@@ -46,27 +46,43 @@ ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 OPERANDS = ("query", "key", "value", "grad_output")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "forward": ("ops.attention.triton_backend.forward", "forward_kernel", ()),
-    "query": ("ops.attention.triton_backend.recompute", "query_gradient_kernel", ()),
-    "key and value": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ()),
-    "key": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ("grad_value_ptr",)),
-    "value": ("ops.attention.triton_backend.recompute", "key_value_gradient_kernel", ("grad_key_ptr",)),
-    "query of scores": ("ops.attention.triton_backend.stored_scores", "query_of_scores_kernel", ()),
-    "bias of scores": ("ops.attention.triton_backend.stored_scores", "bias_of_scores_kernel", ()),
+    "forward": ("ops.attention.triton_backend.kernels.forward", "forward_kernel", ()),
+    "query": ("ops.attention.triton_backend.kernels.recompute", "query_gradient_kernel", ()),
+    "key and value": ("ops.attention.triton_backend.kernels.recompute", "key_value_gradient_kernel", ()),
+    "key": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "key_value_gradient_kernel",
+        ("grad_value_ptr",),
+    ),
+    "value": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "key_value_gradient_kernel",
+        ("grad_key_ptr",),
+    ),
+    "query of scores": ("ops.attention.triton_backend.kernels.stored_scores", "query_of_scores_kernel", ()),
+    "bias of scores": ("ops.attention.triton_backend.kernels.stored_scores", "bias_of_scores_kernel", ()),
     "key and value of scores": (
-        "ops.attention.triton_backend.stored_scores",
+        "ops.attention.triton_backend.kernels.stored_scores",
         "key_value_of_scores_kernel",
         ("grad_value_ptr",),
     ),
-    "scores": ("ops.attention.triton_backend.stored_scores", "scores_kernel", ()),
+    "scores": ("ops.attention.triton_backend.kernels.stored_scores", "scores_kernel", ()),
     **dict.fromkeys(
         ("delta as key and value", "delta as value", "delta as query"),
-        ("ops.attention.triton_backend.confident_rows", "confident_delta_kernel", ()),
+        ("ops.attention.triton_backend.kernels.confident_rows", "confident_delta_kernel", ()),
     ),
-    "problem forward": ("ops.attention.triton_backend.small_problems", "problem_forward_kernel", ()),
-    "problem gradient": ("ops.attention.triton_backend.small_problems", "problem_gradient_kernel", ()),
-    "short bias": ("ops.attention.triton_backend.short_bias", "short_bias_gradient_kernel", ()),
-    "whole problem": ("ops.attention.triton_backend.whole_problems", "whole_problem_gradient_kernel", ()),
+    "problem forward": ("ops.attention.triton_backend.kernels.small_problems", "problem_forward_kernel", ()),
+    "problem gradient": (
+        "ops.attention.triton_backend.kernels.small_problems",
+        "problem_gradient_kernel",
+        (),
+    ),
+    "short bias": ("ops.attention.triton_backend.kernels.short_bias", "short_bias_gradient_kernel", ()),
+    "whole problem": (
+        "ops.attention.triton_backend.kernels.whole_problems",
+        "whole_problem_gradient_kernel",
+        (),
+    ),
 }
 # With any of Triton 3.6 to 3.9.
 SPILLS = {
@@ -179,20 +195,20 @@ def _tile(
 def _builds() -> dict[str, Build]:
     builds = {
         "delta": Build(
-            "ops.attention.triton_backend.recompute",
+            "ops.attention.triton_backend.kernels.recompute",
             "delta_kernel",
             True,
             128,
             {"lse_strides": ("i32", "i32", 1)},
         ),
         "dropout keys": Build(
-            "ops.attention.triton_backend.dropout",
+            "ops.attention.triton_backend.kernels.dropout",
             "dropout_keys_kernel",
             True,
             1,
             {**DROPPED, "seed_ptr": "*i64"},
         ),
-        "split": Build("ops.attention.triton_backend.bf16_split", "split_kernel", False, 64, PIECES),
+        "split": Build("ops.attention.triton_backend.kernels.bf16_split", "split_kernel", False, 64, PIECES),
     }
 
     def add(
@@ -290,7 +306,7 @@ def _builds() -> dict[str, Build]:
             add(name, f"{count} pieces, {label}", False, features, {**pieces, **arguments}, targets, count)
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
     builds["forward, half, few features"] = Build(
-        "ops.attention.triton_backend.forward", "forward_kernel", True, 24, column, (90,)
+        "ops.attention.triton_backend.kernels.forward", "forward_kernel", True, 24, column, (90,)
     )
     unknown = {"K": "i32?", "E": "i32?"}
     for name, strides in (

@@ -7,7 +7,7 @@ from tests.ops.attention.test_layouts import poisoned
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
-bf16_split = pytest.importorskip("lowtide.ops.attention.triton_backend.bf16_split")
+bf16_split = pytest.importorskip("lowtide.ops.attention.triton_backend.kernels.bf16_split")
 
 SHAPES = [(2, 3, 37, 40), (1, 2, 5, 1), (1, 1, 70, 150), (2, 1, 1, 64)]
 

@@ -19,7 +19,7 @@ from tests.ops.attention.test_layouts import poisoned
 from tests.support.loss import norm, skip_unless_runnable
 
 triton = pytest.importorskip("triton")
-bf16_split = pytest.importorskip("lowtide.ops.attention.triton_backend.bf16_split")
+bf16_split = pytest.importorskip("lowtide.ops.attention.triton_backend.kernels.bf16_split")
 
 pytestmark = INTERPRETED
 

@@ -331,12 +331,12 @@ BUILDS = {
     "softmax, gradient of entropy": _softmax("*bf16", TAKE_STATISTICS=False, entropy_coef_C_ptr=F32,
     **_CHAIN),
     "scale": Build(
-        "core.triton_helpers", "_scale_kernel",
+        "core.kernels.triton_helpers", "_scale_kernel",
         {"tensor_ptr": F32, "factor_ptr": F32, "second_ptr": F32, "out_ptr": "*bf16", "count": I32,
          "IN_PLACE": False, "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
-        "core.triton_helpers", "_scale_kernel",
+        "core.kernels.triton_helpers", "_scale_kernel",
         {"tensor_ptr": "*bf16", "factor_ptr": F32, "second_ptr": None, "out_ptr": "*bf16", "count": "i64",
          "IN_PLACE": True, "BLOCK": 4096}, warps=8,
     ),

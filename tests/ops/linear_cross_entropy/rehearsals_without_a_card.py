@@ -14,9 +14,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import lowtide
-from lowtide.core import backend
 from lowtide.core.compile_ahead import launches as compile_ahead
 from lowtide.core.compile_ahead.placeholders import Placeholder
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines import row_loss, row_loss_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials import spec
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements

@@ -22,7 +22,7 @@ from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
-from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate
 from tests.support.loss import interpreted

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
 
 pytest.importorskip("triton")

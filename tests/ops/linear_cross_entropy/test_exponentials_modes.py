@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.workspace import DEFAULT_WORKSPACE
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE
 from tests.ops.linear_cross_entropy.kinds import loss_of_leaves
 from tests.support.cuda_graphs import captured
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for

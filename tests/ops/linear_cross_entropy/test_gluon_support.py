@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from lowtide.core import backend
+from lowtide.core.kernels import backend
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
+from lowtide.core.kernels.triton_helpers import slope_of_tanh, tanh_and_room
 from lowtide.ops.linear_cross_entropy.engines.logits import softmax_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 from lowtide import linear_cross_entropy
-from lowtide.core import backend
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, packed_triton
 from tests.support.cuda_graphs import captured
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.core import backend
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.division.step_time import step_seconds
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
-from lowtide.ops.linear_cross_entropy.planning.step_time import step_seconds
 
 pytest.importorskip("triton")
 

@@ -76,7 +76,7 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
 def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
     cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
-    hopper = pytest.importorskip("lowtide.core.backend")
+    hopper = pytest.importorskip("lowtide.core.kernels.backend")
     for pipeline, expected in ((False, "accumulate"), (True, kind)):
         monkeypatch.setattr(hopper, "pipelines_on", lambda device, pipeline=pipeline: pipeline)
         made, _ = planned_on_hopper(monkeypatch, 16384, D, 131072, torch.bfloat16, 4 << 30)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
+from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition import dropout
 from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, sizes
-from lowtide.ops.attention.triton_backend.bf16_split import piece_count, precision, split
-from lowtide.ops.attention.triton_backend.dropout import dropout_keys_kernel
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count, precision, split
+from lowtide.ops.attention.triton_backend.kernels.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, shared_memory
 
 # Dropout keys that one program computes.

@@ -15,10 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
 from lowtide.ops.attention.triton_backend import launch_small_problems
-from lowtide.ops.attention.triton_backend.confident_rows import confident_delta_kernel
+from lowtide.ops.attention.triton_backend.kernels.confident_rows import confident_delta_kernel
+from lowtide.ops.attention.triton_backend.kernels.recompute import (
+    delta_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
+from lowtide.ops.attention.triton_backend.kernels.stored_scores import (
+    bias_of_scores_kernel,
+    key_value_of_scores_kernel,
+    query_of_scores_kernel,
+    scores_kernel,
+)
+from lowtide.ops.attention.triton_backend.kernels.whole_problems import whole_problem_gradient_kernel
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
     Strides,
@@ -26,19 +38,7 @@ from lowtide.ops.attention.triton_backend.launch import (
     kernel_call,
     strides_of,
 )
-from lowtide.ops.attention.triton_backend.recompute import (
-    delta_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
-)
-from lowtide.ops.attention.triton_backend.stored_scores import (
-    bias_of_scores_kernel,
-    key_value_of_scores_kernel,
-    query_of_scores_kernel,
-    scores_kernel,
-)
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
-from lowtide.ops.attention.triton_backend.whole_problems import whole_problem_gradient_kernel
 
 # Queries of a program of delta_kernel.
 ROWS = 64

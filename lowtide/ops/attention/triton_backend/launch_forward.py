@@ -6,10 +6,10 @@ Shapes: B batches; H query heads; M queries; E features of values.
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
+from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
 from lowtide.ops.attention.triton_backend import launch_small_problems
-from lowtide.ops.attention.triton_backend.forward import forward_kernel
+from lowtide.ops.attention.triton_backend.kernels.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 
 

@@ -8,13 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
-from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
-from lowtide.ops.attention.triton_backend.short_bias import short_bias_gradient_kernel
-from lowtide.ops.attention.triton_backend.small_problems import (
+from lowtide.core.kernels.backend import cdiv
+from lowtide.ops.attention.triton_backend.kernels.short_bias import short_bias_gradient_kernel
+from lowtide.ops.attention.triton_backend.kernels.small_problems import (
     problem_forward_kernel,
     problem_gradient_kernel,
 )
+from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
 
 # With fewer problems the card is idle for the most part, whatever a program takes.
 FEWEST = 264

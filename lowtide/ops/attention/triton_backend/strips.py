@@ -23,9 +23,9 @@ and keys, E of values.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowtide.core.backend import cdiv
+from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition.operands import Operands, Options, Sizes
-from lowtide.ops.attention.triton_backend.bf16_split import padded_width
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import padded_width
 
 # Bytes that a strip may hold, including its operands' pieces and a float32 sum of dq: 256 MiB of
 # gradients, and the pieces and sums of some heads. A strip of the fewest keys may hold more. For

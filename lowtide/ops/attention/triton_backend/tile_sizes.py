@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
 
 # Bytes of shared memory that a block may have on an H100: 227 KiB. Consumer cards have 99 KiB.
 LARGE = 227 << 10

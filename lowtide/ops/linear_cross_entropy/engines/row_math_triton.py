@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from lowtide.core.triton_helpers import slope_of_tanh, tanh_and_room
+from lowtide.core.kernels.triton_helpers import slope_of_tanh, tanh_and_room
 
 
 @triton.jit

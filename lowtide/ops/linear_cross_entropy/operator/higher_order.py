@@ -15,8 +15,8 @@ from torch import Tensor
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.planning.sizes import too_small
-from lowtide.ops.linear_cross_entropy.planning.workspace import workspace_bytes
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import workspace_bytes
 
 # Tensors of the size of a chunk's logits that a derivative holds at once.
 COPIES = 12

@@ -10,10 +10,12 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cp
 from lowtide.ops.linear_cross_entropy.engines.exponentials import spec as exponentials
 from lowtide.ops.linear_cross_entropy.engines.logits import spec as logits
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import spec as soft_targets
-from lowtide.ops.linear_cross_entropy.planning import sizes
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
+from lowtide.ops.linear_cross_entropy.planning.division import sizes
+from lowtide.ops.linear_cross_entropy.planning.division.step_time import few_tokens_seconds, step_seconds
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import (
     OperandAccess,
@@ -23,9 +25,7 @@ from lowtide.ops.linear_cross_entropy.planning.operands import (
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
-from lowtide.ops.linear_cross_entropy.planning.step_time import few_tokens_seconds, step_seconds
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
-from lowtide.ops.linear_cross_entropy.planning.workspace import granted_bytes
 
 # A single GEMM over all tokens forms the rows of the target classes again. This pays from so many
 # classes per token on.

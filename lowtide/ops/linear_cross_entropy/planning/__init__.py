@@ -15,9 +15,5 @@ byte_counts      the bytes that each part of a call takes
 weight_gradient  how the weight gradient is formed
 memory_model     count the bytes that engines have in common
 engine_spec      what planning asks each engine; engines/*/spec.py answers
-cost_model       predicted seconds of the GEMMs of a step on an H100 or H200
-class_blocks     sizes of chunks and blocks where the weight gradient is formed class by class
-step_time        predicted seconds of a step with given sizes
-sizes            divide a workspace among chunks of rows, blocks of classes and the accumulator
-workspace        the workspace of a call, if none is asked for
+division/        divide a workspace among rows, classes and the accumulator, by predicted time
 """

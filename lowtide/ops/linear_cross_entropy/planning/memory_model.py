@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.core import backend
-from lowtide.core.backend import PRODUCT_ROWS
+from lowtide.core.kernels import backend
+from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts

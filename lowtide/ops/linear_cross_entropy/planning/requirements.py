@@ -5,8 +5,8 @@ spec.py in each engine's folder has its own requirements; operator/planner.py ch
 
 import torch
 
-from lowtide.core.backend import marked_constant, reason_against_triton
 from lowtide.core.errors import ArgumentError
+from lowtide.core.kernels.backend import marked_constant, reason_against_triton
 from lowtide.core.strides import copies_rows, maps_input, maps_weight, place
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Call, backend_of

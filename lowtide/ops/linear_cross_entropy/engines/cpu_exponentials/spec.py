@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.core.backend import marked_constant
 from lowtide.core.cpu_gemm import gemm
+from lowtide.core.kernels.backend import marked_constant
 from lowtide.core.strides import lies_by_rows
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core import backend
-from lowtide.core.backend import cdiv
+from lowtide.core.kernels import backend
+from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk

@@ -10,7 +10,7 @@ or all. Lower case: one tile; h: half of a tile's classes.
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed

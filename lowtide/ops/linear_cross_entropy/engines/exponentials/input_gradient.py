@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import cdiv
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines import row_math
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import cdiv
+from lowtide.core.kernels.launch import remember_launches
 
 # A kernel finds the place of each row by counting the rows that come before it. That is one launch,
 # where torch takes about ten, but its time grows with the square of a chunk's rows. With this many,

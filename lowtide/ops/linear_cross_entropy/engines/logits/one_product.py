@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import next_power_of_2
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import next_power_of_2
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, rows_of
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
@@ -31,9 +31,9 @@ from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import even_rows
 from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-from lowtide.ops.linear_cross_entropy.planning.sizes import even_rows
 
 WIDTH, WARPS = 4096, 4
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import next_power_of_2
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import next_power_of_2
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
     log1p,

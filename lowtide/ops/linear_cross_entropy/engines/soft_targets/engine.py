@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core import backend
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns

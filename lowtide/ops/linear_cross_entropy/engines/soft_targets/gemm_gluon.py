@@ -19,8 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from lowtide.core.backend import cdiv
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import cdiv
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import cdiv, next_power_of_2
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns

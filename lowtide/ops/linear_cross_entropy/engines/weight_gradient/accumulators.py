@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core import backend
+from lowtide.core.kernels import backend
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (

@@ -12,9 +12,9 @@ A tile of queries without such a row is left at once, with row_terms as `delta_k
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.ops.attention.triton_backend.bf16_split import STEP
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     head,
     interval,
     keep_mask,

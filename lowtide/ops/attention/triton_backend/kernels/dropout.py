@@ -8,7 +8,7 @@ Shapes: B batches, H heads, M queries, N keys.
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.attention.definition import dropout
 
 FIRST, SECOND = tl.constexpr(dropout.FIRST), tl.constexpr(dropout.SECOND)

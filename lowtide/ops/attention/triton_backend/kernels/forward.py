@@ -7,9 +7,9 @@ has the sizes). It writes its rows of the result and, if asked for, their statis
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.ops.attention.triton_backend.bf16_split import STEP
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     add_product,
     head,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.deferred import expression
-from lowtide.deferred.expression import Node
-from lowtide.deferred.proxy import (
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.expression import Node
+from lowtide.deferred.recorded.proxy import (
     Proxy,
     describe_function,
     flat,
@@ -23,7 +23,7 @@ from lowtide.deferred.proxy import (
     running_forward,
     spelled,
 )
-from lowtide.deferred.reporting import Counts
+from lowtide.deferred.recorded.reporting import Counts
 
 # A meta tensor of the same shape, dtype and strides answers these.
 METADATA = {

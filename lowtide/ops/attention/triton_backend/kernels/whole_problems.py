@@ -8,9 +8,9 @@ program touches. So the order of all sums is fixed, and no scores are stored.
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.core.triton_helpers import slope_of_tanh
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.core.kernels.triton_helpers import slope_of_tanh
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
     head,

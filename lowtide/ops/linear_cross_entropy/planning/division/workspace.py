@@ -5,8 +5,8 @@ large enough.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
-from lowtide.ops.linear_cross_entropy.planning.sizes import choose_sizes
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}

@@ -16,8 +16,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lowtide.ops.linear_cross_entropy.planning import cost_model
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 
 MOST_ROWS = 4096  # most tokens of a chunk of the first sweep

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import cdiv
-from lowtide.core.launch import remember_launches
+from lowtide.core.kernels.backend import cdiv
+from lowtide.core.kernels.launch import remember_launches
 
 
 @triton.jit

@@ -12,7 +12,7 @@ A kernel that wants the transposed tile passes them transposed.
 import triton
 import triton.language as tl
 
-from lowtide.core.triton_helpers import tanh_and_room
+from lowtide.core.kernels.triton_helpers import tanh_and_room
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below

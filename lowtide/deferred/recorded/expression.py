@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
 from lowtide.core.collectives import is_dtensor
-from lowtide.deferred.sharded import whole
+from lowtide.deferred.recorded.sharded import whole
 from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 Node = Union["Linear", "Apply"]

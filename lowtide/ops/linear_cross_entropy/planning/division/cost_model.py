@@ -10,7 +10,7 @@ time, as most of it overlaps the GEMM. The constants are fitted to 1,144 kernels
 
 import functools
 
-from lowtide.core.backend import PRODUCT_ROWS
+from lowtide.core.kernels.backend import PRODUCT_ROWS
 
 MULTIPROCESSORS = 132
 # Seconds of a tile of 128 x 256 per step of its inner dimension: 0.73 PFLOP/s (decision 0035).

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowtide.core.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
 
 # Rows are padded to a multiple of this many features, so that loads of 16 bytes are aligned, masked
 # loads too.

@@ -9,9 +9,9 @@ the result nor its statistics, and it forms delta from the tile itself: delta_i 
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.core.triton_helpers import slope_of_tanh
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.core.kernels.triton_helpers import slope_of_tanh
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     dot,
     head,

@@ -13,10 +13,10 @@ Shapes: I rows of a matrix, F features of any operand.
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.core.triton_helpers import slope_of_tanh
-from lowtide.ops.attention.triton_backend.bf16_split import STEP
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.core.kernels.triton_helpers import slope_of_tanh
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
     head,

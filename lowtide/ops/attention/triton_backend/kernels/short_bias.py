@@ -8,8 +8,8 @@ queries]: in float32 the products are the same, bit for bit, as those of confide
 import triton
 import triton.language as tl
 
-from lowtide.core.launch import remember_launches
-from lowtide.ops.attention.triton_backend.tiles import (
+from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.attention.triton_backend.kernels.tiles import (
     dot,
     head,
     interval,

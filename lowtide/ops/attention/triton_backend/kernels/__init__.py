@@ -1,0 +1,15 @@
+"""Hold the Triton kernels of attention, and what they share.
+
+The modules, in the order of imports (a module imports only those above it):
+
+    bf16_split.py       float32 as a sum of bfloat16 pieces
+    dropout.py          dropout's keys in one launch
+    tiles.py            what the kernels share: loads, products, scores, masks
+    forward.py          the forward kernel
+    recompute.py        backward kernels that compute the scores again
+    confident_rows.py   a row's delta from scores, in float32
+    stored_scores.py    backward kernels that read stored gradients of scores
+    small_problems.py   kernels of many problems whose scores are one tile each
+    whole_problems.py   the backward kernel of many short problems, each in one program
+    short_bias.py       the gradient of a bias of short problems
+"""
