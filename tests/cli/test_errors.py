@@ -136,6 +136,7 @@ OUTPUTS = {
     ("bench", "chunked-loss"): ("--out",),
     ("bench", "attention"): ("--out", "--plot"),
     ("bench", "host"): ("--out",),
+    ("bench", "steps"): ("--out",),
     ("bench", "draw", "rows.csv"): ("--out",),
     ("bench", "memory-timeline", "--smoke"): ("--csv", "--picture"),
 }
