@@ -6,6 +6,7 @@ import torch
 from lowtide import memory_efficient_attention
 from tests.ops.attention.helpers import INTERPRETED
 from tests.support.loss import skip_unless_runnable
+from tests.support.restored import LAYOUTS
 
 pytest.importorskip("triton")
 
@@ -57,3 +58,31 @@ def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
     most = 0 if device == "cpu" else 2e-3
     for one, other in zip(found, results()):
         assert (one - other).float().norm() <= most * other.float().norm()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "padded", "moved"])
+@pytest.mark.parametrize("which", range(6))
+def test_one_saved_tensor_in_other_strides(device, which, layout):
+    """Its step is another one than that of the others: of query, key, value, result, low half, statistics."""
+    skip_unless_runnable("triton", device)
+    torch.manual_seed(0)
+    leaves = [
+        torch.randn(2, rows, 2, 24, device=device, dtype=torch.float16).requires_grad_()
+        for rows in (20, 17, 17)
+    ]
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return LAYOUTS[layout](tensor) if len(saved) == which + 1 else tensor
+
+    def gradients():
+        out = memory_efficient_attention(*leaves, backend="triton")
+        return torch.autograd.grad(out, leaves, 2 * out.detach())
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = gradients()
+    assert len(saved) > which
+    for one, other in zip(found, expected):
+        assert (one - other).float().norm() <= 2e-3 * other.float().norm()

@@ -98,12 +98,9 @@ class KernelCall(NamedTuple):
     def step(self) -> int:
         """Return what the kernels may assume to divide features and strides (tiles.multiple).
 
-        Of pieces, and of multiples of 16, Triton knows enough.
+        Rows of pieces are padded: Triton knows enough of them.
         """
-        K, E = self.size.K, self.size.E
-        if self.dtype.itemsize != 2 or not (K % 16 or E % 16):
-            return 1
-        return step_of(self.operands, K, E)
+        return 1 if self.pieces > 1 else step_of(self.operands, self.size.K, self.size.E)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -200,7 +197,12 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
-    """Return the largest number up to STEP that divides the features, and where each row begins."""
+    """Return the largest number up to STEP that divides the features, and where each row begins.
+
+    If 16 divides the features this is 1, as Triton sees that for itself.
+    """
+    if not any(each % 16 for each in features):
+        return 1
     step = math.gcd(STEP, *features)
     for each in operands:
         if each is not None and step > 1:

@@ -36,6 +36,7 @@ from lowtide.ops.attention.triton_backend.launch import (
     Strides,
     broadcast_strides,
     kernel_call,
+    step_of,
     strides_of,
 )
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
@@ -151,10 +152,12 @@ def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Te
     base_2 = call.switches.base_2
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
     tiles, block = cdiv(M, ROWS), min(128, max(16, next_power_of_2(E)))
+    # Hooks on saved tensors may have brought back the result in other strides than its own.
+    step = step_of((out, low, call.grad_output), E)
     delta_kernel[(tiles * B * H,)](
         out, low, call.grad_output, call.grad_logsumexp, statistics, row_terms, out.stride(),
         strides_of(low), strides_of(call.grad_output), call.lse_strides, H, M, E, tiles, BASE_2=base_2,
-        BLOCK_M=ROWS, BLOCK_E=block, CUT_E=call.step * (E % block > 0),
+        BLOCK_M=ROWS, BLOCK_E=block, CUT_E=step * (E % block > 0),
     )  # fmt: skip
     return row_terms
 
