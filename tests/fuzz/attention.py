@@ -29,7 +29,7 @@ def case(draw: Draw) -> Callable[[], None]:
     if signature != "torch":
         cuda = draw.device == "cuda"
         choices = ["auto", "auto", "auto", "torch", "sdpa", *(["triton"] * cuda)]
-        # (The interpreter multiplies bfloat16 as raw bits.)
+        # The interpreter rounds to bfloat16 towards 0.
         kernels = tiny and (cuda or dtype != torch.bfloat16) and draw.chance(0.5)
         backend = draw.pick("backend", ["triton"] if kernels else choices)
     way, leaves = pick_way(draw), made.leaves()

@@ -70,8 +70,6 @@ def test_bias(device, shape, more):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(device, dtype):
     skip_unless_runnable("triton", device)
-    if device == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("the interpreter multiplies bfloat16 as raw bits")
     run(make_case(1, 67, 70, 4, 2, 40, 24, bias=(0, 1, 0, 1), dtype=dtype, device=device))
 
 

@@ -61,12 +61,32 @@ def test_values(device, launches, name):
 
 
 @pytest.mark.parametrize("programs", [1, 24, 1 << 20])
-@pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1)], ids=str)
 def test_runs(device, launches, monkeypatch, shape, programs):
     """One run, some and as many as there are scores."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", programs)
     run(case_of(device, bias=shape), launches)
+
+
+def test_parts_have_a_bound(device, launches, monkeypatch):
+    """Beside the bias's gradient its runs hold at most BIAS_PROGRAMS tiles, whatever the number of problems."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", 6)
+    new, most = torch.Tensor.new_empty, [0]
+
+    def counted(tensor, *size, **options):
+        made = new(tensor, *size, **options)
+        if options.get("dtype") == torch.float32:
+            most.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    for B, shape in ((1, (0, 0, 1, 1)), (3, (1, 0, 1, 1)), (40, (0, 1, 1, 1))):
+        case = case_of(device, B=B, M=64, N=64, bias=shape)
+        differentiate(ours, case, make_upstream(case), backend="triton")
+    assert 0 < max(most) <= 6 * 64 * 64 * 4
+    assert len(launches) == 3
 
 
 def test_bias_alone(device, launches):

@@ -41,7 +41,7 @@ CASES = {
 
 
 def case_of(name, device, **more):
-    """float16, as the interpreter multiplies bfloat16 as raw bits."""
+    """float16, as the interpreter rounds to bfloat16 towards 0."""
     sizes = {"B": 1, "M": 140, "N": 150, "H": 2, "G": 1, "K": 264, "E": 70, "dtype": torch.float16}
     return make_case(**(sizes | CASES[name] | more), device=device)
 

@@ -24,7 +24,7 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, sha
 # Dropout keys that one program computes.
 DROPOUT_KEYS = 1024
 # Numbers of 16 bits that a thread loads at once, at most.
-STEP = 8
+VECTOR = 8
 # The fields that are cut where a strip has some of the batches.
 WITH_BATCHES = (
     *("query", "key", "value", "bias", "row_key", "grad_output", "grad_logsumexp", "row_terms"),
@@ -71,6 +71,8 @@ class KernelCall(NamedTuple):
     column_key: Tensor | None
     scalars: Scalars
     switches: Switches
+    step: int
+    """What the kernels may assume to divide features and strides (tiles.multiple)."""
     # Of backward alone.
     grad_output: Tensor | None = None
     """Gradient of the result; in pieces where query is."""
@@ -93,14 +95,6 @@ class KernelCall(NamedTuple):
     def operands(self) -> tuple[Tensor | None, ...]:
         """Return what the kernels load tiles of features from."""
         return self.query, self.key, self.value, self.grad_output
-
-    @property
-    def step(self) -> int:
-        """Return what the kernels may assume to divide features and strides (tiles.multiple).
-
-        Rows of pieces are padded: Triton knows enough of them.
-        """
-        return 1 if self.pieces > 1 else step_of(self.operands, self.size.K, self.size.E)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -179,7 +173,10 @@ def kernel_call(operands: Operands, options: Options) -> KernelCall:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
     pieces = piece_count(query.dtype)
-    return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches)
+    # Rows of pieces are padded, so Triton knows enough of them. Of float32 operands that are read
+    # whole the kernels are told nothing either.
+    step = 1 if pieces > 1 else step_of((query, key, value), size.K, size.E)
+    return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
 
 
 def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
@@ -197,13 +194,13 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
-    """Return the largest number up to STEP that divides the features, and where each row begins.
+    """Return the largest number up to VECTOR that divides the features, and where each row begins.
 
-    If 16 divides the features this is 1, as Triton sees that for itself.
+    If 16 divides the features this is 1. Triton sees that for itself, of contiguous rows too.
     """
     if not any(each % 16 for each in features):
         return 1
-    step = math.gcd(STEP, *features)
+    step = math.gcd(VECTOR, *features)
     for each in operands:
         if each is not None and step > 1:
             strides = (stride for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)

@@ -46,7 +46,8 @@ ROWS = 64
 # The most queries and keys for which a bias's gradient is summed from scores computed again, and
 # the fewest problems for one program each (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
-# A bias of so few scores, too, even if no batches share it: their strips would leave the card idle (0065).
+# In half precision a bias of at most so many scores is summed so even if no batches share it: strips
+# of so few scores leave the card idle (decision 0065).
 FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
@@ -95,6 +96,7 @@ def backward(
     call = call._replace(
         grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
         grad_key=grad_key, grad_value=grad_value,
+        step=math.gcd(call.step, step_of((grad_output,), call.size.K, call.size.E)),
     )  # fmt: skip
     if launch_small_problems.is_small(call, bias is not None):
         grad_bias = launch_small_problems.backward(call, bias)

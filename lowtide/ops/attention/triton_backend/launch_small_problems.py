@@ -81,10 +81,10 @@ def short_bias_gradient(call: KernelCall) -> None:
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads
-    steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs) if own_batches == 1 else 1)
+    steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs))
     runs, parts = cdiv(batches * heads, steps), grad_bias
-    if runs > 1:
-        parts = grad_bias.new_empty(runs, *grad_bias.shape[1:], dtype=torch.float32)
+    if runs > 1:  # at most BIAS_PROGRAMS tiles of float32, 8 MiB
+        parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
     short_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
         strides_of(call.grad_output), strides_of(parts), batches, *call.sizes, own_batches, own_heads,
@@ -92,7 +92,7 @@ def short_bias_gradient(call: KernelCall) -> None:
         **tile.options,
     )  # fmt: skip
     if parts is not grad_bias:
-        grad_bias.copy_(parts.sum(0, keepdim=True))
+        grad_bias.copy_(parts.view(runs, own_batches, own_heads, M, N).sum(0))
 
 
 def _runs(call: KernelCall, programs: int) -> tuple[int, int]:

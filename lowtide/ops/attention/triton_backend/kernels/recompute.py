@@ -15,6 +15,7 @@ from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOG2E,
     add_product,
+    dot,
     head,
     interval,
     keep_mask,
@@ -160,7 +161,7 @@ def query_gradient_kernel(
                 grad *= slope_of_tanh(room)
             if BLOCKS_K > 1:
                 key = load_tile(key_place, own_k, K, MASKED, CUT_K)
-            grad_query = tl.dot(grad.to(key.dtype), key, grad_query, input_precision=PRECISION)
+            grad_query = dot(grad.to(key.dtype), key, grad_query, PRECISION, False)
     grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, h)
     store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
 
@@ -193,10 +194,8 @@ def key_value_gradient_kernel(
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides = multiples(value_strides, CUT_E)
     grad_output_strides = multiples(grad_output_strides, CUT_E)
-    grad_key_strides, grad_value_strides = (
-        multiples(grad_key_strides, CUT_K),
-        multiples(grad_value_strides, CUT_E),
-    )
+    grad_key_strides = multiples(grad_key_strides, CUT_K)
+    grad_value_strides = multiples(grad_value_strides, CUT_E)
     STORES: tl.constexpr = grad_scores_ptr is not None or grad_z_ptr is not None
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N

@@ -1,8 +1,8 @@
 """Compute in Triton the gradient of a bias of short problems, from scores that are computed again.
 
-A program takes one tile of the bias and a run of the batches and heads that share it, if any do. It loads the
-bias once, and sums the gradients of the tile's scores in registers. Tiles are transposed, [keys,
-queries]: in float32 the products are the same, bit for bit, as those of confident_delta_kernel.
+A program takes one tile of the bias, and a run of the batches and heads that share it, if any do.
+It loads the bias once, and sums the gradients of the tile's scores in registers. Tiles are
+transposed, [keys, queries]: in float32 the products are the same, bit for bit, as those of confident_delta_kernel.
 """
 
 import triton
@@ -40,11 +40,10 @@ def short_bias_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of grad_bias, the sum of dz over `steps` of the scores that share the bias.
+    """Write a tile of grad_bias, the sum of dz over `steps` of the problems that share the bias.
 
-    own_batches, own_heads: those of the bias. batches, heads: of the call that share one of them.
-    grad_bias is [runs, own_heads, M, N] where all batches share the bias; else there is one run, and
-    it is [own_batches, own_heads, M, N].
+    own_batches, own_heads: the bias's first sizes. batches, heads: how many of the call share one
+    number of the bias. grad_bias: [runs * own_batches, own_heads, M, N].
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -90,5 +89,5 @@ def short_bias_gradient_kernel(
             row = (b * H + h).to(tl.int64) * M
             keep = keep_mask(row_key_ptr + row, column_key_ptr, i[None, :], j[:, None], M, N, limit)
         total += score_gradient(weight, grad_weight, delta_m[None, :], keep, rescale, row_key_ptr is not None)
-    own_ptr = head(grad_bias_ptr, grad_bias_strides, run + own_b, own_h)
+    own_ptr = head(grad_bias_ptr, grad_bias_strides, run * own_batches + own_b, own_h)
     store_tile(own_ptr, i, j, grad_bias_strides, M, N, tl.trans(total))

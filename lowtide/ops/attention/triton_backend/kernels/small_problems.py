@@ -107,10 +107,8 @@ def problem_gradient_kernel(
     value_strides = multiples(value_strides, CUT_E)
     grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_query_strides = multiples(grad_query_strides, CUT_K)
-    grad_key_strides, grad_value_strides = (
-        multiples(grad_key_strides, CUT_K),
-        multiples(grad_value_strides, CUT_E),
-    )
+    grad_key_strides = multiples(grad_key_strides, CUT_K)
+    grad_value_strides = multiples(grad_value_strides, CUT_E)
     h, run = tl.program_id(0) % H, tl.program_id(0) // H
     start_b = run * batches
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

@@ -21,25 +21,28 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def multiple(F, STEP: tl.constexpr):
-    """Return F, which a STEP above 1 divides, so that Triton knows it.
+def multiple(F, DIVISOR: tl.constexpr):
+    """Return F, which a DIVISOR above 1 divides, so that Triton knows it.
 
     Triton sees for itself that 16 divides a number. Of other numbers it knows nothing, and loads
     what lies behind them one number at a time.
     """
-    if STEP > 1:
-        F = F // STEP * STEP
+    if DIVISOR > 1:
+        F = F // DIVISOR * DIVISOR
     return F
 
 
 @triton.jit
-def multiples(strides, STEP: tl.constexpr):
-    """Return the strides of [B, H, I, F] with the same known of all but the last."""
-    if STEP > 1:
+def multiples(strides, DIVISOR: tl.constexpr):
+    """Return the strides of [B, H, I, F] with the same known of all but the last.
+
+    DIVISOR is a kernel's CUT_K or CUT_E: 0 (no block is cut) and 1 say nothing.
+    """
+    if DIVISOR > 1:
         strides = (
-            multiple(strides[0], STEP),
-            multiple(strides[1], STEP),
-            multiple(strides[2], STEP),
+            multiple(strides[0], DIVISOR),
+            multiple(strides[1], DIVISOR),
+            multiple(strides[2], DIVISOR),
             strides[3],
         )
     return strides
