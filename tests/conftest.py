@@ -43,9 +43,10 @@ def pytest_collection_finish():
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from tests.support.interpreter import leave_out_what_has_no_effect
+    from tests.support.interpreter import leave_out_what_has_no_effect, take_strides_in_bytes
 
     leave_out_what_has_no_effect()
+    take_strides_in_bytes()
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])

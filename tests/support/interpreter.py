@@ -1,12 +1,15 @@
-"""Triton's interpreter in a third of the time, by leaving out what it does for nothing or again.
+"""Triton's interpreter in a third of the time, by leaving out what it does for nothing or again; and that of
+Triton 3.5 without its refusal of strides which are aligned.
 
 A Triton without the names below is left as it is: then the tests take longer, that is all (decision 0031).
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
+import triton
 from triton.language import core, semantic
 from triton.runtime import interpreter
 
@@ -32,6 +35,23 @@ def leave_out_what_has_no_effect() -> None:
         # Each sum and product of integers is formed again in 64 bits, compared, and the result thrown away:
         # device_assert looks at it where `debug` is set alone.
         builder.options = replace(options, sanitize_overflow=False)
+
+
+def take_strides_in_bytes() -> None:
+    """Triton 3.5 wants 16 to divide a stride in numbers, where a tensor map needs it in bytes, as 3.6 says."""
+    if triton.__version__.startswith("3.5."):
+        validate = interpreter.TensorDescHandle.validate
+
+        def validate_bytes(self):
+            strides, size = self.strides, self.base.dtype.element_ty.primitive_bitwidth // 8
+            rows = [SimpleNamespace(data=each.data * size) for each in strides[:-1]]
+            self.strides = [*rows, strides[-1]]
+            try:
+                validate(self)
+            finally:
+                self.strides = strides
+
+        interpreter.TensorDescHandle.validate = validate_bytes
 
 
 def _replace_the_language_once_a_launch() -> None:
