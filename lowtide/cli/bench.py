@@ -394,6 +394,8 @@ def steps(
     and the peak memory with parameters and optimizer. Layers are checkpointed.
     """
     on = "cpu" if smoke else choose_device(device)
+    if on == "cpu" and not smoke:
+        raise UserError("needs a CUDA device; --smoke runs a small model on the CPU")
     chosen = _choose([each for each in STEP_CASES if each.device == on], case, smoke, "--case")
     _print([_Table(each, len(STEP_PROVIDERS), step_rows(each)) for each in chosen], on, smoke, out, STEPS)
 

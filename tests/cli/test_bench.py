@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lowtide.cli import bench
+from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.bench.measure import Mode
 from lowtide.tools.bench.options import OPTIONS, WORKSPACE
@@ -268,3 +270,27 @@ def test_steps_compute_the_same_loss(tmp_path):
     assert float(eager["tokens_per_second"]) == pytest.approx(64e3 / float(eager["ms"]), rel=1e-4)
     model = 3 * 4 * int(own["parameters"])  # with AdamW's two sums
     assert model < int(own["peak_bytes"]) < int(eager["peak_bytes"])
+
+
+def test_steps_without_a_card():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = in_this_process("bench", "steps", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "--smoke runs a small model on the CPU" in done.output
+
+
+@pytest.mark.parametrize("when", ["built", "timed"])
+def test_steps_that_fail_are_rows(tmp_path, monkeypatch, when):
+    """Of a model that does not fit, each provider's row says so; the next model is measured."""
+    pytest.importorskip("transformers")
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("80 GiB are not enough")
+
+    monkeypatch.setattr(steps, "_training" if when == "built" else "alternate", fails)
+    rows = list(steps.step_rows(next(case for case in steps.STEP_CASES if case.smoke)))
+    assert [row.provider for row in rows] == [*steps.STEP_PROVIDERS]
+    assert all(row.figures is None and not row.failed for row in rows)
+    missing = [row for row in rows if "80 GiB are not enough" in row.reason]
+    assert {"eager", "lowtide"} <= {row.provider.name for row in missing}

@@ -50,7 +50,7 @@ def test_readme_comparison_with_liger():
         sorted(float(rows()[case, provider]["ratio"]) for case in "ABCD") for provider in ("lowtide", "liger")
     )
     said = re.search(
-        r"takes ([\d.]+) to ([\d.]+) times the time of the three products .*?takes ([\d.]+) to ([\d.]+)",
+        r"takes ([\d.]+) to ([\d.]+) times the time of the three products\s.*?takes ([\d.]+) to ([\d.]+)",
         README,
         re.S,
     )

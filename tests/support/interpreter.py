@@ -38,7 +38,7 @@ def leave_out_what_has_no_effect() -> None:
 
 
 def take_strides_in_bytes() -> None:
-    """Triton 3.5 wants 16 to divide a stride in numbers, where a tensor map needs it in bytes, as 3.6 says."""
+    """Triton 3.5 wants 16 to divide a stride in numbers; a tensor map needs it in bytes, as 3.6 says."""
     if triton.__version__.startswith("3.5."):
         validate = interpreter.TensorDescHandle.validate
 

@@ -95,6 +95,8 @@ class StepProvider(NamedTuple):
 
 
 class StepFigures(NamedTuple):
+    """Hold what was measured of a step."""
+
     ms: float
     ms_p20: float
     ms_p80: float
@@ -105,6 +107,8 @@ class StepFigures(NamedTuple):
 
 
 class StepRow(NamedTuple):
+    """Hold one provider on one model: its figures, or why there are none."""
+
     case: StepCase
     provider: StepProvider
     parameters: int
@@ -142,48 +146,59 @@ STEP_PROVIDERS = (
 
 def step_rows(case: StepCase) -> Iterator[StepRow]:
     """Measure every provider on one model, in turns."""
-    model, optimizer = _training(case)
-    ids = torch.randint(model.config.vocab_size, (case.batch, case.length), device=case.device)
-    parameters = sum(each.numel() for each in model.parameters())
-    rounds, warm = (1, 1) if case.smoke else (ROUNDS, 2)
-    first: dict[str, tuple[int, float] | None] = {}
-    why: dict[str, tuple[str, bool]] = {}
-
-    def once(provider: StepProvider) -> Tensor:
-        with provider.applied(model):
-            try:
-                loss: Tensor = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                optimizer.step()
-            finally:
-                optimizer.zero_grad()
-        return loss.detach()
-
-    def warmed(provider: StepProvider) -> tuple[int, float]:
-        for _ in range(warm):
-            once(provider)
-        with peak_memory(case.device) as peak:
-            loss = once(provider)
-        return peak.bytes + _held(model, optimizer), loss.item()
-
+    built, reason, failed = attempted(partial(_training, case), case.device)
+    if built is None:
+        yield from (StepRow(case, each, 0, None, reason, failed) for each in STEP_PROVIDERS)
+        return
+    parameters = sum(each.numel() for each in built[0].parameters())
+    warmed = {
+        each.name: attempted(partial(_warmed, case, *built, each), case.device) for each in STEP_PROVIDERS
+    }
+    running = [each for each in STEP_PROVIDERS if warmed[each.name][0] is not None]
+    calls = [partial(_step, case, *built, each) for each in running]
+    rounds = 1 if case.smoke else ROUNDS
+    turns, reason, failed = attempted(partial(alternate, calls, rounds, case.device), case.device)
+    spans = dict(zip((each.name for each in running), turns or ()))
     for each in STEP_PROVIDERS:
-        found, reason, failed = attempted(partial(warmed, each), case.device)
-        first[each.name], why[each.name] = found, (reason, failed)
-    running = [each for each in STEP_PROVIDERS if first[each.name] is not None]
-    turns = alternate([partial(once, each) for each in running], rounds, case.device)
-    spans = dict(zip((each.name for each in running), turns))
-    for each in STEP_PROVIDERS:
-        figures = None
-        if (peak_and_loss := first[each.name]) is not None:
-            own = spans[each.name]
-            ms, p20, p80 = quantiles(own, 0.5, 0.2, 0.8)
-            to_eager = ratio(own, spans["eager"]) if "eager" in spans else float("nan")
-            rate = 1000 * case.batch * case.length / ms
-            figures = StepFigures(ms, p20, p80, to_eager, rate, *peak_and_loss)
-        yield StepRow(case, each, parameters, figures, *why[each.name])
+        first, *why = warmed[each.name]
+        if first is None or turns is None:
+            yield StepRow(case, each, parameters, None, *(why if first is None else (reason, failed)))
+            continue
+        own = spans[each.name]
+        ms, p20, p80 = quantiles(own, 0.5, 0.2, 0.8)
+        to_eager = ratio(own, spans["eager"]) if "eager" in spans else float("nan")
+        figures = StepFigures(ms, p20, p80, to_eager, 1000 * case.batch * case.length / ms, *first)
+        yield StepRow(case, each, parameters, figures, "", False)
+
+
+def _step(case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider) -> Tensor:
+    """Take a step of a provider, and return its loss. Each has the same tokens."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    sizes = case.batch, case.length
+    ids = torch.randint(model.config.vocab_size, sizes, generator=generator, device=case.device)
+    with provider.applied(model):
+        try:
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
+    return loss.detach()
+
+
+def _warmed(
+    case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider
+) -> tuple[int, float]:
+    """Return the peak of a step, with parameters and optimizer, and its loss."""
+    for _ in range(1 if case.smoke else 2):
+        _step(case, model, optimizer, provider)
+    with peak_memory(case.device) as peak:
+        loss = _step(case, model, optimizer, provider)
+    return peak.bytes + _held(model, optimizer), loss.item()
 
 
 def _training(case: StepCase) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the case's model, in training mode with checkpointed layers, and its optimizer."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:

@@ -70,7 +70,7 @@ def test_runs(device, launches, monkeypatch, shape, programs):
 
 
 def test_parts_have_a_bound(device, launches, monkeypatch):
-    """Beside the bias's gradient its runs hold at most BIAS_PROGRAMS tiles, whatever the number of problems."""
+    """Beside the bias's gradient its runs hold at most BIAS_PROGRAMS tiles, for any number of problems."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", 6)
     new, most = torch.Tensor.new_empty, [0]

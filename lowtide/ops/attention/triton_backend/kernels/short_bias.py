@@ -2,7 +2,8 @@
 
 A program takes one tile of the bias, and a run of the batches and heads that share it, if any do.
 It loads the bias once, and sums the gradients of the tile's scores in registers. Tiles are
-transposed, [keys, queries]: in float32 the products are the same, bit for bit, as those of confident_delta_kernel.
+transposed, [keys, queries]: in float32 the products are the same, bit for bit, as those of
+confident_delta_kernel.
 """
 
 import triton
