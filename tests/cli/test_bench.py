@@ -272,9 +272,8 @@ def test_steps_compute_the_same_loss(tmp_path):
     assert model < int(own["peak_bytes"]) < int(eager["peak_bytes"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_steps_without_a_card():
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
     done = in_this_process("bench", "steps", "--device", "cpu")
     assert done.exit_code == 1
     assert "--smoke runs a small model on the CPU" in done.output
@@ -282,7 +281,7 @@ def test_steps_without_a_card():
 
 @pytest.mark.parametrize("when", ["built", "timed"])
 def test_steps_that_fail_are_rows(tmp_path, monkeypatch, when):
-    """Of a model that does not fit, each provider's row says so; the next model is measured."""
+    """Each provider's row says that the model does not fit; the next model is measured."""
     pytest.importorskip("transformers")
 
     def fails(*_):

@@ -72,7 +72,7 @@ class KernelCall(NamedTuple):
     scalars: Scalars
     switches: Switches
     step: int
-    """What the kernels may assume to divide features and strides (tiles.multiple)."""
+    """Divides features and strides, so that kernels may assume it (tiles.multiple)."""
     # Of backward alone.
     grad_output: Tensor | None = None
     """Gradient of the result; in pieces where query is."""
