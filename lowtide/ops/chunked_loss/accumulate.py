@@ -80,6 +80,18 @@ def backward_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) ->
     return torch.where(largest > 0, measured, previous)
 
 
+def held_scale(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """Return the scale if the gradients that start from it are finite, and at most 1 if not.
+
+    A gradient within the loss may be far larger than that of the head's output: a small factor on
+    the logits makes it so. float16 then overflows there, where the output's gradient cannot tell.
+    """
+    if not gradients:
+        return scale
+    finite = torch.stack([each.detach().isfinite().all() for each in gradients]).all()
+    return torch.where(finite, scale, scale.clamp(max=1))
+
+
 def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> PendingGradient:
     """Return a finished sum in the dtype of its parameter, and the factor that is left."""
     if last_scale is None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, rounded, sum_dtype
+from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, held_scale, rounded, sum_dtype
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -219,8 +219,13 @@ class _Loop:
         if value.requires_grad and ends:
             with self.job.replay.autocast(on=False):
                 measured = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
-            limit = 14 if value.dtype == torch.float16 else 60
-            new = backward_scale([each for each in measured if each is not None], previous, limit)
+                limit = 14 if value.dtype == torch.float16 else 60
+                new = backward_scale([each for each in measured if each is not None], previous, limit)
+                del measured
+                seed = new.to(value.dtype)
+                scaled = torch.autograd.grad(value, ends, seed, retain_graph=True, allow_unused=True)
+            new = held_scale([each for each in scaled if each is not None], new)
+            del scaled
             for leaf in (*leaves, *self.learned):
                 leaf.grad = None  # loss_fn's own backward put it there
         for total in self.sums if self.scales else ():
