@@ -4,10 +4,14 @@ An operator's schema has no process group, so a group travels by its name. Every
 asynchronous: it returns a function that waits for it. On CUDA that makes the current stream wait,
 not the host. Gathers move bytes, so they round nothing, and all ranks hold the same bits.
 
+What the host itself has to know moves between the hosts (`of_hosts`): to read it from a device is
+to wait for all that the device still has to do.
+
 Each rank must issue the same collectives in the same order.
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +30,11 @@ class Group:
         self.group = group_named(name) if name else None
         self.size: int = self.group.size() if self.group else 1
         self.rank: int = self.group.rank() if self.group else 0
+
+    @property
+    def of_hosts(self) -> "Group":
+        """Return the group of these ranks that moves tensors of the CPU."""
+        return self if self.size == 1 else Group(_between_hosts(self.group).group_name)
 
     def gather(self, tensor: Tensor) -> Wait:
         """Return the tensors of all ranks, [ranks, ...], which have the same shape on each."""
@@ -81,6 +90,30 @@ def _gather_into() -> Any:
 @functools.cache
 def _scatter_into() -> Any:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# For each group that moves tensors of a device alone, the group of its hosts.
+_of_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _between_hosts(group: Any) -> Any:
+    """Return a group of these ranks that moves tensors of the CPU: the group itself, or another.
+
+    All ranks of the group take part in the first call, which makes the other one.
+    """
+    backends = dist.get_backend_config(group).split(",")
+    if any(each.startswith("cpu:") for each in backends):
+        return group
+    if group not in _of_hosts:
+        device = torch.device(backends[0].split(":")[0])
+        options = getattr(group._get_backend(device), "options", None)
+        _of_hosts[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=getattr(options, "_timeout", None),
+            backend="gloo",
+            use_local_synchronization=True,  # other ranks take no part
+        )
+    return _of_hosts[group]
 
 
 def group_named(name: str) -> Any:

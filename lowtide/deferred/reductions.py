@@ -131,7 +131,7 @@ def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextMa
     """Raise a rank's error, as of a target that is no class, on all ranks that share the loss."""
     if mesh is None or target.device.type != "cpu":  # only there a look at the targets raises
         return contextlib.nullcontext()
-    return agreement.raising_together(mesh.get_group().group_name, target.device)
+    return agreement.raising_together(mesh.get_group().group_name)
 
 
 def _tokens_per_rank(mesh: Any, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -42,7 +42,7 @@ class _Distillation(torch.autograd.Function):
     ) -> Tensor:
         now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
         loss, *rest = call(ops.distillation, *tensors, now, *options)
-        ctx.options, ctx.needs_grad, ctx.device = options, needs_grad, loss.device
+        ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
         if any(needs_grad):
             ctx.save_for_backward(*tensors, *rest)
@@ -55,7 +55,7 @@ class _Distillation(torch.autograd.Function):
         waits = options.group and options.reduction == "none"  # for the backward of other ranks
         if grad_output is None and not waits:
             return (None, None, *(None for _ in needs_grad), *nothing)
-        with telling_errors(options.group, ctx.device) if waits else contextlib.nullcontext():
+        with telling_errors(options.group) if waits else contextlib.nullcontext():
             return (None, None, *_gradients(ctx, grad_output), *nothing)
 
 

@@ -32,7 +32,7 @@ from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
-from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree, hash_of
+from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",
@@ -98,6 +98,7 @@ def _planned(
         tokens=heads.rows,
         device=heads.device,
         equal=_facts_of(heads, needs_grad, options),
+        equal_tensors={} if options.tokens_sharded else {"ignored": heads.ignored},
         rows_for=functools.partial(rows_for, heads, options, needs_grad),
         **backward,
     )
@@ -115,8 +116,6 @@ def _facts_of(heads: Heads, needs_grad: Sequence[bool], options: DistillationOpt
         input = getattr(heads, f"{side}_input")
         facts[f"{side}_input's features"] = input.shape[-1]
         facts[f"{side}_input's dtype"] = str(getattr(options, f"{side}_dtype"))
-    if heads.ignored is not None and not options.tokens_sharded:
-        facts["ignored"] = hash_of(heads.ignored)
     return facts
 
 

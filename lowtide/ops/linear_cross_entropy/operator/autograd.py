@@ -140,7 +140,7 @@ def _save(
 ) -> None:
     """Save the call for backward; the operator takes the first `labels` of its labels."""
     head, own, ctx.needs_grad, ctx.options = call
-    ctx.terms, ctx.labels, ctx.device = len(head.inputs), labels, head.device
+    ctx.terms, ctx.labels = len(head.inputs), labels
     ctx.set_materialize_grads(False)
     if any(ctx.needs_grad):
         ctx.save_for_backward(*head.tensors, *own[:labels], *rest)
@@ -166,7 +166,7 @@ def _telling_errors(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Tell the ranks of a sharded head, which wait in a backward of their own, of an error in this one."""
     if not ctx.options.group or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return agreement.telling_errors(ctx.options.group, ctx.device)
+    return agreement.telling_errors(ctx.options.group)
 
 
 def refuse_sharded(options: Options) -> None:

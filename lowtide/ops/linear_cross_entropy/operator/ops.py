@@ -42,7 +42,12 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
 )
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree, facts_of
+from lowtide.ops.linear_cross_entropy.planning.agreement import (
+    OwnCall,
+    agree,
+    equal_tensors_of,
+    facts_of,
+)
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
@@ -328,13 +333,31 @@ def _planned(
             tokens=head.tokens,
             device=head.device,
             equal=facts_of(head, labels, options, call_kind),
+            equal_tensors=equal_tensors_of(head, labels, options, call_kind) if options.ranks > 1 else {},
             rows_for=functools.partial(rows_for, head, options, call_kind),
             upstream=upstream or {},
             number=call_number(statistics) if statistics is not None and options.group else None,
         )
         agreement = agree(own)
         plan = replace(plan, rows=agreement.rows, agreement=agreement)
+        if agreement.differ is not None:
+            head, labels = _nan_where(agreement.differ, head, labels, options)
     return plan, head, labels
+
+
+def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> tuple[Head, Labels]:
+    """Make the results NaN if `differ` is True: by a scale, weights, or targets that are no class."""
+
+    def nan(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.masked_fill(differ, torch.nan)
+
+    target = labels.target
+    if not target.is_floating_point() and not options.tokens_sharded:
+        target = target.long().masked_fill(differ, -1 if options.ignore_index != -1 else -2)
+    labels = labels._replace(
+        target=target, row_weight=nan(labels.row_weight), normalizer=nan(labels.normalizer)
+    )
+    return head.of([*head.inputs, *head.weights, head.bias, nan(head.scale)]), labels
 
 
 def call_kind_of(

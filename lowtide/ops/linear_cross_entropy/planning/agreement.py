@@ -5,15 +5,16 @@ says in a message of a fixed size what it was called with. All ranks then raise 
 all go on with the smallest of their chunks. A rank that raises an error before that sends the error
 in place of its message.
 
-Every call exchanges messages, on CUDA too. There a call costs one small gather, and the host waits
-for the device once to read it. No rank can skip that for a call like an earlier one: it does not
-know whether the others have changed theirs.
+Every call exchanges messages, since no rank knows whether the others have changed theirs. They move
+between the hosts: a host waits for the other hosts, and never for its device. Numbers that only the
+device knows are compared there (equal_values.py).
 
 Shapes: V classes of all ranks; P parts of the classes, whose statistics are kept apart.
 """
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.planning import equal_values
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 
 MESSAGE_BYTES = 2048
@@ -51,6 +53,8 @@ class OwnCall:
     device: torch.device
     equal: dict[str, Any]
     """What must be equal on all ranks, by name."""
+    equal_tensors: dict[str, Tensor | None]
+    """The tensors whose numbers must be equal on all ranks, by name."""
     rows_for: Callable[[int], int]
     """Returns the rows per chunk that this rank would take, from the tokens of a rank."""
     upstream: dict[str, bool] = field(default_factory=dict)
@@ -79,6 +83,8 @@ class Agreement:
     """The number of this call, the same on all ranks; a later call of the group has a larger one."""
     upstream: tuple[bool, ...]
     """True for each result that has an upstream gradient on some rank, in a backward."""
+    differ: Tensor | None
+    """True, on the device, if a tensor that must be equal is not; None if the hosts have looked."""
 
 
 _count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
@@ -93,13 +99,17 @@ def agree(call: OwnCall) -> Agreement:
     if not shard.tokens_sharded:
         equal["input's tokens"] = call.tokens
         equal[f"upstream gradients of {', '.join(call.upstream)}"] = upstream
-    equal |= call.equal
+    given = {name: each for name, each in call.equal_tensors.items() if each is not None}
+    on_device = {name: each for name, each in given.items() if not each.is_cpu}
+    equal["arguments on a device"] = [*on_device]
+    equal |= call.equal | {name: _text_of(each) for name, each in given.items() if each.is_cpu}
+    equal_values.raise_differences(group)
     own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
     own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
     message: dict[str, Any] = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
-    ranks = _exchange(group, message, call.device)
+    ranks = _exchange(group, message)
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
     check_layout(layout, shard)
@@ -107,9 +117,9 @@ def agree(call: OwnCall) -> Agreement:
     most, rows = max(counts), [each["own"]["rows"] for each in ranks]
     tokens = tuple(each["own"]["tokens"] for each in ranks)
     if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
-        with telling_errors(shard.group, call.device):
+        with telling_errors(shard.group):
             message = {"operator": call.operator, "rows": call.rows_for(max(tokens))}
-        rows = [each["rows"] for each in _exchange(group, message, call.device)]
+        rows = [each["rows"] for each in _exchange(group, message)]
     step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
     places = [
         place
@@ -125,26 +135,39 @@ def agree(call: OwnCall) -> Agreement:
         max(min(rows) // step, 1) * step,
         tokens,
         most,
-        None if in_order else torch.tensor(places, device=call.device),
+        None if in_order else _on_device(places, call.device),
         max(each["own"]["count"] for each in ranks),
         tuple(map(any, zip(*(each["upstream"] for each in ranks)))),
+        equal_values.differ(group, on_device) if group.size > 1 and on_device else None,
     )
 
 
+def _on_device(places: list[int], device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.tensor(places)
+    return _kept_on_device(tuple(places), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the places; to copy them to the device at each call would be to wait for it."""
+    return torch.tensor(places, device=device)
+
+
 @contextlib.contextmanager
-def telling_errors(name: str, device: torch.device) -> Iterator[None]:
+def telling_errors(name: str) -> Iterator[None]:
     """Tell the other ranks of an error of this block, if they wait for this one in `agree`."""
     before = _count
     try:
         yield
     except Exception as error:
         if _count == before:
-            _tell(name, error, device)
+            _tell(name, error)
         raise
 
 
 @contextlib.contextmanager
-def raising_together(name: str, device: torch.device) -> Iterator[None]:
+def raising_together(name: str) -> Iterator[None]:
     """Raise an error of this block on all ranks, each of which waits for the others at its end.
 
     It must not be opened where `agree` is called.
@@ -152,44 +175,42 @@ def raising_together(name: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _tell(name, error, device)
+        _tell(name, error)
         raise
-    _exchange(Group(name), {"operator": "a loss of deferred logits"}, device)
+    _exchange(Group(name), {"operator": "a loss of deferred logits"})
 
 
 def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     """Return the upstream gradient of a loss that the ranks share, if it is the same on all of them.
 
-    `number` is that of the call in the group. Other gradients or calls raise on all ranks; on CUDA,
-    where to look would be to wait, they make the gradient NaN.
+    `number` is that of the call in the group. Other calls or gradients raise on all ranks. To look at
+    a gradient on a device would be to wait: it is NaN if it differs, and a later call raises.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # slow to import
 
     group = Group(name)
     if group.size == 1 or isinstance(gradient, FakeTensor):  # of which no other rank has one
         return gradient
-    message = {"operator": MEAN_OF_LOSSES, "equal": {CALL: number}}
-    own = gradient.detach().to(torch.float64).reshape(1).view(torch.uint8)
-    text = _encoded(message, MESSAGE_BYTES - own.numel()).to(gradient.device)
-    gathered = _gathered(group, torch.cat([text, own]), MEAN_OF_LOSSES)
-    gradient_P = gathered[:, -own.numel() :].contiguous().view(torch.float64)[:, 0]
-    if gradient.is_cuda:
-        alike = (gathered == gathered[group.rank]).all()
-        return gradient.masked_fill(~alike, torch.nan)
-    ranks = _decoded(gathered[:, : -own.numel()])
-    _check_messages(ranks)
+    own = gradient.detach().to(torch.float64)
+    message: dict[str, Any] = {"operator": MEAN_OF_LOSSES, "equal": {CALL: number}}
+    if own.is_cpu:
+        message["gradient"] = own.item()
+    ranks = _exchange(group, message)
     _check_equal([each["equal"] for each in ranks])
-    if not ((gradient_P == gradient_P[0]) | (gradient_P.isnan() & gradient_P[0].isnan())).all():
+    if not own.is_cpu:
+        return gradient.masked_fill(equal_values.differ(group, {"upstream gradient": own}), torch.nan)
+    gradients = [each["gradient"] for each in ranks]
+    if len({*map(repr, gradients)}) > 1:  # as text, in which NaN is NaN
         raise RuntimeError(
             "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
-            f"which share the head's gradient, got upstream gradients {gradient_P.tolist()}; pass "
+            f"which share the head's gradient, got upstream gradients {gradients}; pass "
             "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
         )
     return gradient
 
 
-def _tell(name: str, error: Exception, device: torch.device) -> None:
-    _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"}, device)
+def _tell(name: str, error: Exception) -> None:
+    _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"})
 
 
 def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
@@ -202,56 +223,54 @@ def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) 
     facts["arguments"] = [name for name, each in given.items() if each is not None]
     facts["class probabilities"] = call_kind.probabilities
     facts["requires_grad of input, linear_weight, linear_bias, logit_scale"] = [*call_kind.needs_grad.all]
-    return facts | _values(head, labels, options, call_kind) if options.ranks > 1 else facts
+    return facts
 
 
-def _values(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, str | None]:
-    """Return values that must be equal on all ranks; numbers as text, in which NaN is NaN."""
-    numbers = {"normalizer": labels.normalizer, "logit_scale": head.scale}
-    values = {name: None if each is None else repr(each.item()) for name, each in numbers.items()}
+def equal_tensors_of(
+    head: Head, labels: Labels, options: Options, call_kind: CallKind
+) -> dict[str, Tensor | None]:
+    """Return the tensors whose numbers must be equal on all ranks of a call of the loss, by name."""
+    tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
     if options.tokens_sharded:
-        return values
-    by_row = {"row_weight": labels.row_weight}
+        return tensors
+    tensors["row_weight"] = labels.row_weight
     if not call_kind.probabilities:  # of which each rank has those of its own classes
-        by_row["target"] = labels.target.long()
-    return values | {name: None if each is None else hash_of(each) for name, each in by_row.items()}
+        tensors["target"] = labels.target.long()
+    return tensors
 
 
-def hash_of(tensor: Tensor) -> str:
-    """Return a hash of the tensor's bytes, in the order of its elements."""
-    own = tensor.detach().cpu().contiguous()
+def _text_of(tensor: Tensor) -> str:
+    """Return a number as text, in which NaN is NaN, or a hash of the tensor's bytes."""
+    own = tensor.detach().contiguous()
+    if own.dim() == 0:
+        return repr(own.item())
     # Not by NumPy, which has no bfloat16.
     return hashlib.blake2b(ctypes.string_at(own.data_ptr(), own.nbytes), digest_size=16).hexdigest()
 
 
-def _exchange(group: Group, message: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
+def _exchange(group: Group, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of all ranks; raise if only others sent an error."""
     if group.size == 1:
         return [message]
     if "error" in message:
         message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
-    mine = _encoded(message, MESSAGE_BYTES).to(device)
-    ranks = _decoded(_gathered(group, mine, message.get("operator", "an error")))
+    gathered = _gathered(group, _encoded(message), message.get("operator", "an error"))
+    ranks = [json.loads(bytes(each).split(b"\0")[0]) for each in gathered.tolist()]
     if "error" not in message:
         _check_messages(ranks)
     return ranks
 
 
-def _encoded(message: dict[str, Any], size: int) -> Tensor:
-    text = json.dumps(message).encode().ljust(size, b"\0")
-    assert len(text) == size, "the message has no room for what a call is told by"
+def _encoded(message: dict[str, Any]) -> Tensor:
+    text = json.dumps(message).encode().ljust(MESSAGE_BYTES, b"\0")
+    assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _decoded(gathered: Tensor) -> list[dict[str, Any]]:
-    # A gradient may follow the text (`agree_on_gradient`).
-    return [json.loads(bytes(each).split(b"\0")[0]) for each in gathered.tolist()]
-
-
 def _gathered(group: Group, mine: Tensor, place: str) -> Tensor:
-    """Return the bytes of all ranks, on the device."""
+    """Return the bytes of all ranks."""
     try:
-        return group.gather(mine)()
+        return group.of_hosts.gather(mine)()
     except RuntimeError as error:  # of the backend: a rank has ended, or the group's time is over
         raise RuntimeError(f"{error} (this rank waited for the others in {place}; {SAME_CALLS})") from error
 
@@ -268,11 +287,8 @@ def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
     for name in ranks[0]:
         found = [each.get(name) for each in ranks]
         if any(each != found[0] for each in found):
-            if name in ("target", "row_weight", "ignored"):
-                raise ArgumentError(
-                    f"{name} must be the same on all ranks of the group, where input is replicated, "
-                    "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"
-                )
+            if name in equal_values.BY_ROW:
+                raise ArgumentError(equal_values.sentence(name))
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
             advice = f"; {SAME_CALLS}" if name in ("operator", CALL) else ""
             raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}{advice}")

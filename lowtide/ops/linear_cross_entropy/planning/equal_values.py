@@ -1,0 +1,86 @@
+"""Compare on the device what must be equal on all ranks, without a host that waits.
+
+Each rank gathers a fingerprint of its tensors. If they differ, the call's results are NaN on all
+ranks: whoever asked for the comparison writes NaN, or a class that there is not, where `differ` is
+True. The answer reaches the hosts later. The group's next call behind that raises an error which
+says what differed.
+
+Shapes: n numbers of a tensor; k tensors; P ranks.
+"""
+
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.core.collectives import Group
+from lowtide.core.errors import ArgumentError
+
+BY_ROW = ("target", "row_weight", "ignored")
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FACTOR = 0x9E3779B97F4A7C15 - 2**64  # as in SplitMix64: odd, its bits are as if drawn
+
+
+class _Answer(NamedTuple):
+    """Hold what will be known of a comparison once the device has reached it."""
+
+    names: tuple[str, ...]
+    differ_k: Tensor
+    reached: Any  # an event
+
+
+# Of each group, by name, the answers that no host has read yet.
+_answers: defaultdict[str, list[_Answer]] = defaultdict(list)
+
+
+def differ(group: Group, tensors: dict[str, Tensor]) -> Tensor:
+    """Return True, as a 0-d tensor, if one of the tensors has other numbers on some rank."""
+    own_k = torch.stack([fingerprint(each) for each in tensors.values()])
+    differ_k = (group.gather(own_k)() != own_k).any(0)
+    _keep(group, tuple(tensors), differ_k)
+    return differ_k.any()
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return an integer of the tensor's bits and their places, 0-d.
+
+    It is the sum of each number's bits times a factor of its place, modulo 2^64. The factors are as
+    if drawn, so other tensors have the same sum with a probability of about 2^-64.
+    """
+    bits_n = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).flatten()
+    factor_n = torch.arange(1, len(bits_n) + 1, device=tensor.device).mul_(FACTOR)
+    factor_n = (factor_n ^ (factor_n >> 29)).mul_(FACTOR)
+    return factor_n.mul_(bits_n).sum()
+
+
+def raise_differences(group: Group) -> None:
+    """Raise if an earlier comparison of the group found a difference, as far as is known by now."""
+    answers = _answers[group.name]
+    while answers and answers[0].reached.query():
+        answer = answers.pop(0)
+        names = [name for name, differs in zip(answer.names, answer.differ_k.tolist()) if differs]
+        if names:
+            answers.clear()
+            raise ArgumentError(f"{sentence(names[0])} (this was an earlier call, whose results are NaN)")
+
+
+def sentence(name: str) -> str:
+    """Return what is wrong where ranks have other numbers of a tensor."""
+    if name not in BY_ROW:
+        return f"{name} must be the same on all ranks of the group, got other numbers on some"
+    return (
+        f"{name} must be the same on all ranks of the group, where input is replicated, "
+        "got others on some; if each rank has tokens of its own, pass tokens_sharded=True"
+    )
+
+
+def _keep(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
+    """Send an answer to the host, which does not wait for it."""
+    if differ_k.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a replay would overwrite what a host reads
+    pinned_k = torch.empty_like(differ_k, device="cpu", pin_memory=True)
+    reached = torch.Event(differ_k.device.type)
+    pinned_k.copy_(differ_k, non_blocking=True)
+    reached.record()
+    _answers[group.name].append(_Answer(names, pinned_k, reached))
