@@ -12,11 +12,12 @@ z_t is saved with the merged statistics, so that backward gathers nothing.
 The exponentials that a rank has stored are relative to r_p, so its c has a further factor
 exp(r_p - r).
 
-Shapes: N tokens; C tokens of a chunk; P ranks; k numbers of a row that move.
+Shapes: N tokens; C tokens of a chunk; P ranks; K numbers of a row that move.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,13 @@ def own_places(coefs: RowCoefs, first_class: int, classes: int) -> RowCoefs:
 
 
 def first_references(logit_C: Tensor, sampled_C: Tensor, row: RowCoefs) -> Tensor:
-    """Return the target's logit, or the largest of a few classes where the target is another rank's."""
-    reference_C = torch.where(row.target_N < 0, sampled_C, logit_C)
-    return reference_C.masked_fill_(row.ignored_N, torch.inf)
+    """Return the target's logit, or the largest of a few classes where the target is another rank's.
+
+    There its logit becomes -inf, in place. `row` is by `own_places`.
+    """
+    elsewhere_C = row.target_N < 0
+    logit_C.masked_fill_(elsewhere_C, -torch.inf)
+    return torch.where(elsewhere_C, sampled_C, logit_C).masked_fill_(row.ignored_N, torch.inf)
 
 
 def no_classes(like: ExcludedTargetStats) -> ExcludedTargetStats:
@@ -45,6 +50,7 @@ def no_classes(like: ExcludedTargetStats) -> ExcludedTargetStats:
 
 
 def begin_merge(
+    formulas: Any,
     out: ExcludedTargetStats,
     part: ExcludedTargetStats,
     logit_C: Tensor,
@@ -59,7 +65,21 @@ def begin_merge(
 
     That returns exp(r_p - r), [C]. `logit_C` are the target's logits, read where `row`, by
     `own_places`, has a target. `smooth_logit_C` is sum_v w_v z_v of this rank's classes.
+    `formulas`: the module that has `pack` and `merge`, this one or part_stats_triton.py.
     """
+    own_KC = formulas.pack(part, logit_C, row, first_class, smooth_logit_C)
+    gathered = gather_parts(own_KC[None], agreement)
+    return lambda: formulas.merge(out, gathered(), own_KC, row, total_weight)
+
+
+def pack(
+    part: ExcludedTargetStats,
+    logit_C: Tensor,
+    row: RowCoefs,
+    first_class: int,
+    smooth_logit_C: Tensor | None,
+) -> Tensor:  # [K, C]
+    """Return the numbers of each row that this rank sends."""
     own_C = row.target_N >= 0
     # Where all of a rank's exponentials are 0, its reference says nothing. An infinite one does: some
     # logit is infinite, and the loss is NaN.
@@ -79,35 +99,42 @@ def begin_merge(
         sent.append((part.mean_N * (part.sum_N + exp_C) - of_target_C).masked_fill_(absent_C, 0))
         number_C = (part.argmax_N + first_class).to(INTEGERS[part.max_N.dtype])
         sent.append(number_C.view(part.max_N.dtype))
-    gathered = gather_parts(torch.stack(sent)[None], agreement)
+    return torch.stack(sent)
 
-    def merge() -> Tensor:
-        reference_PC, sum_PC, logit_PC, *more = gathered().unbind(1)
-        merged_logit_C, largest_C = logit_PC.sum(0), reference_PC.amax(0)
-        reference_C = torch.maximum(merged_logit_C, largest_C)
-        none_PC, shift_PC = reference_PC == -torch.inf, reference_PC - reference_C
-        factor_PC = shift_PC.exp().masked_fill_(none_PC, 0)
-        sum_C = (factor_PC * sum_PC).sum(0)
-        above_C = merged_logit_C - reference_C
-        exp_C = above_C.exp()
-        total_C = exp_C + sum_C
-        out.max_N.copy_(reference_C.masked_fill(row.ignored_N, torch.inf))
-        out.sum_N.copy_(sum_C)
-        out.target_logit_N.copy_(merged_logit_C)
-        torch.where(above_C == 0, sum_C.log1p(), total_C.log() - above_C, out=out.nll_N)
-        if out.smooth_nll_N is not None:
-            lse_C = reference_C + total_C.log()
-            torch.sub(lse_C * total_weight, more[0].sum(0), out=out.smooth_nll_N)
-        if out.mean_N is not None:
-            mean_PC, number_PC = more[-2:]
-            of_target_C = (exp_C * above_C).masked_fill_(exp_C == 0, 0)
-            moved_PC = (mean_PC + sum_PC * shift_PC).masked_fill_(none_PC, 0)
-            torch.div((factor_PC * moved_PC).sum(0) + of_target_C, total_C, out=out.mean_N)
-            argmax_PC = number_PC.contiguous().view(INTEGERS[out.max_N.dtype]).long()
-            # The first class of several; NaN counts as the largest, as in torch.
-            first_PC = (reference_PC == largest_C) | reference_PC.isnan()
-            most = torch.iinfo(torch.long).max
-            out.argmax_N.copy_(argmax_PC.masked_fill_(~first_PC, most).amin(0))
-        return (sent[0] - reference_C).exp().masked_fill_(absent_C, 0)
 
-    return merge
+def merge(
+    out: ExcludedTargetStats,
+    parts_PKC: Tensor,
+    own_KC: Tensor,
+    row: RowCoefs,
+    total_weight: Tensor | int,
+) -> Tensor:  # [C]
+    """Write the statistics of all classes to `out`, and return exp(r_p - r) of this rank."""
+    reference_PC, sum_PC, logit_PC, *more = parts_PKC.unbind(1)
+    merged_logit_C, largest_C = logit_PC.sum(0), reference_PC.amax(0)
+    reference_C = torch.maximum(merged_logit_C, largest_C)
+    none_PC, shift_PC = reference_PC == -torch.inf, reference_PC - reference_C
+    factor_PC = shift_PC.exp().masked_fill_(none_PC, 0)
+    sum_C = (factor_PC * sum_PC).sum(0)
+    above_C = merged_logit_C - reference_C
+    exp_C = above_C.exp()
+    total_C = exp_C + sum_C
+    out.max_N.copy_(reference_C.masked_fill(row.ignored_N, torch.inf))
+    out.sum_N.copy_(sum_C)
+    out.target_logit_N.copy_(merged_logit_C)
+    torch.where(above_C == 0, sum_C.log1p(), total_C.log() - above_C, out=out.nll_N)
+    if out.smooth_nll_N is not None:
+        lse_C = reference_C + total_C.log()
+        torch.sub(lse_C * total_weight, more[0].sum(0), out=out.smooth_nll_N)
+    if out.mean_N is not None:
+        mean_PC, number_PC = more[-2:]
+        of_target_C = (exp_C * above_C).masked_fill_(exp_C == 0, 0)
+        moved_PC = (mean_PC + sum_PC * shift_PC).masked_fill_(none_PC, 0)
+        torch.div((factor_PC * moved_PC).sum(0) + of_target_C, total_C, out=out.mean_N)
+        argmax_PC = number_PC.contiguous().view(INTEGERS[out.max_N.dtype]).long()
+        # The first class of several; NaN counts as the largest, as in torch.
+        first_PC = (reference_PC == largest_C) | reference_PC.isnan()
+        most = torch.iinfo(torch.long).max
+        out.argmax_N.copy_(argmax_PC.masked_fill_(~first_PC, most).amin(0))
+    own_reference_C = own_KC[0]
+    return (own_reference_C - reference_C).exp().masked_fill_(own_reference_C == -torch.inf, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.cpu_gemm import gemm
-from lowtide.ops.linear_cross_entropy.engines import sharded_walk
+from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
     CpuExponentialsEngine,
     RowFactors,
@@ -112,7 +112,9 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
             self._take_stats(x_CD, e_CV, row.target_N, references_C, part)
         else:
             logit_C, part = self.buffer(x_CD.shape[0]), no_classes(stat)
-        merge = begin_merge(stat, part, logit_C, row, agreement, first_class=self.first_class)
+        merge = begin_merge(
+            excluded_part_stats, stat, part, logit_C, row, agreement, first_class=self.first_class
+        )
         return e_CV, merge
 
     def _target_weights(self, row: RowCoefs) -> Tensor:  # [C, D]

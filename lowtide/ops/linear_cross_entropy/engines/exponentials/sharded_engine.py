@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import product, sum_of_products
-from lowtide.ops.linear_cross_entropy.engines import sharded_walk
+from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
-    first_references,
     no_classes,
     own_places,
 )
+from lowtide.ops.linear_cross_entropy.engines.exponentials import part_stats_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
     ExponentialsEngine,
     OfTokens,
@@ -46,7 +46,7 @@ class _Chunk:
 
     exp_CV: Tensor | None
     raw_C: Tensor
-    """The targets' products with the bias, 0 where the target is another rank's."""
+    """The targets' products with the bias, or other numbers where the target is another rank's."""
     slope_C: Tensor | None
     raw_smooth_C: Tensor | None
     grad_dot_logit_C: Tensor | None
@@ -148,7 +148,8 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         else:
             raw_C, logit_C, slope_C = self._own_target_logits(linear, tokens, row, marks)
             if take_stats:
-                references_C = first_references(logit_C, self._sampled_maxima(tokens), row)
+                sampled_C = self._sampled_maxima(tokens)
+                references_C = part_stats_triton.first_references(logit_C, sampled_C, row)
                 part = replace(stat.each(torch.empty_like), max_N=references_C)
                 part = replace(part, grad_dot_logit_N=stat.grad_dot_logit_N)
             tiles = [self._tiles(tokens, row, part, out_CB=exp_CV, classes=slice(0, self.V))]
@@ -163,6 +164,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         if smooth_logit_C is not None and self.transform.scale is not None:
             smooth_logit_C = smooth_logit_C * self.transform.scale
         return chunk, begin_merge(
+            part_stats_triton if stat.mean_N is None else excluded_part_stats,
             stat,
             part,
             logit_C,
@@ -178,7 +180,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the targets' products, logits and slopes, and clear the marks.
 
-        The product is 0, and the logit -inf, where the target is another rank's.
+        Where the target is another rank's, they are those of another class.
         """
         raw_C = self.buffer(row.target_N.shape[0])
         for k, (each, x_CD) in enumerate(zip(linear, tokens)):
@@ -186,9 +188,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             each.target_logits(x_CD, row.target_N, part_C, ALL, marks=marks)
             if k:
                 raw_C += part_C
-        logit_C, slope_C = self.target_logits(raw_C, row.target_N.clamp(min=0))
-        elsewhere_C = row.target_N < 0
-        return raw_C.masked_fill(elsewhere_C, 0), logit_C.masked_fill(elsewhere_C, -torch.inf), slope_C
+        return raw_C, *self.target_logits(raw_C, row.target_N.clamp(min=0))
 
     def _sampled_maxima(self, tokens: list[Tensor]) -> Tensor:  # [C]
         """Return the largest logit of a few classes, which are spread over all of this rank."""
@@ -212,7 +212,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
     ) -> None:
         """Write the sum over this rank's classes of gradient times product."""
         found_C = stat.grad_dot_logit_N
-        torch.mul(target_weight_coef_C, chunk.raw_C, out=found_C)
+        torch.mul(target_weight_coef_C, chunk.raw_C.masked_fill(row.target_N < 0, 0), out=found_C)
         if chunk.grad_dot_logit_C is not None:
             found_C += chunk.grad_dot_logit_C * row_scale_C
         if chunk.raw_smooth_C is not None:
