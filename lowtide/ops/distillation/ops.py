@@ -63,7 +63,7 @@ def distillation(*arguments: Any) -> list[Tensor]:
     with on_device_of(heads.student_input):
         loss, gradients = DistillationEngine(plan, heads).run()
         if _returns_number(options) and plan.agreement is not None:
-            return [loss, torch.tensor([plan.agreement.number])]
+            return [loss, torch.tensor([plan.agreement.number], device="cpu")]
         return [loss, *gradients.outputs]
 
 

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard, classes_of_rank
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import (
+    VocabShard,
+    classes_of_rank,
+    greatest,
+    least,
+)
 from lowtide.ops.linear_cross_entropy.planning import agreement
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
@@ -127,13 +132,13 @@ def sharded_call(
 
 def _check_numbers(first_class: Any, num_classes: Any, segments: Any) -> None:
     numbers = {"first_class": (first_class, 0), "num_classes": (num_classes, 1), "segments": (segments, 1)}
-    for name, (number, least) in numbers.items():
+    for name, (number, lowest) in numbers.items():
         if number is None:
             continue
         if isinstance(number, (bool, Tensor)) or not hasattr(number, "__index__"):
             raise ArgumentTypeError(f"{name} must be an int or None, got {number!r}")
-        if number < least:
-            raise ArgumentError(f"{name} must be at least {least}, got {number}")
+        if number < lowest:
+            raise ArgumentError(f"{name} must be at least {lowest}, got {number}")
 
 
 def _of_one_process(
@@ -287,7 +292,7 @@ def _without_padding(tensors: dict[str, Any], shard: VocabShard) -> dict[str, An
     if not isinstance(weight, Tensor) or weight.dim() < 2:
         return tensors
     V_r = weight.shape[0]
-    real = torch.sym_max(0, torch.sym_min(V_r, shard.num_classes - shard.first_class))
+    real = greatest(0, least(V_r, shard.num_classes - shard.first_class))
     if real == V_r:
         return tensors
 

@@ -51,5 +51,19 @@ def classes_of_rank(mesh: Any, num_classes: int, dimension: int = 0) -> slice:
     symbols, each of which stands for those of all ranks.
     """
     size = -(-num_classes // mesh.size(dimension))
-    first = torch.sym_min(mesh.get_local_rank(dimension) * size, num_classes)
-    return slice(first, torch.sym_min(first + size, num_classes))
+    first = least(mesh.get_local_rank(dimension) * size, num_classes)
+    return slice(first, least(first + size, num_classes))
+
+
+def least(first: Any, second: Any) -> Any:
+    """Return the smaller number; of symbols torch returns a symbol, and no graph takes that call."""
+    return torch.sym_min(first, second) if _symbolic(first, second) else min(first, second)
+
+
+def greatest(first: Any, second: Any) -> Any:
+    """Return the larger number, as `least` does the smaller one."""
+    return torch.sym_max(first, second) if _symbolic(first, second) else max(first, second)
+
+
+def _symbolic(*numbers: Any) -> bool:
+    return any(isinstance(each, torch.SymInt) for each in numbers)

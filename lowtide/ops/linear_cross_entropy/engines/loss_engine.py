@@ -124,7 +124,9 @@ class LossEngine(Engine):
 
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
     """Return the rows of a call; modules that import Triton are imported only here."""
-    kind = RowLoss
-    if plan.backend == "triton" and plan.agreement is None and not plan.call_kind.probabilities:
+    kind, call_kind = RowLoss, plan.call_kind
+    # Of other ranks' tokens, or of classes whose weights other ranks have, they must be asked.
+    asks = plan.agreement is not None and (plan.options.tokens_sharded or call_kind.class_weights)
+    if plan.backend == "triton" and not asks and not call_kind.probabilities:
         from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind
     return kind(plan, head, labels)

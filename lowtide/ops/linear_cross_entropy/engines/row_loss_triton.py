@@ -166,7 +166,7 @@ def _loss_kernel(
 
 
 class TritonRowLoss(RowLoss):
-    """Take class indices of a head that is not sharded, on the backend "triton".
+    """Take class indices on the backend "triton", where no other rank has to be asked.
 
     All rows are kept, in an order in which ignored ones come last if the plan skips those.
     """

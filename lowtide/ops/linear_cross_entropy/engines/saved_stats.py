@@ -48,7 +48,7 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
         kept.append(rows.of_all(stats.target_logit_N))
     if rows.plan.options.group:
         assert rows.plan.agreement is not None
-        kept.append(torch.tensor([rows.plan.agreement.number]))
+        kept.append(torch.tensor([rows.plan.agreement.number], device="cpu"))
     return kept
 
 

@@ -144,7 +144,7 @@ def agree(call: OwnCall) -> Agreement:
 
 def _on_device(places: list[int], device: torch.device) -> Tensor:
     if device.type == "cpu":
-        return torch.tensor(places)
+        return torch.tensor(places, device=device)
     return _kept_on_device(tuple(places), device)
 
 

@@ -57,6 +57,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def raise_differences(group: Group) -> None:
     """Raise if an earlier comparison of the group found a difference, as far as is known by now."""
     answers = _answers[group.name]
+    if _captured():  # which lets nobody ask whether an event is reached
+        return
     while answers and answers[0].reached.query():
         answer = answers.pop(0)
         names = [name for name, differs in zip(answer.names, answer.differ_k.tolist()) if differs]
@@ -77,10 +79,14 @@ def sentence(name: str) -> str:
 
 def _keep(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
     """Send an answer to the host, which does not wait for it."""
-    if differ_k.is_cuda and torch.cuda.is_current_stream_capturing():
+    if _captured():
         return  # a replay would overwrite what a host reads
     pinned_k = torch.empty_like(differ_k, device="cpu", pin_memory=True)
     reached = torch.Event(differ_k.device.type)
     pinned_k.copy_(differ_k, non_blocking=True)
     reached.record()
     _answers[group.name].append(_Answer(names, pinned_k, reached))
+
+
+def _captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowtide.core.matmul import product, sum_of_products
+from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
@@ -27,6 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
     ExponentialsEngine,
     OfTokens,
     Targets,
+    shifted,
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
@@ -228,17 +229,22 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         row_scale_C: Tensor,
         target_weight_coef_C: Tensor,
     ) -> None:
-        """Form this rank's share of the chunk's rows of dX, and begin to sum them over the ranks."""
+        """Form this rank's share of the chunk's rows of dX, and begin to sum them over the ranks.
+
+        The sum of some rows runs beside the GEMM of the next ones. A GEMM of cuBLAS leaves it
+        multiprocessors; the kernel of dW, which comes next, takes all of them until it ends.
+        """
         for term, dx in zip(linear, summed):
             if dx is None:
                 continue
-            dx_CD = dx.memory(rows)
-            if chunk.exp_CV is None:
-                dx_CD.zero_()
-            else:
-                computed = [(chunk.exp_CV, slice(0, self.V))]
-                term.write_rows(dx_CD, computed, row, row_scale_C, target_weight_coef_C, None)
-            dx.begin_sum(dx_CD, rows)
+            dx_CD, C = dx.memory(rows), rows.stop - rows.start
+            for piece in blocks(C, self.plan.product_rows if self.order is None else C):
+                if chunk.exp_CV is None:
+                    dx_CD[piece].zero_()
+                else:
+                    of_piece = row[piece], row_scale_C[piece], target_weight_coef_C[piece]
+                    term.write_rows(dx_CD[piece], [(chunk.exp_CV[piece], slice(0, self.V))], *of_piece, None)
+                dx.begin_sum(dx_CD[piece], shifted(piece, rows.start))
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk; those of other ranks come last, like ignored ones."""
