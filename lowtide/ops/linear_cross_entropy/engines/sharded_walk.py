@@ -78,6 +78,21 @@ def chunks_of(engine: ShardedEngine) -> Iterator[slice]:
     return blocks(engine.M, engine.plan.rows if order is None else order.step * order.group.size)
 
 
+def tokens_ahead(engine: ShardedEngine, in_turn: list[slice]) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield each chunk and its tokens; those of the next one are gathered meanwhile."""
+    order = engine.order
+
+    def begin(rows: slice) -> list[Callable[[], Tensor]]:
+        return [begin_rows(operand, rows, order, engine.cleared_N) for operand in engine.operands]
+
+    ahead = begin(in_turn[0]) if in_turn else []
+    for place, rows in enumerate(in_turn):
+        tokens = [wait() for wait in ahead]
+        ahead = begin(in_turn[place + 1]) if place + 1 < len(in_turn) else []
+        yield rows, tokens
+        del tokens  # free them before others arrive
+
+
 def merged_chunks(
     engine: ShardedEngine, in_turn: list[slice], begin: Callable[[int, slice, list[Tensor]], Begun]
 ) -> Iterator[tuple[slice, list[Tensor], Any, Any]]:
@@ -87,16 +102,8 @@ def merged_chunks(
     an engine has in their place, and what waits for the statistics of all ranks and merges them;
     None if there are none to take. The next chunk is begun before a chunk is merged.
     """
-    order = engine.order
-
-    def tokens_of(rows: slice) -> list[Callable[[], Tensor]]:
-        return [begin_rows(operand, rows, order, engine.cleared_N) for operand in engine.operands]
-
-    ahead = tokens_of(in_turn[0]) if in_turn else []
     before: tuple[slice, list[Tensor], Any, Callable[[], Any]] | None = None
-    for place, rows in enumerate(in_turn):
-        tokens = [wait() for wait in ahead]
-        ahead = tokens_of(in_turn[place + 1]) if place + 1 < len(in_turn) else []
+    for place, (rows, tokens) in enumerate(tokens_ahead(engine, in_turn)):
         found, merge = begin(place, rows, tokens)
         if merge is None:
             yield rows, tokens, found, None

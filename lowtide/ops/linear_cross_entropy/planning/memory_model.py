@@ -28,11 +28,15 @@ def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
     """Return the counts with what a sharded head takes; those of another are unchanged.
 
     Two chunks are held, what the ranks gather, and in torch a copy of the logits for the statistics.
-    If tokens are sharded, those of three chunks are held, and no class block can be formed: it would
-    gather all tokens once more.
+    On a card the exponentials engine holds one chunk, and its rows of dX in float32. If tokens are
+    sharded, those of three chunks are held, and no class block can be formed: it would gather all
+    tokens once more.
     """
     if not call.options.sharded:
         return counts
+    chunks = 2 * counts.token_bytes
+    if call.options.engine == "exponentials":
+        chunks = counts.token_bytes + call.sum_size * sum(with_gradient(call))
     kept = call.V * call.sum_size if call.options.engine == "logits_torch" else 0
     gathered = (call.options.shard.parts + 1) * STATISTICS_OF_PART * call.sum_size
     if call.options.tokens_sharded:
@@ -41,7 +45,7 @@ def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
         gathered += SAMPLED_CLASSES * call.sum_size
     return replace(
         counts,
-        token_bytes=2 * counts.token_bytes + gathered + kept,
+        token_bytes=chunks + gathered + kept,
         weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
         # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum on
         # few chunks, and chunks take all classes at a time.

@@ -4,8 +4,9 @@ A rank with a row's target takes its logit as reference, as one process does. An
 largest logit of a few of its classes, so that no rank waits for the target's logit before its GEMM.
 excluded_part_stats.py merges the statistics of all ranks, and says what the merged ones mean.
 
-Each chunk takes all classes of this rank at a time. dX goes first, and is summed over the ranks
-while dW is formed.
+Each chunk takes all classes of this rank at a time. The GEMMs of dX need no statistics, which
+only scale their rows: the first of them hides the gather. dX goes before dW, some rows at a time,
+whose sum over the ranks runs beside the next GEMM.
 
 Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 """
@@ -79,15 +80,14 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             return of_tokens
         rows = in_turn[0].stop
         targets = self._sorted_targets(rows) if self.V and (sums or db is not None) else None
-        held = in_turn[: 1 + take_stats] if needs_grad and self.V else []
-        buffers = [ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V) for _ in held]
-
-        def begin(place: int, rows: slice, tokens: list[Tensor]) -> sharded_walk.Begun:
-            memory = buffers[place % len(buffers)] if buffers else None
-            return self._begin(coefs[rows], stats[rows], linear, tokens, memory, take_stats, smoothing)
-
-        for rows, tokens, chunk, own_scale_C in sharded_walk.merged_chunks(self, in_turn, begin):
+        memory = None
+        if needs_grad and self.V:
+            memory = ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V)
+        for rows, tokens in sharded_walk.tokens_ahead(self, in_turn):
             row, stat = coefs[rows], stats[rows]
+            chunk, merge = self._begin(row, stat, linear, tokens, memory, take_stats, smoothing)
+            self._begin_input_gradient(linear, chunk)
+            own_scale_C = None if merge is None else merge()
             row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
             of_rows = stat.target_logit_N, chunk.slope_C, row_scale_C, target_weight_coef_C
             coefficients(row, stat, *of_rows, take_nll=False, partials_TC=None, marks=None)
@@ -219,6 +219,11 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         if chunk.raw_smooth_C is not None:
             found_C -= row.smoothing_coef_N * chunk.raw_smooth_C
 
+    def _begin_input_gradient(self, linear: list[LinearTerm], chunk: _Chunk) -> None:
+        """Compute the first rows' product of dX, which `write_rows` takes up."""
+        if chunk.exp_CV is not None:
+            linear[0].add_block(chunk.exp_CV[: self.plan.product_rows], slice(0, self.V), None)
+
     def _sum_input_gradients(
         self,
         linear: list[LinearTerm],
@@ -232,19 +237,23 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         """Form this rank's share of the chunk's rows of dX, and begin to sum them over the ranks.
 
         The sum of some rows runs beside the GEMM of the next ones. A GEMM of cuBLAS leaves it
-        multiprocessors; the kernel of dW, which comes next, takes all of them until it ends.
+        multiprocessors; the kernel of dW, which comes next, takes all of them until it ends. Rows of
+        tokens that each rank has for itself are in an order of ranks, and go out together.
         """
         for term, dx in zip(linear, summed):
             if dx is None:
                 continue
-            dx_CD, C = dx.memory(rows), rows.stop - rows.start
-            for piece in blocks(C, self.plan.product_rows if self.order is None else C):
+            dx_CD = dx.memory(rows)
+            for piece in blocks(dx_CD.shape[0], self.plan.product_rows):
                 if chunk.exp_CV is None:
                     dx_CD[piece].zero_()
                 else:
                     of_piece = row[piece], row_scale_C[piece], target_weight_coef_C[piece]
                     term.write_rows(dx_CD[piece], [(chunk.exp_CV[piece], slice(0, self.V))], *of_piece, None)
-                dx.begin_sum(dx_CD[piece], shifted(piece, rows.start))
+                if self.order is None:
+                    dx.begin_sum(dx_CD[piece], shifted(piece, rows.start))
+            if self.order is not None:
+                dx.begin_sum(dx_CD, rows)
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk; those of other ranks come last, like ignored ones."""
