@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.bench_pictures import draw as draw_figure
+from lowtide.cli.bench_ranks import FullySharded, TensorParallel, check_ranks
 from lowtide.cli.errors import Commands
 from lowtide.cli.parameters import MOST_TOKENS, DeviceOption, output_file, output_picture, size_in_bytes
 from lowtide.cli.parameters import workspace as workspace_option
@@ -34,18 +35,23 @@ from lowtide.tools.bench.heads.table import draw as draw_heads
 from lowtide.tools.bench.host import CALLS, HOST, SHAPES, host_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
-from lowtide.tools.bench.providers import DIVIDED, PROVIDERS, SWEPT, Provider
-from lowtide.tools.bench.steps import STEP_CASES, STEP_PROVIDERS, STEPS, step_rows
+from lowtide.tools.bench.providers import PROVIDERS, SWEPT
+from lowtide.tools.bench.ranks.fsdp import FULLY_SHARDED
+from lowtide.tools.bench.ranks.tensor_parallel import DIVIDED
+from lowtide.tools.bench.step_cases import STEP_CASES, under_fsdp
+from lowtide.tools.bench.steps import FSDP_STEP_PROVIDERS, STEP_PROVIDERS, STEPS, step_rows
 from lowtide.tools.bench.table import LOSS, CsvWriter, Format, records
 from lowtide.tools.bench.trained import trained_cases
 from lowtide.tools.environment import Device, Environment, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.files import growing_file
-from lowtide.tools.ranks import check_alone, check_launched, from_first, is_first, joined, world_size
+from lowtide.tools.ranks import from_first, is_first, joined
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
 SWEPT_CASE = {"cuda": "A", "cpu": "cpu-small"}
+FSDP_CASE = {"cuda": "B-4096", "cpu": "cpu-small"}
+FSDP_STEP = "Llama-3.2-1B"
 
 Axis = Enum("Axis", {axis: axis for axis in AXES}, type=str)  # type: ignore[misc]
 
@@ -106,12 +112,8 @@ def linear_cross_entropy(
         Path | None,
         typer.Option(help="Its --data, if it was given one.", show_default="Python's standard library"),
     ] = None,
-    tp: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Under torchrun: divide the classes over so many ranks.", show_default="one process"
-        ),
-    ] = None,
+    tp: TensorParallel = None,
+    fsdp: FullySharded = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -125,13 +127,19 @@ def linear_cross_entropy(
     With --tp each rank has all tokens and its part of the classes, whose
     products are its floor. The rows are lowtide's and torch's loss_parallel:
     rank 0's times, and the largest peak and errors of all ranks.
+
+    With --fsdp each rank has tokens of its own and its part of a float32 head.
+    FSDP2 gathers the head for the loss, eager or lowtide's, and sums its
+    gradient; after lowtide.shard_head it stays divided. The floor is the same
+    for all: a rank's tokens by all classes.
     """
     on = choose_device(device)
     with joined(on):
         trained = logits is Logits.trained
 
         def check() -> None:
-            _check_ranks(tp)
+            if trained and fsdp is not None:
+                raise typer.BadParameter("takes random logits: each rank has its own", param_hint="--fsdp")
             if trained != (checkpoint is not None):
                 raise typer.BadParameter("goes together with --logits trained", param_hint="--checkpoint")
             if data is not None and not trained:
@@ -140,33 +148,29 @@ def linear_cross_entropy(
                 raise typer.BadParameter(
                     "takes random logits: a trained head has one shape", param_hint="--sweep"
                 )
+            check_ranks("linear-cross-entropy", tp=tp, fsdp=fsdp)
 
         from_first(check)
-        cases = _cases(on, case, smoke, SWEPT_CASE if trained or along else {})
-        known: Sequence[Provider] = PROVIDERS if tp is None else DIVIDED
+        usual = FSDP_CASE if fsdp is not None else SWEPT_CASE if trained or along else {}
+        cases = _cases(on, case, smoke, usual)
+        known: Sequence[Any] = PROVIDERS if tp is None else DIVIDED
+        if fsdp is not None:
+            known = FULLY_SHARDED
         budget_ms = BUDGET_MS
         if along:
             cases = [each for center in cases for each in sweep(center, [axis.value for axis in along])]
-            known = known if provider else [each for each in known if each.name in SWEPT]
+            if not provider and fsdp is None:
+                known = [each for each in known if each.name in SWEPT]
             budget_ms = SWEEP_BUDGET_MS
         providers = _choose(known, provider, smoke, "--provider")
         if checkpoint is not None:
             cases = trained_cases(cases, checkpoint, data)
-        if tp is not None:
-            cases = [divided(each) for each in cases]
+        if tp is not None or fsdp is not None:
+            cases = [divided(each, tokens=fsdp is not None) for each in cases]
         tables = [
             _Table(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms)) for each in cases
         ]
         _print(tables, on, smoke, out)
-
-
-def _check_ranks(tp: int | None) -> None:
-    if tp is None:
-        check_alone(f"--tp {world_size()}")
-        return
-    check_launched("--tp", f"bench linear-cross-entropy --tp {tp}", ranks=tp)
-    if tp != world_size():
-        raise UserError(f"--tp {tp}: torchrun has started {world_size()}; give it --nproc-per-node={tp}")
 
 
 @app.command("heads")
@@ -382,7 +386,9 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
 
 @app.command("steps")
 def steps(
-    case: Annotated[Names, _names("A model")] = None,
+    case: Annotated[Names, _names("A model", f"all, with --fsdp {FSDP_STEP}")] = None,
+    provider: Annotated[Names, _names("A way to compute the loss")] = None,
+    fsdp: FullySharded = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -392,12 +398,30 @@ def steps(
     Each row is one way to compute the loss of the same model, in turn with the
     others: the step's median time, the ratio to the eager step, tokens a second,
     and the peak memory with parameters and optimizer. Layers are checkpointed.
+
+    With --fsdp each layer is a unit of FSDP2, float32 and computed in bfloat16,
+    and the head is not tied with the embedding. One row is of a model whose
+    head lowtide.shard_head divides. Times are rank 0's, tokens those of all
+    ranks, peaks the largest of any rank.
     """
     on = "cpu" if smoke else choose_device(device)
-    if on == "cpu" and not smoke:
-        raise UserError("needs a CUDA device; --smoke runs a small model on the CPU")
-    chosen = _choose([each for each in STEP_CASES if each.device == on], case, smoke, "--case")
-    _print([_Table(each, len(STEP_PROVIDERS), step_rows(each)) for each in chosen], on, smoke, out, STEPS)
+    with joined(on):
+
+        def check() -> None:
+            check_ranks("steps", fsdp=fsdp)
+            if on == "cpu" and not smoke:
+                raise UserError("needs a CUDA device; --smoke runs a small model on the CPU")
+
+        from_first(check)
+        if fsdp is not None and not smoke:
+            case = case or [FSDP_STEP]
+        chosen = _choose([each for each in STEP_CASES if each.device == on], case, smoke, "--case")
+        known = STEP_PROVIDERS if fsdp is None else FSDP_STEP_PROVIDERS
+        providers = _choose(known, provider, smoke, "--provider")
+        if fsdp is not None:
+            chosen = [under_fsdp(each) for each in chosen]
+        tables = [_Table(each, len(providers), step_rows(each, providers)) for each in chosen]
+        _print(tables, on, smoke, out, STEPS)
 
 
 @app.command("draw")
@@ -490,7 +514,8 @@ def _cases(device: str, names: Names, smoke: bool, usual: Mapping[str, str]) -> 
     """Return the named shapes of the loss, or the usual one of the device; none is usual: all."""
     if not names and not smoke and usual:
         names = [usual[device]]
-    return _choose([case for case in CASES if case.device == device], names, smoke, "--case")
+    known = [case for case in CASES if case.device == device and (names or not case.by_name)]
+    return _choose(known, names, smoke, "--case")
 
 
 def _choose(known: Sequence[NamedT], names: Names, smoke: bool, option: str) -> list[NamedT]:

@@ -16,6 +16,7 @@ from lowtide.tools.bench.cases import CASES
 from lowtide.tools.bench.measure import Mode
 from lowtide.tools.bench.options import OPTIONS, WORKSPACE
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
+from lowtide.tools.bench.step_cases import STEP_CASES
 from tests.support.commands import invoke as in_this_process
 from tests.support.commands import said
 
@@ -288,7 +289,7 @@ def test_steps_that_fail_are_rows(tmp_path, monkeypatch, when):
         raise torch.OutOfMemoryError("80 GiB are not enough")
 
     monkeypatch.setattr(steps, "_training" if when == "built" else "alternate", fails)
-    rows = list(steps.step_rows(next(case for case in steps.STEP_CASES if case.smoke)))
+    rows = list(steps.step_rows(next(case for case in STEP_CASES if case.smoke)))
     assert [row.provider for row in rows] == [*steps.STEP_PROVIDERS]
     assert all(row.figures is None and not row.failed for row in rows)
     missing = [row for row in rows if "80 GiB are not enough" in row.reason]

@@ -1,13 +1,16 @@
-"""`lowtide bench linear-cross-entropy --tp` under torchrun: each rank a part of the classes."""
+"""`lowtide bench` under torchrun: each rank a part of the classes, or tokens of its own under FSDP2."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import Case
-from tests.support.commands import invoke
+from lowtide.tools.bench.step_cases import STEP_CASES
+from tests.support.commands import invoke, said
 from tests.support.ranks import torchrun
 
 pytestmark = pytest.mark.skipif(
@@ -16,22 +19,76 @@ pytestmark = pytest.mark.skipif(
 BENCH = ("bench", "linear-cross-entropy", "--device", "cpu", "--smoke")
 
 
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def test_rows_of_uneven_shards(tmp_path):
-    names = ("lowtide", "lowtide-64MiB", "loss-parallel")
+    names = ("lowtide", "lowtide-64MiB", "lowtide-no-collectives", "loss-parallel")
     options = ("--tp", "3", *(word for name in names for word in ("--provider", name)), "--out", "tp.csv")
     done = torchrun(tmp_path, *BENCH, *options, ranks=3)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("smoke-cpu-tp3: 256 x 64 x 1024 float32 on cpu, classes over 3 ranks, step") == 1
-    with (tmp_path / "tp.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "tp.csv")
     assert [row["provider"] for row in rows] == [*names]
     for row in rows:
         assert (row["case"], row["classes"], row["status"]) == ("smoke-cpu-tp3", "1024", "ok"), row["reason"]
         assert row["command"].startswith("torchrun --nproc-per-node=3 -m lowtide bench linear-cross-entropy")
-        errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
-        assert 0 < max(errors) < 1e-6
+        errors = [row[f"{name}_error"] for name in ("loss", "grad_input", "grad_weight")]
+        if row["provider"] == "lowtide-no-collectives":
+            assert errors == [""] * 3, "its results are wrong by design"
+        else:
+            assert 0 < max(map(float, errors)) < 1e-6
         assert 0 < float(row["floor_ms"]) < float(row["ms"])
         assert int(row["peak_bytes"]) > 0
+
+
+def test_rows_of_a_head_under_fsdp(tmp_path):
+    """Errors are against float64, for the loss, each rank's dX and its shard of dW, of uneven shards."""
+    done = torchrun(tmp_path, *BENCH, "--fsdp", "3", "--csv", "fsdp.csv", ranks=3)
+    assert done.returncode == 0, done.stderr
+    title = "smoke-cpu-fsdp3: 256 x 64 x 1024 float32 on cpu, tokens of each of 3 ranks, step"
+    assert done.stdout.count(title) == 1
+    rows = {row["provider"]: row for row in rows_of(tmp_path / "fsdp.csv")}
+    assert [*rows] == ["eager", "lowtide", "lowtide-shard-head"]
+    for row in rows.values():
+        assert (row["case"], row["tokens"], row["status"]) == ("smoke-cpu-fsdp3", "256", "ok"), row["reason"]
+        errors = [float(row[f"{name}_error"]) for name in ("loss", "grad_input", "grad_weight")]
+        assert 0 < max(errors) < 1e-6
+    peaks = {name: int(row["peak_bytes"]) for name, row in rows.items()}
+    logits, head = 4 * 256 * 1024, 4 * 1024 * 64
+    assert peaks["eager"] >= 2 * logits + head
+    assert head <= peaks["lowtide"] < peaks["eager"]
+    assert 0 < peaks["lowtide-shard-head"] < peaks["eager"]
+
+
+def test_steps_under_fsdp(tmp_path):
+    """Each provider has the loss of one process on the ranks' tokens, one batch after the other."""
+    pytest.importorskip("transformers")
+    done = torchrun(tmp_path, "bench", "steps", "--smoke", "--fsdp", "2", "--csv", "steps.csv")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("smoke-untied: 0.00 billion parameters, 2 x 32 tokens on each of 2 ranks") == 1
+    rows = {row["provider"]: row for row in rows_of(tmp_path / "steps.csv")}
+    ran = [name for name, row in rows.items() if row["status"] == "ok"]
+    assert {"eager", "lowtide", "lowtide-shard-head"} <= {*ran}, [row["reason"] for row in rows.values()]
+    assert rows["liger"]["status"] == "unavailable"
+
+    smoke = next(case for case in STEP_CASES if case.smoke)
+    untied = replace(smoke, fields=smoke.fields | {"tie_word_embeddings": False})
+    one = steps._training(untied, shards_head=False)
+    losses = [steps._step(replace(untied, rank=rank), *one, steps.EAGER).item() for rank in range(2)]
+    held = 3 * 4 * sum(each.numel() for each in one[0].parameters()) / 2  # with AdamW's two sums
+    peaks = []
+    for name in ran:
+        row = rows[name]
+        assert (row["model"], row["ranks"], row["command"].split()[0]) == ("smoke-untied", "2", "torchrun")
+        assert float(row["step_loss"]) == pytest.approx(sum(losses) / 2, abs=1e-5)
+        assert float(row["tokens_per_second"]) == pytest.approx(2 * 64e3 / float(row["ms"]), rel=1e-4)
+        assert int(row["parameters"]) * 6 == held
+        peaks.append(int(row["peak_bytes"]))
+    # 64 tokens of a rank and 1000 classes: eager holds logits, and FSDP2 a whole head.
+    assert peaks[0] > peaks[1] > peaks[2] > held
 
 
 def test_shards_hold_each_class_once():
@@ -44,19 +101,37 @@ def test_shards_hold_each_class_once():
         assert [len(each) for each in held if len(each)] == [len(each) for each in chunks]
 
 
-def test_needs_torchrun():
-    done = invoke(*BENCH, "--tp", "2")
+@pytest.mark.parametrize("command", [(*BENCH, "--tp"), (*BENCH, "--fsdp"), ("bench", "steps", "--fsdp")])
+def test_needs_torchrun(command):
+    done = invoke(*command, "2")
     assert done.exit_code == 1
-    assert "--tp needs the ranks of torchrun: torchrun --nproc-per-node=2 -m lowtide bench" in done.output
+    again = f"torchrun --nproc-per-node=2 -m lowtide bench {command[1]} {command[-1]} 2"
+    assert f"{command[-1]} needs the ranks of torchrun: {again}" in done.output
     assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "2", "--fsdp", "2"), "--tp and --fsdp: each divides all ranks in a way of its own"),
+        (
+            ("--fsdp", "2", "--logits", "trained", "--checkpoint", "runs"),
+            "--fsdp: takes random logits: each rank has its own",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    done = invoke(*BENCH, *options)
+    assert done.exit_code == 2
+    assert message in said(done)
 
 
 @pytest.mark.extended
 def test_other_number_of_ranks(tmp_path):
-    for options, said in (
+    for options, message in (
         (("--tp", "3"), "--tp 3: torchrun has started 2;"),
-        ((), "which would each do the same: give --tp 2, or leave torchrun out"),
+        ((), "which would each do the same: give --tp 2 or --fsdp 2, or leave torchrun out"),
     ):
         done = torchrun(tmp_path, *BENCH, *options)
         assert done.returncode == 1
-        assert done.stderr.count(said) == 1
+        assert done.stderr.count(message) == 1

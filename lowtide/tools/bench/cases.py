@@ -37,10 +37,15 @@ class Case:
     ranks: int = 1
     """The ranks that the classes are divided over, with `rank` the place of this one."""
     rank: int = 0
+    tokens_divided: bool = False
+    """Whether each rank has `tokens` of its own, as under FSDP2; else all have the same."""
+    by_name: bool = False  # It runs where it is named, and not where all do.
 
     @property
     def shape(self) -> str:
         shape = f"{self.tokens} x {self.features} x {self.classes} {self.dtype_name} on {self.device}"
+        if self.tokens_divided:
+            return shape + f", tokens of each of {self.ranks} ranks"
         return shape + f", classes over {self.ranks} ranks" * (self.ranks > 1)
 
     @property
@@ -48,6 +53,12 @@ class Case:
         """Return the classes of this rank, by the rule of torch.chunk."""
         size = -(-self.classes // self.ranks)
         return slice(min(self.rank * size, self.classes), min((self.rank + 1) * size, self.classes))
+
+    @property
+    def own_tokens(self) -> slice:
+        """Return this rank's tokens among those of `inputs`."""
+        first = self.rank * self.tokens if self.tokens_divided else 0
+        return slice(first, first + self.tokens)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -67,14 +78,16 @@ class Case:
     def inputs(self, requires_grad: bool) -> Inputs:
         """Return hidden states, head and targets, equal in every run; logits have unit variance.
 
-        They are those of all classes, also where these are divided.
+        They are those of all classes and all tokens, also where these are divided. Each rank's tokens
+        have as many targets that count.
         """
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
-        input_ND = torch.randn(self.tokens, self.features, dtype=self.dtype, **on)
+        N = self.tokens * self.ranks if self.tokens_divided else self.tokens
+        input_ND = torch.randn(N, self.features, dtype=self.dtype, **on)
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
         weight_VD.mul_(self.features**-0.5)
-        target_N = torch.randint(self.classes, (self.tokens,), **on)
-        target_N = with_ignored(target_N, on["generator"])
+        target_N = torch.randint(self.classes, (N,), **on)
+        target_N = torch.cat([with_ignored(each, on["generator"]) for each in target_N.split(self.tokens)])
         return input_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
 
 
@@ -97,15 +110,22 @@ def sweep(center: Case, axes: Collection[str]) -> list[Case]:
     return list(cases.values())
 
 
-def divided(case: Case) -> Case:
-    """Return the case with its classes divided over the ranks of the default process group."""
+def divided(case: Case, *, tokens: bool = False) -> Case:
+    """Return the case with its classes divided over the ranks of the default process group.
+
+    With `tokens` each rank has as many tokens as the case.
+    """
     ranks = dist.get_world_size()
-    return replace(case, name=f"{case.name}-tp{ranks}", ranks=ranks, rank=dist.get_rank())
+    name = f"{case.name}-{'fsdp' if tokens else 'tp'}{ranks}"
+    return replace(case, name=name, ranks=ranks, rank=dist.get_rank(), tokens_divided=tokens)
 
 
 def own_inputs(case: Case, whole: Inputs) -> Inputs:
-    """Return the inputs with this rank's rows of the head alone."""
+    """Return the inputs with this rank's rows of the head alone, or with its tokens and the whole head."""
     input_ND, weight_VD, target_N = whole
+    if case.tokens_divided:
+        own_ND = input_ND.detach()[case.own_tokens].clone()
+        return own_ND.requires_grad_(input_ND.requires_grad), weight_VD, target_N[case.own_tokens].clone()
     if case.ranks > 1:
         own_VD = weight_VD.detach()[case.own_classes].clone()
         weight_VD = own_VD.requires_grad_(weight_VD.requires_grad)
@@ -113,8 +133,22 @@ def own_inputs(case: Case, whole: Inputs) -> Inputs:
 
 
 def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the results with this rank's rows of dW alone; the rest is the same on all ranks."""
-    return (*results[:2], *(grad_VD[case.own_classes] for grad_VD in results[2:]))
+    """Return the results with this rank's rows of dX and dW alone; the loss is the same on all ranks.
+
+    Where tokens are divided, dX is that of the rank's own loss, and the loss the mean of the ranks'.
+    """
+    scale = case.ranks if case.tokens_divided else 1
+    grads = (grad_ND[case.own_tokens] * scale for grad_ND in results[1:2])
+    return (*results[:1], *grads, *(grad_VD[case.own_classes] for grad_VD in results[2:]))
+
+
+def with_mean_loss(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return this rank's results with the mean of the ranks' losses, where tokens are divided."""
+    if not case.tokens_divided:
+        return results
+    loss = results[0].clone()
+    dist.all_reduce(loss)
+    return (loss / case.ranks, *results[1:])
 
 
 CASES = (
@@ -122,6 +156,9 @@ CASES = (
     Case("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),
     Case("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
     Case("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
+    Case("B-4096", 4096, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
+    # Of two cards of --tp 2 each has the classes that one of eight has in B.
+    Case("B-classes-32064", 16384, 4096, 32064, torch.bfloat16, "cuda", by_name=True),
     Case("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),
     Case("B-2048", 2048, 4096, 128256, torch.bfloat16, "cuda"),
     Case("smoke-cuda", 512, 256, 2048, torch.bfloat16, "cuda", smoke=True),

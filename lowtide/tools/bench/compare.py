@@ -8,7 +8,7 @@ from lowtide.tools import files
 from lowtide.tools.errors import UserError
 
 CASE = (
-    *("model", "case", "batch", "batches", "length", "heads", "key_heads", "queries", "keys"),
+    *("model", "case", "ranks", "batch", "batches", "length", "heads", "key_heads", "queries", "keys"),
     *("tokens", "features", "value_features", "classes", "dtype", "mode", "options", "optimizer"),
     *("checkpointing", "logits"),
     *("workspace", "loss", "provider"),

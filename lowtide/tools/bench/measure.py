@@ -11,7 +11,8 @@ would take too long.
 Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. A second
 floor, that of the next multiples of 8, takes its turn as well. Otherwise the two floors are one.
 
-If the classes are divided over ranks, the floor is that of this rank's own classes.
+If the classes are divided over ranks, the floor is that of this rank's own classes; under FSDP2, of
+this rank's own tokens and all classes, which is as much.
 
 A plain entry, if given, takes its turn between the two, and shows what each entry costs over it.
 Entries then compute different things; instead of errors, all results are checked to be finite.
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs, own_inputs, own_results
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs, own_inputs, own_results, with_mean_loss
 from lowtide.tools.bench.providers import Call, Entry, Unavailable
 from lowtide.tools.ranks import from_first
 
@@ -147,7 +148,7 @@ class _Bench:
     def measure(self, call: Call) -> Figures:
         # The first call compiles and tunes; it and the next two also warm up what is timed
         # afterwards.
-        errors = self.errors(self.step(call))
+        errors = self.errors(call, self.step(call))
         with peak_memory(self.case.device) as peak:
             started = time.perf_counter()
             outputs = self.step(call)
@@ -177,13 +178,16 @@ class _Bench:
         """Return outputs and gradients, or outputs alone; `.grad` accumulates nothing."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
             outputs = call.run()
-        if self.mode is Mode.FORWARD:
+        if self.mode is Mode.FORWARD or not call.leaves:
             return outputs
         grads = torch.autograd.grad(outputs, call.leaves, call.upstream)
         return (*(output.detach() for output in outputs), *grads)
 
-    def errors(self, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+    def errors(self, call: Call, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+        if not call.exact:
+            return ()
         if self.truth is not None:
+            results = with_mean_loss(self.case, results)
             return tuple(relative_error(got, want) for got, want in zip(results, self.truth))
         if not all(result.isfinite().all() for result in results):
             raise FloatingPointError("a result is not finite")

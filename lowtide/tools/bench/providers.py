@@ -35,11 +35,13 @@ class Call(NamedTuple):
 
     run: Callable[[], tuple[Tensor, ...]]
     leaves: tuple[Tensor, ...]
-    """The tensors whose gradients a step asks for."""
+    """The tensors whose gradients a step asks for; none if `run` returns these behind its outputs."""
     upstream: tuple[Tensor, ...] | None = None
     """The gradient of each output; None for a loss that is one number."""
     losses: int = 1
     """The number of the case's losses that it amounts to; its time is given for one."""
+    exact: bool = True
+    """Whether its results are compared with the exact ones; else they are known to be wrong."""
 
 
 class Entry(Protocol):
@@ -109,13 +111,6 @@ def _compiled(backend: str, case: Case) -> Loss:
     return partial(compiled, softcap=case.softcap)
 
 
-def _loss_parallel(case: Case) -> Loss:
-    from lowtide.tools.bench.loss_parallel import loss_parallel_of
-
-    loss: Loss = loss_parallel_of(case)
-    return loss
-
-
 def _torch_chunked(case: Case) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
@@ -180,10 +175,4 @@ PROVIDERS = (
     Provider("cut-cross-entropy", "cut-cross-entropy", _cut_cross_entropy),
     Provider("quack", "quack-kernels", partial(_quack, False)),
     Provider("quack-scaled-exp", "quack-kernels", partial(_quack, True)),
-)
-
-# Of a head whose classes are divided over ranks.
-DIVIDED = (
-    *(provider for provider in PROVIDERS if provider.distribution == "lowtide"),
-    Provider("loss-parallel", "torch", _loss_parallel),
 )

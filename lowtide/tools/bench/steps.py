@@ -4,86 +4,40 @@ The weights are drawn at random: a step takes the same time. Each provider chang
 same model computes its loss, and nothing else; the providers take turns. The learning rate is 0, so
 that all compute the same loss. `tokens_per_second` is of the median step. `ratio` is the median of
 the rounds' ratios to the eager step. `peak_bytes` counts parameters and optimizer states too.
+
+Under FSDP2 each rank has a batch of its own. Two models of the same weights take their turns, for
+`lowtide.shard_head` changes one for good. Times are this rank's, `tokens_per_second` counts the
+tokens of all ranks, `peak_bytes` is the largest of any rank, `step_loss` the mean of the ranks'.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.core.collectives import is_dtensor
 from lowtide.memory import peak_memory
 from lowtide.tools.bench.measure import alternate, attempted, quantiles, ratio
 from lowtide.tools.bench.providers import Unavailable
+from lowtide.tools.bench.step_cases import StepCase
 from lowtide.tools.bench.table import Format, reasons, rounded, status
 from lowtide.tools.environment import ENVIRONMENT, dtype_name, version
 from lowtide.tools.errors import UserError
+from lowtide.tools.layers import shard_layers
 
-LENGTH, BATCH = 4096, 4
 ROUNDS = 5
-LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "vocab_size": 128256}
 
-
-@dataclass(frozen=True)
-class StepCase:
-    """Describe a model by the fields of its configuration, and the tokens of a step."""
-
-    name: str
-    source: str
-    fields: dict[str, Any]
-    batch: int = BATCH
-    length: int = LENGTH
-    device: str = "cuda"
-    dtype: torch.dtype = torch.bfloat16
-    smoke: bool = False
-
-
-STEP_CASES = (
-    StepCase(
-        "Qwen3-0.6B",
-        "Qwen/Qwen3-0.6B",
-        {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 151936}
-        | {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-        | {"rope_theta": 1e6, "tie_word_embeddings": True},
-    ),
-    StepCase(
-        "Llama-3.2-1B",
-        "meta-llama/Llama-3.2-1B",
-        {**LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
-    ),
-    StepCase(
-        "Gemma-2-2B",
-        "google/gemma-2-2b",
-        {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 256000}
-        | {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    ),
-    StepCase(
-        "Llama-3.1-8B",
-        "meta-llama/Llama-3.1-8B",
-        {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-        | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
-    ),
-    StepCase(
-        "smoke",
-        "a Llama of two layers",
-        {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
-        | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-        batch=2,
-        length=32,
-        device="cpu",
-        dtype=torch.float32,
-        smoke=True,
-    ),
-)
+Training = tuple[Any, torch.optim.Optimizer]  # a model and its optimizer
+ResultT = TypeVar("ResultT")
 
 
 class StepProvider(NamedTuple):
@@ -92,6 +46,9 @@ class StepProvider(NamedTuple):
     name: str
     distribution: str
     applied: Callable[[nn.Module], AbstractContextManager[Any]]
+    shards_head: bool = False
+    """Whether its model has gone through `lowtide.shard_head`."""
+    smoke: bool | None = None
 
 
 class StepFigures(NamedTuple):
@@ -136,30 +93,40 @@ def _liger(model: nn.Module) -> Iterator[None]:
         del model.forward
 
 
+EAGER = StepProvider("eager", "torch", lambda model: nullcontext())
+LOWTIDE = StepProvider("lowtide", "lowtide", lowtide.defer_logits)
+LIGER = StepProvider("liger", "liger-kernel", _liger)
+
 STEP_PROVIDERS = (
-    StepProvider("eager", "torch", lambda model: nullcontext()),
-    StepProvider("lowtide", "lowtide", lowtide.defer_logits),
+    *(EAGER, LOWTIDE),
     StepProvider("lowtide-256MiB", "lowtide", partial(lowtide.defer_logits, workspace=256 * 2**20)),
-    StepProvider("liger", "liger-kernel", _liger),
+    LIGER,
+)
+FSDP_STEP_PROVIDERS = (
+    *(EAGER, LOWTIDE),
+    StepProvider("lowtide-shard-head", "lowtide", lowtide.defer_logits, shards_head=True),
+    LIGER,
 )
 
 
-def step_rows(case: StepCase) -> Iterator[StepRow]:
-    """Measure every provider on one model, in turns."""
-    built, reason, failed = attempted(partial(_training, case), case.device)
+def step_rows(case: StepCase, providers: Sequence[StepProvider] = STEP_PROVIDERS) -> Iterator[StepRow]:
+    """Measure the providers on one model, in turns."""
+    built, reason, failed = _attempted(case, lambda: _trainings(case, providers))
     if built is None:
-        yield from (StepRow(case, each, 0, None, reason, failed) for each in STEP_PROVIDERS)
+        yield from (StepRow(case, each, 0, None, reason, failed) for each in providers)
         return
-    parameters = sum(each.numel() for each in built[0].parameters())
+    steps = {each.name: partial(_step, case, *built[each.shards_head], each) for each in providers}
+    parameters = sum(each.numel() for each in next(iter(built.values()))[0].parameters())
     warmed = {
-        each.name: attempted(partial(_warmed, case, *built, each), case.device) for each in STEP_PROVIDERS
+        each.name: _attempted(case, partial(_warmed, case, steps[each.name], *built[each.shards_head]))
+        for each in providers
     }
-    running = [each for each in STEP_PROVIDERS if warmed[each.name][0] is not None]
-    calls = [partial(_step, case, *built, each) for each in running]
+    running = [name for name, (first, *_) in warmed.items() if first is not None]
     rounds = 1 if case.smoke else ROUNDS
-    turns, reason, failed = attempted(partial(alternate, calls, rounds, case.device), case.device)
-    spans = dict(zip((each.name for each in running), turns or ()))
-    for each in STEP_PROVIDERS:
+    calls = [steps[name] for name in running]
+    turns, reason, failed = _attempted(case, lambda: alternate(calls, rounds, case.device))
+    spans = dict(zip(running, turns or ()))
+    for each in providers:
         first, *why = warmed[each.name]
         if first is None or turns is None:
             yield StepRow(case, each, parameters, None, *(why if first is None else (reason, failed)))
@@ -167,13 +134,27 @@ def step_rows(case: StepCase) -> Iterator[StepRow]:
         own = spans[each.name]
         ms, p20, p80 = quantiles(own, 0.5, 0.2, 0.8)
         to_eager = ratio(own, spans["eager"]) if "eager" in spans else float("nan")
-        figures = StepFigures(ms, p20, p80, to_eager, 1000 * case.batch * case.length / ms, *first)
+        tokens = (case.ranks or 1) * case.batch * case.length
+        figures = StepFigures(ms, p20, p80, to_eager, 1000 * tokens / ms, *first)
         yield StepRow(case, each, parameters, figures, "", False)
 
 
+def _attempted(case: StepCase, run: Callable[[], ResultT]) -> tuple[ResultT | None, str, bool]:
+    """Return what `attempted` does; of several ranks, any error but Unavailable ends them all.
+
+    The others would wait for the rank that raises it.
+    """
+    if case.ranks is None:
+        return attempted(run, case.device)
+    try:
+        return run(), "", False
+    except Unavailable as unavailable:
+        return None, str(unavailable), False
+
+
 def _step(case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider) -> Tensor:
-    """Take a step of a provider, and return its loss. Each has the same tokens."""
-    generator = torch.Generator(case.device).manual_seed(0)
+    """Take a step of a provider, and return its loss. Each has the same tokens, each rank its own."""
+    generator = torch.Generator(case.device).manual_seed(case.rank)
     sizes = case.batch, case.length
     ids = torch.randint(model.config.vocab_size, sizes, generator=generator, device=case.device)
     with provider.applied(model):
@@ -187,18 +168,36 @@ def _step(case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider
 
 
 def _warmed(
-    case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider
+    case: StepCase, step: Callable[[], Tensor], model: Any, optimizer: torch.optim.Optimizer
 ) -> tuple[int, float]:
     """Return the peak of a step, with parameters and optimizer, and its loss."""
     for _ in range(1 if case.smoke else 2):
-        _step(case, model, optimizer, provider)
+        step()
     with peak_memory(case.device) as peak:
-        loss = _step(case, model, optimizer, provider)
-    return peak.bytes + _held(model, optimizer), loss.item()
+        loss = step()
+    own = (peak.bytes + _held(model, optimizer), loss.item())
+    if case.ranks is None:
+        return own
+    ranks: list[Any] = [None] * case.ranks
+    dist.all_gather_object(ranks, own)
+    peaks, losses = zip(*ranks)
+    return max(peaks), sum(losses) / case.ranks
 
 
-def _training(case: StepCase) -> tuple[Any, torch.optim.Optimizer]:
-    """Return the case's model, in training mode with checkpointed layers, and its optimizer."""
+def _trainings(case: StepCase, providers: Sequence[StepProvider]) -> dict[bool, Training]:
+    """Return the models that the providers need, by whether the head is sharded for good."""
+    return {
+        shards_head: _training(case, shards_head)
+        for shards_head in sorted({each.shards_head for each in providers})
+    }
+
+
+def _training(case: StepCase, shards_head: bool) -> Training:
+    """Return the case's model, in training mode with checkpointed layers, and its optimizer.
+
+    Under FSDP2 it has float32 parameters, is computed in the case's dtype, and reduces gradients in
+    float32.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -207,22 +206,31 @@ def _training(case: StepCase) -> tuple[Any, torch.optim.Optimizer]:
     config = AutoConfig.for_model(case.fields["model_type"], **fields, use_cache=False)
     torch.manual_seed(0)
     with torch.device(case.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=case.dtype)
+        dtype = case.dtype if case.ranks is None else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.train()
     enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if case.ranks is not None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        mesh = init_device_mesh(case.device, (case.ranks,))
+        policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
+        shard_layers(model, mesh, shards_head=shards_head, policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of parameters and optimizer states, which live from step to step."""
+    """Return this rank's bytes of parameters and optimizer states, which live from step to step."""
     states = [each for state in optimizer.state.values() for each in state.values()]
-    return sum(each.nbytes for each in (*model.parameters(), *states) if isinstance(each, Tensor))
+    tensors = (each for each in (*model.parameters(), *states) if isinstance(each, Tensor))
+    return sum((each.to_local() if is_dtensor(each) else each).nbytes for each in tensors)
 
 
 FIGURES = StepFigures._fields
 COLUMNS = (
-    *(*ENVIRONMENT, "model", "source", "parameters", "batch", "length", "dtype", "optimizer"),
+    *(*ENVIRONMENT, "model", "source", "parameters", "ranks", "batch", "length", "dtype", "optimizer"),
     *("checkpointing", "provider", "version", "status", "reason", *FIGURES),
 )
 
@@ -233,6 +241,7 @@ def record(row: StepRow) -> dict[str, object]:
         "model": case.name,
         "source": case.source,
         "parameters": row.parameters,
+        "ranks": case.ranks,
         "batch": case.batch,
         "length": case.length,
         "dtype": dtype_name(case.dtype),
@@ -251,6 +260,8 @@ def render(rows: Sequence[StepRow]) -> Group:
     case = rows[0].case
     billions = rows[0].parameters / 1e9
     title = f"{case.name}: {billions:.2f} billion parameters, {case.batch} x {case.length} tokens"
+    if case.ranks is not None:
+        title += f" on each of {case.ranks} ranks"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("provider")
     for heading in ("ms", "p20-p80", "ratio", "tokens/s", "peak GiB", "loss"):

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.tools.bench import measure
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case
+from lowtide.tools.bench.cases import IGNORE_INDEX, Case, own_inputs, own_results
 from lowtide.tools.bench.measure import Mode, alternate, exact, floor, quantiles, relative_error, rows
 from lowtide.tools.bench.providers import Provider, Unavailable
 
@@ -35,6 +36,24 @@ def test_inputs_repeat_with_a_tenth_ignored():
     assert (one[2] == IGNORE_INDEX).sum() == 9
     logits = F.linear(*other[:2])
     assert 0.8 < logits.std() < 1.2
+
+
+def test_each_rank_has_its_part():
+    """Under FSDP2 each has as many targets that count, so that a mean of means is the mean of all."""
+    case = Case("tiny", 20, 4, 7, torch.float32, "cpu", ranks=3, tokens_divided=True)
+    ranks = [replace(case, rank=rank) for rank in range(3)]
+    whole = case.inputs(requires_grad=True)
+    assert [len(each) for each in whole] == [60, 7, 60]
+    assert [(each == IGNORE_INDEX).sum() for each in whole[2].split(20)] == [2, 2, 2]
+    own = [own_inputs(each, whole) for each in ranks]
+    for place in (0, 2):
+        assert torch.equal(torch.cat([each[place] for each in own]), whole[place])
+    assert all(each[0].is_leaf and each[0].requires_grad and each[1] is whole[1] for each in own)
+    loss, dx_ND, dw_VD = torch.tensor(1.5), torch.randn(60, 4), torch.randn(7, 4)
+    parts = [own_results(each, (loss, dx_ND, dw_VD)) for each in ranks]
+    assert all(each[0] is loss for each in parts)
+    assert torch.equal(torch.cat([each[1] for each in parts]), 3 * dx_ND), "those of each rank's own mean"
+    assert torch.equal(torch.cat([each[2] for each in parts]), dw_VD)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-14), (torch.bfloat16, 1e-6)])
