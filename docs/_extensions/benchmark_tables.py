@@ -88,6 +88,8 @@ COLUMNS = {
     "engine": Column("kernel", lambda record: record["engine"]),
     "ms": Column("ms", _milliseconds),
     "ratio": Column("ratio", _number("ratio", ".2f")),
+    "fine ratio": Column("ratio", _number("ratio", ".3f")),
+    "ranks": Column("ranks", lambda record: record["ranks"]),
     "head": Column("head", lambda record: record["head"]),
     "head shape": Column("D × V", lambda record: f"{record['features']} × {record['classes']}"),
     "tokens": Column("N", lambda record: f"{int(record['tokens']):,}"),
@@ -128,7 +130,7 @@ COLUMNS = {
 COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
 TEXTS = {
     *("provider", "loss of", "case", "shape", "dtype", "engine", "length", "head"),
-    *("model", "attention", "options", "best of torch", "head shape", "tokens", "chunks", "way"),
+    *("model", "ranks", "attention", "options", "best of torch", "head shape", "tokens", "chunks", "way"),
 }
 ACROSS: dict[str, Callable[[Record], str | None]] = {"side": _side}
 

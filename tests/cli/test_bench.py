@@ -178,6 +178,17 @@ def test_sweep_default_providers_and_case(monkeypatch):
     assert {bench.SWEPT_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
 
 
+def test_shapes_by_name_run_by_name_alone():
+    usual = [case.name for case in bench._cases("cuda", None, False, {})]
+    assert {"A", "B", "B-1024"} <= {*usual}
+    named = {case.name: case for case in CASES if case.by_name}
+    assert not {*usual} & {*named}
+    assert [case.name for case in bench._cases("cuda", [*named], False, {})] == [*named]
+    whole = next(case for case in CASES if case.name == "B")
+    assert named["B-classes-32064"].classes / 2 == whole.classes / 8, "of two cards, what one of eight has"
+    assert {*bench.FSDP_CASE.values()} <= {case.name for case in CASES}
+
+
 def options(*arguments):
     return lowtide_bench("options", "--device", "cpu", *arguments)
 
