@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
-.PHONY: demo docs tables test test-extended test-all test-builds test-gpu test-package test-versions fuzz fuzz-gpu lint bench \
+.PHONY: demo docs tables test test-extended test-all test-builds test-cards test-gpu test-package test-versions fuzz fuzz-gpu lint bench \
 	bench-trained clean
 
 demo: $(READY)  ## train a small language model twice, with and without lowtide, and compare (about three minutes, once it is set up)
@@ -38,6 +38,9 @@ test-builds: $(READY)  ## compiles every kernel ahead of time that the tests lea
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu
+
+test-cards:  ## those of them whose ranks have a card each, joined by NCCL: on two cards, or with more cases on four
+	$(PYTHON) -m pytest -m several_cards
 
 test-package: $(READY)  ## sdist and wheel, and the contract on the installed wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/environments.py package

@@ -20,6 +20,8 @@ if not torch.cuda.is_available():  # read when triton is imported, which torch d
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
+from tests.support.cards import NEEDS_CUDA
+from tests.support.cuda_context import give_autograd_a_context
 from tests.support.extended import mark_extended
 
 torch.set_num_threads(1)
@@ -48,7 +50,6 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     leave_out_what_has_no_effect()
     take_strides_in_bytes()
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])
 ON_CUDA_ALONE = pytest.mark.parametrize("device", [CUDA])  # of a test that asserts nothing on a CPU
 
@@ -85,10 +86,8 @@ def _seeded():
 
 @pytest.fixture(autouse=True, scope="session")
 def _autograd_has_a_context():
-    """On a card, torch warns where the first that a process differentiates is a product of cuBLAS."""
     if torch.cuda.is_available():
-        one = torch.ones((), device="cuda", requires_grad=True)
-        torch.autograd.grad(one.exp(), one)
+        give_autograd_a_context()
 
 
 @pytest.fixture(autouse=True)

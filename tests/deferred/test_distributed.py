@@ -1,5 +1,8 @@
 """DDP and FSDP2 over two processes: the gradients of one process that has all of the data."""
 
+import pytest
+
+from tests.support.cards import DEVICES
 from tests.support.ranks import run_ranks
 
 EXACT = [
@@ -11,9 +14,11 @@ EXACT = [
 FREED = ["fsdp head reshard", "fsdp head reshard outside", "fsdp1 head"]  # before the loss needs it
 
 
-def test_exact_or_refused(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_or_refused(tmp_path, device):
     """Those that raise come last, as they leave FSDP's hooks halfway."""
-    ranks = run_ranks("tests.deferred.two_ranks", tmp_path / "store", [*EXACT, *FREED], strict=True)
+    kinds = [*EXACT, *FREED]
+    ranks = run_ranks("tests.deferred.two_ranks", tmp_path / "store", kinds, device=device, strict=True)
     for rank in ranks:
         for kind in EXACT:
             assert rank[kind] == {"fused": 2, "materialized": {}}, kind

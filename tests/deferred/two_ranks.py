@@ -7,7 +7,6 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide
 from tests.deferred.helpers import GPT, B, T, V
 from tests.ops.chunked_loss.helpers import close, roundings_of
-from tests.support.ranks import RANKS
+from tests.support.ranks import RANKS, generator, mesh_of
 
 
 def build(kind):
@@ -30,11 +29,11 @@ def parallel(kind, model):
     if kind.startswith("ddp"):
         return DistributedDataParallel(model, find_unused_parameters="unused" in kind)
     if kind.startswith("fsdp1"):
-        options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+        options = {"device_id": torch.get_default_device(), "use_orig_params": True}
         if "head" in kind:
             model.lm_head = FullyShardedDataParallel(model.lm_head, **options)
         return FullyShardedDataParallel(model, **options)
-    mesh = init_device_mesh("cpu", (RANKS,))  # on a machine with a card, too
+    mesh = mesh_of(RANKS)
     if "head" in kind:
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward="reshard" in kind)
     return fully_shard(model, mesh=mesh)
@@ -56,8 +55,7 @@ def gradients(model):
 
 
 def run(kind, rank):
-    generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(V, (2, 2, B, T), generator=generator)
+    tokens, targets = torch.randint(V, (2, 2, B, T), generator=generator(1))
     inner, whole, narrow = build(kind), build(kind), build(kind).float()
     before = lowtide.defer_logits(inner) if "before" in kind else None
     model = parallel(kind, inner)

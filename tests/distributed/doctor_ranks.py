@@ -10,10 +10,11 @@ import torch.distributed as dist
 import lowtide
 from lowtide.core.collectives import Group
 from lowtide.tools.doctor.linear_cross_entropy import Call
-from tests.support.ranks import RANKS
+from tests.ops.linear_cross_entropy.vocab_parallel_ranks import room
+from tests.support.ranks import DEVICE, RANKS
 
-PLAIN = Call(120, 16, 501, dtype=torch.float32, ranks=RANKS)
-SMALL = replace(PLAIN, N=1200, workspace=200_000)
+PLAIN = Call(120, 16, 501, dtype=torch.float32, device=DEVICE, ranks=RANKS)
+SMALL = replace(PLAIN, N=1200, workspace=200_000 if DEVICE == "cpu" else 360_000)
 REPLICATED = {
     "mean": PLAIN,
     "sum": replace(PLAIN, reduction="sum", bias=True, softcap=5.0, z_loss=1e-4),
@@ -38,7 +39,7 @@ REPLICATED = {
     "segments, smoothing": replace(PLAIN, V=504, segments=8, label_smoothing=0.1),
     "segments, last smaller": replace(PLAIN, V=503, segments=4),
     "chunks, segments, log-probs": replace(SMALL, N=120, V=504, segments=4, log_probs=True),
-    "few rows, many classes": replace(SMALL, V=20_001, dtype=torch.bfloat16, workspace=600_000),
+    "few rows, many classes": replace(SMALL, V=20_001, dtype=torch.bfloat16, workspace=room(600_000)),
 }
 PROBABILITIES = {
     "probabilities": replace(PLAIN, probabilities=torch.float32),

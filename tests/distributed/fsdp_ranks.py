@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
-from tests.support.ranks import RANKS
+from tests.support.ranks import RANKS, generator, mesh_of
 
 B, T, D, V, R = 2, 5, 8, 37, 3
 
@@ -171,7 +170,7 @@ def build(kind, options):
 
 
 def sharded(model, options):
-    given = {"mesh": init_device_mesh("cpu", (RANKS,))}
+    given = {"mesh": mesh_of(RANKS)}
     if "mixed" in options:
         given["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if "reshard" in options or "kept" in options:
@@ -211,7 +210,7 @@ class Small(nn.Module):
 
 def small(where, **given):
     model = Small(bias=given.pop("bias", False))
-    given["mesh"] = init_device_mesh("cpu", (RANKS,))
+    given["mesh"] = mesh_of(RANKS)
     if where == "own":
         fully_shard(model.head, **given)
     return fully_shard(model, **given)
@@ -275,7 +274,7 @@ def run_refused(case, what, where, rank):
         given = {"linear_bias": model.head.bias.full_tensor()}
     elif what == "shard_head":
         divided = Small()
-        lowtide.shard_head(divided, init_device_mesh("cpu", (RANKS,)), head=divided.head)
+        lowtide.shard_head(divided, mesh_of(RANKS), head=divided.head)
         weight = divided.head.weight.full_tensor()
     elif what == "tokens_sharded":
         given = {"tokens_sharded": True}
@@ -295,9 +294,8 @@ def run(kind, rank):
         loss, where = given
         return CASES.get(case, run_gathered)(case, LOSSES[loss], where, rank)
     loss_kind, *options = kind.split(", ")
-    generator = torch.Generator().manual_seed(1)
     steps = 3 if "accumulated" in options else 1
-    tokens, targets = torch.randint(V, (2, 2, steps, RANKS, B, T), generator=generator)
+    tokens, targets = torch.randint(V, (2, 2, steps, RANKS, B, T), generator=generator(1))
     targets[:, :, 0, 0] = -100  # ranks count differently
     if "mixed" in options:
         targets[:, :, 0, :, 1:] = -100

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from tests.support.ranks import mesh_of
 
 B, T, D, V = 2, 8, 6, 11
 CLASS_WEIGHT = torch.linspace(0.5, 2, V, dtype=torch.float64)
@@ -86,8 +86,8 @@ def targets(kind, micro_batches, data_ranks):
 @functools.cache
 def meshes(data_ranks, parts):
     """Returns the mesh of the two dimensions, and that of all ranks."""
-    mesh = init_device_mesh("cpu", (data_ranks, parts), mesh_dim_names=("data", "sequence"))
-    return mesh, init_device_mesh("cpu", (data_ranks * parts,))
+    mesh = mesh_of(data_ranks, parts, mesh_dim_names=("data", "sequence"))
+    return mesh, mesh_of(data_ranks * parts)
 
 
 def run(kind, rank):

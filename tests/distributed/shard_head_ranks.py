@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -29,7 +29,8 @@ from lowtide.distillation import forward_kl
 from lowtide.ops.linear_cross_entropy import data_sharded
 from tests.distributed.fsdp_ranks import Collectives
 from tests.ops.distillation import Inputs, dense, fused
-from tests.support.ranks import RANKS
+from tests.support.rank_errors import raised_in_backward
+from tests.support.ranks import DEVICE, RANKS, generator, mesh_of
 
 D, V, ROWS = 8, 37, (11, 4)  # rows of each rank
 CLASS_WEIGHT = torch.linspace(0.5, 2, V)
@@ -83,10 +84,10 @@ def loss_of(kind, model, x, y, normalizer, weights):
 
 
 def data(kind, dtype):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(ROWS), 4, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randint(V, (sum(ROWS),), generator=generator)
-    weights = torch.rand(sum(ROWS), generator=generator, dtype=torch.float64).to(dtype)
+    seeded = generator(1)
+    x = torch.randn(sum(ROWS), 4, generator=seeded, dtype=torch.float64).to(dtype)
+    y = torch.randint(V, (sum(ROWS),), generator=seeded)
+    weights = torch.rand(sum(ROWS), generator=seeded, dtype=torch.float64).to(dtype)
     y[2] = -100
     if "ignored" in kind:
         y[ROWS[0] :] = -100
@@ -160,9 +161,9 @@ def trained(kind, rank, mesh, steps=3, start=None):
         dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=start)
         set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(RANKS, 6, 4, generator=generator, dtype=torch.float64)[rank]
-        y = torch.randint(V, (RANKS, 6), generator=generator)[rank]
+        seeded = generator(step)
+        x = torch.randn(RANKS, 6, 4, generator=seeded, dtype=torch.float64)[rank]
+        y = torch.randint(V, (RANKS, 6), generator=seeded)[rank]
         hidden = model(x)
         loss = lowtide.linear_cross_entropy(hidden, inner.head.weight, y, linear_bias=inner.head.bias)
         optimizer.zero_grad()
@@ -234,7 +235,8 @@ def scaled_apart(kind, rank, mesh):
     lowtide.shard_head(model, mesh, head=model.head)
     x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     loss = lowtide.linear_cross_entropy(x, model.head.weight, torch.tensor([3, 5, 7]))
-    (loss * (rank + 1)).backward()
+    said = raised_in_backward((loss * (rank + 1)).backward, [x, model.head.weight])
+    return {"said": said}
 
 
 def orders_of_backward(kind, rank, mesh):
@@ -270,15 +272,19 @@ def orders_of_backward(kind, rank, mesh):
     for reduction in ("mean", "sum"):  # in another order on each rank, of targets or scales that may differ
         losses = loss(reduction=reduction), loss((y + 1) % V, reduction=reduction)
         for each in losses if rank else reversed(losses):
-            refused("the call that backward belongs to must be the same on all ranks", each.backward)
+            said = raised_in_backward(each.backward, [x, head.weight])
+            assert said is None or "the call that backward belongs to must be the same on all ranks" in said
     one, other = loss(), loss()
     if rank:  # leaves out its loss, and goes on
         refused("operator must be the same on all ranks", loss)
     else:
-        refused("operator must be the same on all ranks", one.backward)
+        said = raised_in_backward(one.backward, [x, head.weight])
+        assert said is None or "operator must be the same on all ranks" in said
     other.backward()  # the ranks are together again
 
     # A rank that leaves out its loss and never comes back: the others raise when their group's time is over.
+    if DEVICE == "cuda":
+        return {}  # there the work that waits is the card's, and NCCL ends the process
     short = dist.new_group(timeout=timedelta(seconds=2))
     left_out = data_sharded._MeanOfLosses.apply(x.sum(), short)
     if rank == 0:
@@ -354,6 +360,17 @@ def wrong_on_one_rank(kind, rank, mesh):
         linear_bias=None if rank else torch.ones(V, dtype=x.dtype),
     )
     y[0] = y[0] if rank else V
+    if DEVICE == "cuda":  # where a look at the targets would be to wait, and torch's own ends the process
+        assert loss_of(head.weight, y, weight=CLASS_WEIGHT.to(x.dtype)).isnan()
+        assert lowtide.tokens_per_rank(y, weight=CLASS_WEIGHT).isnan()
+        for target in (y if rank else y.double(), y if rank else [y, 3]):
+            if rank:
+                assert lowtide.tokens_per_rank(target).isnan()
+            else:
+                with pytest.raises(TypeError):
+                    lowtide.tokens_per_rank(target)
+        assert lowtide.tokens_per_rank(y).item() == (sum(ROWS) - 1) / RANKS
+        return {}
     with pytest.raises(IndexError, match="target must hold classes"):
         loss_of(head.weight, y, weight=CLASS_WEIGHT.to(x.dtype))
     counts = [(y, {"weight": CLASS_WEIGHT}), (y if rank else y.double(), {}), (y if rank else [y, 3], {})]
@@ -372,7 +389,7 @@ def wrong_on_one_rank(kind, rank, mesh):
 
 def not_a_member(kind, rank, mesh):
     """Tokens are counted by the ranks of a group alone."""
-    group, alone, y = dist.new_group([0]), DeviceMesh("cpu", [0]), torch.arange(3)
+    group, alone, y = dist.new_group([0]), DeviceMesh(DEVICE, [0]), torch.arange(3)
     for each in (group, alone):
         if rank:
             refused("group must have this process as a member", lowtide.tokens_per_rank, y, group=each)
@@ -553,5 +570,5 @@ OTHERS = {
 
 
 def run(kind, rank):
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = mesh_of(RANKS)
     return OTHERS.get(kind, one_step)(kind, rank, mesh)

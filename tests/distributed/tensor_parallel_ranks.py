@@ -7,12 +7,11 @@ Shapes: B sequences, T tokens, D features, V classes.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import lowtide
-from tests.support.ranks import RANKS
+from tests.support.ranks import RANKS, generator, mesh_of
 
 B, T, D, V = 2, 5, 8, 37
 
@@ -66,8 +65,7 @@ def compare(model, alone, deferral):
 
 
 def of_torch(kind, mesh):
-    generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(V, (2, B, T), generator=generator)
+    tokens, targets = torch.randint(V, (2, B, T), generator=generator(1))
     model, alone = build(kind), build(kind)
     model = parallel(kind, model, mesh)
     deferral = lowtide.defer_logits(model)
@@ -93,7 +91,7 @@ def of_transformers(kind, mesh):
     alone = transformers.LlamaForCausalLM(config)
     model = saved_and_loaded(alone)
     assert isinstance(model.lm_head.weight, DTensor), type(model.lm_head.weight)
-    tokens = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(V, (B, T), generator=generator(1))
     alone.train()
     with torch.no_grad():
         before = model.eval()(tokens).logits
@@ -129,5 +127,5 @@ def saved_and_loaded(model):
 
 
 def run(kind, rank):
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = mesh_of(RANKS)
     return (of_transformers if "transformers" in kind else of_torch)(kind, mesh)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import Case
 from lowtide.tools.bench.step_cases import STEP_CASES
+from tests.support.cards import on_cards
 from tests.support.commands import invoke, said
 from tests.support.ranks import torchrun
 
@@ -89,6 +90,24 @@ def test_steps_under_fsdp(tmp_path):
         peaks.append(int(row["peak_bytes"]))
     # 64 tokens of a rank and 1000 classes: eager holds logits, and FSDP2 a whole head.
     assert peaks[0] > peaks[1] > peaks[2] > held
+
+
+@pytest.mark.parametrize("device", [on_cards(2)])
+def test_rows_on_cards(tmp_path, device):
+    """Errors of bfloat16 are held against those of torch's own loss_parallel."""
+    options = ("--tp", "2", "--provider", "loss-parallel", "--provider", "lowtide", "--out", "tp.csv")
+    done = torchrun(
+        tmp_path, "bench", "linear-cross-entropy", "--device", device, "--smoke", *options, ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "tp.csv").open() as file:
+        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"loss-parallel", "lowtide"}
+    for row in rows.values():
+        assert (row["case"], row["classes"], row["status"]) == ("smoke-cuda-tp2", "2048", "ok"), row["reason"]
+        assert 0 < float(row["floor_ms"]) < float(row["ms"])
+    for name in ("loss_error", "grad_input_error", "grad_weight_error"):
+        assert float(rows["lowtide"][name]) <= 2 * float(rows["loss-parallel"][name]), name
 
 
 def test_shards_hold_each_class_once():

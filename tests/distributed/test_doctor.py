@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.doctor_ranks import CALLS, PLAIN
+from tests.support.cards import DEVICES
 from tests.support.commands import invoke, said
 from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
@@ -20,10 +21,11 @@ OF_CHUNKS = [kind for kind in CALLS if CALLS[kind].workspace != PLAIN.workspace]
 QUICK = [kind for kind in CALLS if kind not in OF_CHUNKS or kind == "chunks, none, tokens"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=DEVICES)
 def results(request, tmp_path_factory):
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks("tests.distributed.doctor_ranks", store, asked(request, "kind", CALLS))
+    kinds = asked(request, "kind", CALLS)
+    return run_ranks("tests.distributed.doctor_ranks", store, kinds, device=request.param)
 
 
 @needs_gloo

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.cards import DEVICES
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -70,13 +71,13 @@ def largest(found):
     return torch.tensor([*found["errors"].values()]).max().item()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def results(request, tmp_path_factory):
     """Of all scenarios, by rank. Those that raise come last, as they leave FSDP's hooks halfway."""
     eager = ["eager, own, kept, mixed", *FORBIDDEN]
     kinds = [*ONCE, *TWICE, *OUTSIDE, *MIXED, *eager, *GATHERED, *STALE, *ROUNDED, *MISTAKEN, *RAISING]
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks("tests.distributed.fsdp_ranks", store, kinds)
+    return run_ranks("tests.distributed.fsdp_ranks", store, kinds, device=request.param)
 
 
 @pytest.mark.parametrize("kind", [*ONCE, *TWICE, *OUTSIDE])
@@ -150,12 +151,13 @@ STEPS = ("once", "accumulated", "accumulated, no reshard", "outside")
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("loss", ["parameter", "log-probs", "chunked", "deferred"])
-def test_every_arrangement(tmp_path, loss):
+def test_every_arrangement(tmp_path, loss, device):
     """Right, or refused with a sentence."""
     kinds = [f"{loss}, {', '.join(each)}" for each in product(ARRANGEMENTS, RESHARD, STEPS)]
     kinds.sort(key=_raises)
-    for rank in run_ranks("tests.distributed.fsdp_ranks", tmp_path / "store", kinds):
+    for rank in run_ranks("tests.distributed.fsdp_ranks", tmp_path / "store", kinds, device=device):
         for kind, found in rank.items():
             if _raises(kind):
                 said = ("fully_shard", "convert all torch.Tensor")

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
+from tests.support.cards import on_cards
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -32,17 +33,19 @@ def test_two_hundred_and_more():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "losses"),
+    ("device", "ranks", "losses"),
     [
-        (2, LOSSES[:1]),
-        pytest.param(2, LOSSES[1:], marks=pytest.mark.extended),
-        pytest.param(4, LOSSES, marks=pytest.mark.extended),
+        ("cpu", 2, LOSSES[:1]),
+        pytest.param("cpu", 2, LOSSES[1:], marks=pytest.mark.extended),
+        pytest.param("cpu", 4, LOSSES, marks=pytest.mark.extended),
+        on_cards(2, 2, LOSSES),
+        on_cards(4, 4, LOSSES, marks=[pytest.mark.extended]),
     ],
     ids=str,
 )
-def test_same_as_one_process(tmp_path, ranks, losses):
-    kinds = scenarios(ranks, losses)
-    for rank in run_ranks("tests.distributed.mean_ranks", tmp_path / "store", kinds, ranks=ranks):
+def test_same_as_one_process(tmp_path, device, ranks, losses):
+    kinds, module = scenarios(ranks, losses), "tests.distributed.mean_ranks"
+    for rank in run_ranks(module, tmp_path / "store", kinds, ranks=ranks, device=device):
         for kind, found in rank.items():
             assert "raised" not in found, (kind, found)
             assert found["gradient"] <= 1e-14, (kind, found)

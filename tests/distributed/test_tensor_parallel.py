@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from tests.support.cards import DEVICES
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -17,11 +18,12 @@ REAL = ["gathered, real"]
 LOCAL = "local"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def results(request, tmp_path_factory):
     pytest.importorskip("transformers")
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks("tests.distributed.tensor_parallel_ranks", store, [*FUSED, *REAL, LOCAL])
+    kinds = [*FUSED, *REAL, LOCAL]
+    return run_ranks("tests.distributed.tensor_parallel_ranks", store, kinds, device=request.param)
 
 
 @pytest.mark.parametrize("kind", [*FUSED, *REAL])

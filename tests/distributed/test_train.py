@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from lowtide.cli.train import FIGURE
+from tests.support.cards import on_cards
 from tests.support.extended import all_extended_but
 from tests.support.ranks import ROOT, torchrun
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
-TINY = "--device cpu --data text.txt --out out --vocab-size 512 --width 64 --depth 1 --context 32 --batch 4"
+TINY = "--data text.txt --out out --vocab-size 512 --width 64 --depth 1 --context 32 --batch 4"
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,8 @@ def _text(tmp_path):
     (tmp_path / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
 
 
-def train(directory, *arguments):
-    return torchrun(directory, "train", *TINY.split(), *arguments)
+def train(directory, *arguments, device="cpu", ranks=2):
+    return torchrun(directory, "train", "--device", device, *TINY.split(), *arguments, ranks=ranks)
 
 
 def losses(directory):
@@ -67,6 +68,22 @@ def test_losses_are_one_process(tmp_path, parallel):
             assert error <= 1e-4, (name, average)
 
 
+@pytest.mark.parametrize("device", [on_cards(2)])
+@pytest.mark.parametrize("parallel", ["data", "tensor", "shard_head"])
+def test_losses_on_cards(tmp_path, device, parallel):
+    """Where autocast rounds the products of a rank and of one process each in its own way, losses are as near
+    as the eager loss of one process is."""
+    done = train(tmp_path, "--parallel", parallel, "--steps", "20", device=device)
+    assert done.returncode == 0, done.stderr
+    eager = train(tmp_path, "--loss", "eager", "--steps", "20", device=device, ranks=1)
+    assert eager.returncode == 0, eager.stderr
+    found, one, other = (losses(tmp_path / "out" / run) for run in (f"{parallel}-2", "lowtide", "eager"))
+    assert len(found) == len(one) == len(other) == 20
+    allowed = 2 * max(abs(a - b) for a, b in zip(other, one))
+    assert max(abs(a - b) for a, b in zip(found, one)) <= allowed
+    assert one[0] - one[-1] > 0.5
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("options", ["data --tied", "tensor"])
 def test_resumed_run_is_the_whole_one(tmp_path, options):
@@ -97,7 +114,7 @@ def test_errors_are_told_once(tmp_path, arguments, said):
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [*launch, "-m", "lowtide", "train", *TINY.split(), *arguments.split()],
+        [*launch, "-m", "lowtide", "train", "--device", "cpu", *TINY.split(), *arguments.split()],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

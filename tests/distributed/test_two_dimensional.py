@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.two_dimensional_ranks import KINDS
+from tests.support.cards import on_cards
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -11,9 +12,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_gradients(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", on_cards(4)])
+def test_gradients(tmp_path, device):
     """With the loss inside and outside of the unit's forward, and with deferred logits."""
-    for rank in run_ranks("tests.distributed.two_dimensional_ranks", tmp_path / "store", KINDS, ranks=4):
+    module = "tests.distributed.two_dimensional_ranks"
+    for rank in run_ranks(module, tmp_path / "store", KINDS, ranks=4, device=device):
         for kind in KINDS:
             assert "raised" not in rank[kind], rank[kind]["raised"]
             assert rank[kind]["fused"] == 1

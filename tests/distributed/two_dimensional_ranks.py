@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lowtide
+from tests.support.ranks import mesh_of
 
 KINDS = ("inside root", "outside root", "outside own", "deferred root")
 
@@ -40,7 +40,7 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     whole, model = Model(), Model()
     model.load_state_dict(whole.state_dict())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = mesh_of(2, 2, mesh_dim_names=("data", "tensor"))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tensor"], plan)

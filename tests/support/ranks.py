@@ -1,9 +1,13 @@
 """Processes of one group, on one machine, started by a test (`run_ranks`): each joins the group and runs
 `run(kind, rank)` of a module. What is wrong is known by scenario and by rank.
 
+The ranks are on the CPU, joined by gloo, or have a card each, joined by NCCL. There new tensors are on the
+card unless they say otherwise; what else asks for a device asks for `DEVICE`.
+
 `start_program` starts a single process from the same server, for a test that asks something of a process.
 """
 
+import faulthandler
 import importlib
 import itertools
 import json
@@ -14,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,12 +28,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide.cli import main
+from tests.support.cuda_context import give_autograd_a_context
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
+DEVICE = "cpu"  # of this rank's tensors; set before the module with its scenarios is imported
 Result = dict[str, Any]
+LONGEST = 50  # seconds that a scenario on a card takes before its process says where it is
 # Imported once in each process of tests, by the server that all its ranks are forked from: these imports take
 # longer than most scenarios.
 IMPORTED = [
@@ -46,6 +55,7 @@ def run_ranks(
     kinds: Sequence[str],
     *,
     ranks: int = RANKS,
+    device: str = "cpu",
     strict: bool = False,
     interpreted: bool = False,
 ) -> list[dict[str, Result]]:
@@ -54,16 +64,36 @@ def run_ranks(
     strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their own.
     """
     outputs = [store.with_name(f"{store.name}.{rank}") for rank in range(ranks)]
-    given = [(module, str(store), rank, ranks, kinds, strict, output) for rank, output in enumerate(outputs)]
-    statuses = _run(_join, given, "spawn" if interpreted else "forkserver", interpreted)
-    said = "".join(output.read_text() for output in outputs)
-    assert not any(statuses), said
-    found = [
-        [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
-        for output in outputs
+    given = [
+        (module, str(store), rank, ranks, kinds, device, strict, output)
+        for rank, output in enumerate(outputs)
     ]
-    assert all(len(each) == len(kinds) for each in found), said
+    statuses = _run(_join, given, "spawn" if interpreted else "forkserver", interpreted)
+    said = [output.read_text().splitlines() for output in outputs]
+    found = [[json.loads(line) for line in lines if line.startswith("{")] for lines in said]
+    if any(statuses) or any(len(each) != len(kinds) for each in found):
+        pytest.fail(_ended(kinds, statuses, said, [len(each) for each in found]), pytrace=False)
     return [{each.pop("kind"): each for each in rank} for rank in found]
+
+
+def _ended(kinds: Sequence[str], statuses: list[int | None], said: list[list[str]], done: list[int]) -> str:
+    """Where each rank ended, if not all of them got to the end, and what it said at last."""
+    told = []
+    for rank, (status, lines) in enumerate(zip(statuses, said)):
+        place = kinds[done[rank]] if done[rank] < len(kinds) else "the end"
+        last = [line for line in lines if not line.startswith("{") or '"raised"' in line]
+        told += [f"rank {rank} ended with status {status} in {place}; it said at last:", *last[-60:]]
+    return "\n".join(told)
+
+
+def mesh_of(*sizes: int, **options: Any) -> DeviceMesh:
+    """A mesh of all ranks, on their device."""
+    return init_device_mesh(DEVICE, sizes, **options)
+
+
+def generator(seed: int) -> torch.Generator:
+    """One that makes the same numbers on each rank, for tensors on their device."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
@@ -114,6 +144,8 @@ def _started(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        # A server that has asked CUDA for its cards could fork no process that uses one; NVML may be asked.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         for process in processes:
             process.start()
     return processes
@@ -170,26 +202,64 @@ def _command(
 
 
 def _join(
-    module: str, store: str, rank: int, ranks: int, kinds: Sequence[str], strict: bool, output: Path
+    module: str,
+    store: str,
+    rank: int,
+    ranks: int,
+    kinds: Sequence[str],
+    device: str,
+    strict: bool,
+    output: Path,
 ) -> None:
     """Join the group, and print what `run` returns, as JSON, a line for each kind."""
     _write_to(output, output)
     torch.set_num_threads(1)
+    card = _take_card(rank) if device == "cuda" else None
     if strict:
         warnings.simplefilter("error", UserWarning)
     run = importlib.import_module(module).run
     minute = timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=minute
+        "nccl" if card else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=minute,
+        device_id=card,
     )
     raised = False
     for kind in kinds:
+        if card:
+            faulthandler.dump_traceback_later(LONGEST)
         try:
             result = run(kind, rank)
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            raised, result = True, {"raised": f"{type(error).__name__}: {error}"}
+        except (Exception, pytest.fail.Exception) as error:
+            raised, result = True, {"raised": f"{type(error).__name__}: {error}", "at": _last_lines(error)}
         print(json.dumps({"kind": kind, **result}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     if raised:
         os._exit(0)  # an error between FSDP's hooks leaves threads behind, which ending orderly trips over
     dist.destroy_process_group()
+
+
+def _take_card(rank: int) -> torch.device:
+    """Let this process see one card, its own, and make new tensors there.
+
+    What another rank has pickled on its first card is then loaded to this rank's.
+    """
+    global DEVICE
+    DEVICE = "cuda"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",") if visible else [*map(str, range(rank + 1))]
+    os.environ.update(CUDA_VISIBLE_DEVICES=cards[rank], LOCAL_RANK="0")
+    card = torch.device("cuda", 0)
+    torch.cuda.set_device(card)
+    torch.set_default_device(card)
+    give_autograd_a_context()
+    return card
+
+
+def _last_lines(error: BaseException) -> list[str]:
+    """Where an error comes from."""
+    return [f"{each.filename}:{each.lineno}" for each in traceback.extract_tb(error.__traceback__)[-5:]]

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lowtide.ops.chunked_loss import chunked_loss
 from tests.ops.chunked_loss.helpers import D, V, cross_entropy, make
+from tests.support.cards import DEVICES
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -27,11 +28,12 @@ ONCE = [
 TWICE = ["fsdp reshard", "fsdp recompute reshard"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks("tests.ops.chunked_loss.two_ranks", store, [*DDP, *ONCE, *TWICE])
+    kinds = [*DDP, *ONCE, *TWICE]
+    return run_ranks("tests.ops.chunked_loss.two_ranks", store, kinds, device=request.param)
 
 
 @pytest.mark.parametrize("kind", [*DDP, *ONCE, *TWICE])

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.chunked_loss import chunked_loss
 from tests.ops.chunked_loss.helpers import close, cross_entropy, dense, per_row
+from tests.support.ranks import RANKS, generator, mesh_of
 
 D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
 CHUNK = 4
@@ -106,13 +107,14 @@ def parallel(kind, model):
     if kind.startswith("ddp"):
         return DistributedDataParallel(model)
     inner = model.loss if kind.endswith("wrapped") else model.head
-    fully_shard(model.trunk)
+    mesh = mesh_of(RANKS)
+    fully_shard(model.trunk, mesh=mesh)
     if "root" not in kind:
         said = {} if "default" in kind else {"reshard_after_forward": "reshard" in kind}
-        fully_shard(inner, **said)
+        fully_shard(inner, mesh=mesh, **said)
     if kind.endswith("once"):
         inner.set_unshard_in_backward(False)
-    return fully_shard(model)
+    return fully_shard(model, mesh=mesh)
 
 
 def step(kind, model, x, labels, loss_of):
@@ -138,9 +140,9 @@ def run(kind, rank):
     mode = "recompute" if "recompute" in kind or "per row" in kind else "gradient_in_forward"
     size = {"workspace": WORKSPACE} if "workspace" in kind else {"chunk_size": CHUNK}
     loss_of = partial(chunked_loss, mode=mode, **size)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(sum(ROWS), D, generator=generator)
-    labels = torch.randint(V, (sum(ROWS),), generator=generator)
+    seeded = generator(1)
+    x = torch.randn(sum(ROWS), D, generator=seeded)
+    labels = torch.randint(V, (sum(ROWS),), generator=seeded)
     model = parallel(kind, build(kind, loss_of))
     collectives = Collectives()
     for _ in range(2):  # gradients accumulate over both, collectives are those of the second

@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from tests.support.cards import DEVICES, on_cards
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -13,10 +14,11 @@ RANKS = "tests.ops.distillation.divided_ranks"
 SCENARIOS = ("excluded", "near_teacher", "errors", "compiled", "fsdp")
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=DEVICES)
+def results(request, tmp_path_factory):
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks(RANKS, store, ["matrix float64", "matrix bfloat16", *SCENARIOS, "moved", "peak"])
+    kinds = ["matrix float64", "matrix bfloat16", *SCENARIOS, "moved", "peak"]
+    return run_ranks(RANKS, store, kinds, device=request.param)
 
 
 def check_matrix(results, kind, least):
@@ -33,10 +35,10 @@ def test_values(results):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_values_more_ranks(tmp_path, ranks):
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 3), ("cpu", 4), on_cards(4, 4)])
+def test_values_more_ranks(tmp_path, device, ranks):
     kinds = ["matrix float64", "matrix float32", "matrix float16"]
-    found = run_ranks(RANKS, tmp_path / "store", kinds, ranks=ranks)
+    found = run_ranks(RANKS, tmp_path / "store", kinds, ranks=ranks, device=device)
     for kind in kinds:
         check_matrix(found, kind, 24)
 
@@ -65,8 +67,12 @@ def test_memory(results):
         assert max(found["replicated"], found["tokens"]) <= found["workspace"] < found["logits"] // 4
 
 
-def test_triton(tmp_path):
+@pytest.mark.parametrize("device", ["cpu", on_cards(1)])
+def test_triton(tmp_path, device):
     """The kernel's statistics of parts, merged, are those of all classes."""
     pytest.importorskip("triton")
-    (rank,) = run_ranks(RANKS, tmp_path / "store", ["triton"], ranks=1, interpreted=True)
+    interpreted = device == "cpu"
+    (rank,) = run_ranks(
+        RANKS, tmp_path / "store", ["triton"], ranks=1, device=device, interpreted=interpreted
+    )
     assert "raised" not in rank["triton"], rank["triton"]["raised"]

@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from tests.support.cards import DEVICES, needs_cards, on_cards
 from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
 
@@ -16,18 +17,21 @@ EXTENDED = pytest.mark.extended
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"),
+    ("device", "ranks", "kinds"),
     [
-        (3, ["few float64"]),
-        pytest.param(3, ["pairs float64"], marks=EXTENDED),
-        pytest.param(2, ["all float64"], marks=EXTENDED),
-        pytest.param(3, ["pairs float32", "pairs bfloat16"], marks=EXTENDED),
-        pytest.param(4, ["pairs float64", "pairs float32"], marks=EXTENDED),
+        ("cpu", 3, ["few float64"]),
+        pytest.param("cpu", 3, ["pairs float64"], marks=EXTENDED),
+        pytest.param("cpu", 2, ["all float64"], marks=EXTENDED),
+        pytest.param("cpu", 3, ["pairs float32", "pairs bfloat16"], marks=EXTENDED),
+        pytest.param("cpu", 4, ["pairs float64", "pairs float32"], marks=EXTENDED),
+        on_cards(2, 2, ["pairs float64", "pairs float32", "pairs bfloat16", "few float16"]),
+        on_cards(3, 3, ["pairs float64", "pairs float32", "pairs bfloat16"], marks=[EXTENDED]),
+        on_cards(4, 4, ["pairs float64", "pairs float32"], marks=[EXTENDED]),
     ],
 )
-def test_values(tmp_path, ranks, kinds):
+def test_values(tmp_path, device, ranks, kinds):
     """Loss, log-probabilities and all gradients, held against the dense truth of all classes and tokens."""
-    for rank in run_ranks(MATRIX, tmp_path / "store", kinds, ranks=ranks):
+    for rank in run_ranks(MATRIX, tmp_path / "store", kinds, ranks=ranks, device=device):
         for kind in kinds:
             assert "raised" not in rank[kind], rank[kind]["raised"]
             assert not rank[kind]["failed"]
@@ -42,12 +46,23 @@ SCENARIOS = (
 MEASURED = ("collectives_of_a_step", "peak")
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=EXTENDED)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("cpu", 2), id="2"),
+        pytest.param(("cpu", 4), id="4", marks=EXTENDED),
+        pytest.param(("cuda", 2), id="cuda-2", marks=needs_cards(2)),
+        pytest.param(("cuda", 4), id="cuda-4", marks=[*needs_cards(4), EXTENDED]),
+    ],
+)
 def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    kinds = [*asked(request, "scenario", SCENARIOS), *MEASURED, "killed"]
-    return run_ranks(MODES, store, kinds, ranks=request.param)
+    device, ranks = request.param
+    kinds = [*asked(request, "scenario", SCENARIOS), *MEASURED]
+    if device == "cpu":  # on cards it has processes of its own
+        kinds.append("killed")
+    return run_ranks(MODES, store, kinds, ranks=ranks, device=device)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +128,10 @@ def check_killed(results, kind):
         assert "onnection" in rank[kind]["error"]
 
 
-def test_killed_rank(results):
+def test_killed_rank(results, tmp_path):
+    if "killed" not in results[0]:
+        ranks = len(results)
+        results = run_ranks(MODES, tmp_path / "store", ["killed"], ranks=ranks, device="cuda")
     check_killed(results, "killed")
 
 
@@ -122,14 +140,17 @@ def test_killed_rank(results):
     ["gather", pytest.param("sum_", marks=EXTENDED), pytest.param("scatter_sum", marks=EXTENDED)],
 )
 def test_killed_in_a_chunk(tmp_path, collective):
-    """Where others wait for a chunk's statistics, or for its rows of dX."""
+    """Where others wait for a chunk's statistics, or for its rows of dX. (On cards their streams wait, and
+    NCCL ends the processes.)"""
     kind = f"killed {collective}"
     check_killed(run_ranks(MODES, tmp_path / "store", [kind], ranks=3), kind)
 
 
 @EXTENDED
-def test_triton(tmp_path):
-    """The pass that CUDA tensors take, in the interpreter."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_triton(tmp_path, device):
+    """The pass that CUDA tensors take, on the CPU in the interpreter."""
     pytest.importorskip("triton")
-    for rank in run_ranks(MODES, tmp_path / "store", ["triton"], interpreted=True):
+    interpreted = device == "cpu"
+    for rank in run_ranks(MODES, tmp_path / "store", ["triton"], device=device, interpreted=interpreted):
         assert "raised" not in rank["triton"], rank["triton"]["raised"]

@@ -17,18 +17,31 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
 from lowtide.ops.linear_cross_entropy.operator import ops
 from tests.support.budgets import Inputs
-from tests.support.loss import check, check_log_probs, make_inputs
+from tests.support.loss import check, check_log_probs, make_inputs, rows_for
+from tests.support.ranks import DEVICE, generator, mesh_of
 
-N, D, V = 13, 5, 23
+FEWEST, CLASSES = 13, 23
+N, D, V = FEWEST, 5, CLASSES
+REAL = (4096, 512, 39_987)  # N, D and V for the engine of a card, which auto chooses for them
+REAL_ROOM = (None, 1 << 26, 1 << 25)  # one chunk; several, with a packed sum; class by class
+ROOM_ON_CUDA = 65536 - 8192  # what a plan counts there beyond the CPU's, for how CUDA allocates
 
-FEW_ROWS = 40_000  # bytes of a workspace for chunks of a few rows
+
+def room(workspace: int) -> int:
+    """A workspace in which a card has as much room as the CPU has in one of so many bytes."""
+    return workspace + (ROOM_ON_CUDA if DEVICE == "cuda" else 0)
+
+
+def few_rows() -> int:
+    """Bytes of a workspace for chunks of a few rows."""
+    return room(40_000) + 192 * (N - FEWEST)
+
 
 LAYOUTS = ("even", "uneven", "empty", "reversed")
 TARGETS = ("any", "one rank", "rank without")
@@ -90,7 +103,7 @@ def inputs_of(target: str, layout: str, options: dict[str, Any], dtype: torch.dt
     """The same on all ranks; `target` says where the rows' targets are."""
     torch.manual_seed(len(layout) + 7 * len(target) + 31 * len(options))
     given = {name: options[name] for name in TENSORS if name in options}
-    inputs = make_inputs(N, D, V, dtype=dtype, **given)
+    inputs = make_inputs(N, D, V, device=DEVICE, dtype=dtype, **given)
     if inputs.probabilities:
         return inputs
     rank = dist.get_world_size() - 1
@@ -122,7 +135,7 @@ class Shards:
         if self.by_tokens:
             ends = [*accumulate(tokens_of(self.ranks, even=self.dtensor))]
             self.tokens = slice(0 if self.rank == 0 else ends[self.rank - 1], ends[self.rank])
-        self.mesh = init_device_mesh("cpu", (self.ranks,)) if self.dtensor else None
+        self.mesh = mesh_of(self.ranks) if self.dtensor else None
         self.leaves: dict[str, Tensor] = {}
         self.arguments = {
             "input": self._part("input", 0, self.tokens),
@@ -225,7 +238,7 @@ def loss_case(dtype, layout, target, way, name, workspace=None, backend="auto") 
         **shards.arguments, **shards.of_loss, **shards.options, **given, workspace=workspace, backend=backend
     )
     assert isinstance(loss, DTensor) == shards.dtensor
-    upstream: Any = torch.randn(N, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    upstream: Any = torch.randn(N, dtype=torch.float64, generator=generator(3))
     if options.get("reduction") == "none":
         loss.backward(shards.rows(upstream.to(loss.dtype)))
         found = shards.whole_rows(loss)
@@ -246,8 +259,8 @@ def log_probs_case(dtype, layout, target, way, name, workspace=None, backend="au
     found = lowtide.linear_log_probs(
         **shards.arguments, **shards.options, **given, workspace=workspace, backend=backend
     )
-    generator = torch.Generator().manual_seed(3)
-    upstream = [torch.randn(N, dtype=torch.float64, generator=generator) for _ in range(3)]
+    seeded = generator(3)
+    upstream = [torch.randn(N, dtype=torch.float64, generator=seeded) for _ in range(3)]
     torch.autograd.backward(found[:3], [shards.rows(each.to(found[0].dtype)) for each in upstream])
     results = {key: shards.whole_rows(each) for key, each in found._asdict().items()}
     check_log_probs({**results, **shards.gradients()}, inputs, upstream, **given)
@@ -258,7 +271,8 @@ LOG_PROBS = ("plain", "bias", "soft cap", "learned scale")
 
 def cases(kind: str):
     """Those of a kind: all combinations; so many that each pair of values occurs; or few, in which each way
-    to pass shards occurs with all other values, and each layout with all targets."""
+    to pass shards occurs with all other values, and each layout with all targets. Those of real sizes have
+    each way with each option that the engine without logits takes."""
     how, dtype = kind.split()
     every = [
         (case, getattr(torch, dtype), *rest)
@@ -268,6 +282,8 @@ def cases(kind: str):
     ]
     if how == "all":
         return every
+    if how == "real":
+        return [each for each in every if is_real(*each[2:])]
     if how.isdigit():  # so many of them
         return Random(1).sample(every, int(how))
     Random(0).shuffle(every)  # or the first value of each list would be in most
@@ -283,6 +299,13 @@ def cases(kind: str):
     return chosen
 
 
+def is_real(layout: str, target: str, way: str, name: str) -> bool:
+    """Each way with each option in even shards; the other shards and targets of a plain call."""
+    if "all" in name or "probabilities" in name:
+        return False
+    return (layout, target) == ("even", "any") or (name == "plain" and (layout == "even" or target == "any"))
+
+
 def possible(layout: str, target: str, way: str, name: str) -> bool:
     if "dtensor" in way and layout != "even":
         return False  # a DTensor's shards are torch.chunk's
@@ -292,11 +315,8 @@ def possible(layout: str, target: str, way: str, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def running_on(engine: str) -> Iterator[Counter[str]]:
-    """Let an engine without logits run each call that it can, that of a Hopper card in Triton's interpreter.
-
-    Yields how often each engine ran.
-    """
+def engines_counted() -> Iterator[Counter[str]]:
+    """Yields how often each engine ran."""
     engines: Counter[str] = Counter()
     make = ops._engine
 
@@ -306,23 +326,40 @@ def running_on(engine: str) -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "_engine", counted)
+        yield engines
+
+
+@contextlib.contextmanager
+def running_on(engine: str) -> Iterator[Counter[str]]:
+    """Let an engine without logits run each call that it can; that of a Hopper card on the CPU, too, in
+    Triton's interpreter.
+
+    Yields how often each engine ran.
+    """
+    with pytest.MonkeyPatch.context() as patch, engines_counted() as engines:
         if engine == "cpu_exponentials":
             patch.setattr(cpu_exponentials, "FEWEST_WEIGHTS", 0)
         else:
             from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere  # imports Triton
-            from tests.support.interpreter import leave_out_what_has_no_effect
 
-            leave_out_what_has_no_effect()
-            put_everywhere("cpu", patch)
+            if DEVICE == "cpu":
+                from tests.support.interpreter import leave_out_what_has_no_effect
+
+                leave_out_what_has_no_effect()
+            put_everywhere(DEVICE, patch)
             patch.setattr(sys.modules[__name__], "D", 8)  # tensor maps need rows of 16 bytes
         yield engines
 
 
 def matrix(kind: str, **options: Any) -> dict[str, Any]:
+    global N, D, V
+    real = kind.startswith("real ")
+    N, D, V = REAL if real else (rows_for(DEVICE, getattr(torch, kind.split()[1]), FEWEST), D, CLASSES)
+    workspaces = REAL_ROOM if real else (None, few_rows())
     failed, every = [], cases(kind)
     for number, (case, dtype, *rest) in enumerate(every):
         try:
-            case(dtype, *rest, workspace=FEW_ROWS if number % 2 else None, **options)
+            case(dtype, *rest, workspace=workspaces[number % len(workspaces)], **options)
         except AssertionError as error:
             failed.append(f"{case.__name__} {rest}: {error}")
     return {"count": len(every), "failed": failed}
@@ -331,7 +368,8 @@ def matrix(kind: str, **options: Any) -> dict[str, Any]:
 def run(kind: str, rank: int) -> dict[str, Any]:
     kind, *engines = kind.split(" on ")
     if not engines:
-        return matrix(kind)
+        with engines_counted() as ran:
+            return {**matrix(kind), "engines": ran}
     with running_on(*engines) as ran:
         backend = "triton" if engines == ["exponentials"] else "auto"
         return {**matrix(kind, backend=backend), "engines": ran}
