@@ -31,17 +31,21 @@ def raised_by_values(call: Callable[[], torch.Tensor], later: Callable[[], Any])
     if DEVICE == "cpu" or message != NOTHING:
         return message
     assert losses[0].isnan().all(), "the loss is a number, though the ranks' tensors differ"
-    for _ in range(3):
-        message = raised(later)
-        if message != NOTHING:
-            break
-    return message
+    return raised_later(later)
 
 
-def raised_in_backward(backward: Callable[[], Any], leaves: Sequence[Any]) -> str | None:
+def raised_later(later: Callable[[], Any]) -> str:
+    """The message of the first of a few calls that raises."""
+    messages = (raised(later) for _ in range(3))
+    return next((each for each in messages if each != NOTHING), NOTHING)
+
+
+def raised_in_backward(
+    backward: Callable[[], Any], leaves: Sequence[Any], later: Callable[[], Any] | None = None
+) -> str:
     """The message of a backward whose upstream gradient, or call, differs between ranks.
 
-    None on CUDA if nothing is raised, as to look would be to wait; the gradients are NaN then.
+    On CUDA to look at the gradient would be to wait: all gradients are NaN, and a later call raises.
     """
     message = raised(backward)
     if DEVICE == "cpu" or message != NOTHING:
@@ -49,4 +53,5 @@ def raised_in_backward(backward: Callable[[], Any], leaves: Sequence[Any]) -> st
     for leaf in leaves:
         gradient = getattr(leaf.grad, "to_local", lambda leaf=leaf: leaf.grad)()
         assert gradient.isnan().any(), "a gradient is a number, though the ranks' backward differ"
-    return None
+    assert later is not None, NOTHING
+    return raised_later(later)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 DEVICE = "cpu"  # of this rank's tensors; set before the module with its scenarios is imported
 Result = dict[str, Any]
-LONGEST = 50  # seconds that a scenario on a card takes before its process says where it is
+LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
 # Imported once in each process of tests, by the server that all its ranks are forked from: these imports take
 # longer than most scenarios.
 IMPORTED = [

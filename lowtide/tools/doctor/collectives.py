@@ -34,7 +34,14 @@ def readable(size: int) -> str:
 
 
 def collectives(
-    plan: Plan, *, tokens: int, rank_tokens: int, features: int, chunk: int, row_weight: bool
+    plan: Plan,
+    *,
+    tokens: int,
+    rank_tokens: int,
+    features: int,
+    chunk: int,
+    row_weight: bool,
+    compared: int,
 ) -> list[Collective]:
     """Return the collectives of a call and, if it has gradients, of its backward.
 
@@ -45,6 +52,7 @@ def collectives(
         features: D.
         chunk: the tokens of a chunk, of all ranks.
         row_weight: True if the call has row weights.
+        compared: the tensors that must be equal on all ranks and lie on a device.
     """
     options, kind = plan.options, plan.call_kind
     own, ranks, number = options.tokens_sharded, options.ranks, options.sum_dtype.itemsize
@@ -68,6 +76,7 @@ def collectives(
     gradients = plan.needs_grad.inputs[0]
     found = [
         Collective("gather", "the agreement", agreements, agreements * MESSAGE_BYTES),
+        Collective("gather", "fingerprints", calls * (compared > 0), calls * INDEX_BYTES * compared),
         Collective("gather", "targets", calls * own, calls * INDEX_BYTES * n),
         Collective("gather", "vectors of rows", vectors * own, vectors * number * n),
         Collective("sum", "the targets' weights", calls * weights, calls * number * N),

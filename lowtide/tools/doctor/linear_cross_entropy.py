@@ -248,7 +248,15 @@ class Call:
             features=self.D,
             chunk=self.rows(),
             row_weight=self.row_weight,
+            compared=self._compared(),
         )
+
+    def _compared(self) -> int:
+        """Return how many tensors the ranks compare on the device (planning/equal_values.py)."""
+        if self.device == "cpu":
+            return 0
+        by_row = 0 if self.tokens_sharded else (self.probabilities is None) + self.row_weight
+        return by_row + (self.logit_scale is not None)
 
 
 # The head of Llama 3 8B, and enough tokens for its loss to matter.

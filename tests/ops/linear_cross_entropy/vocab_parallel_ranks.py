@@ -40,7 +40,7 @@ def room(workspace: int) -> int:
 
 def few_rows() -> int:
     """Bytes of a workspace for chunks of a few rows."""
-    return room(40_000) + 192 * (N - FEWEST)
+    return room(40_000) + 420 * (N - FEWEST)
 
 
 LAYOUTS = ("even", "uneven", "empty", "reversed")

@@ -35,6 +35,7 @@ MESSAGE_BYTES = 2048
 
 CALL = "the call that backward belongs to"
 MEAN_OF_LOSSES = "backward of a loss of lowtide.shard_head"
+FACTOR = "the factor by which a loss of lowtide.shard_head is scaled"
 SAME_CALLS = (
     "each rank must make the same calls, and its loss must use the results of each, if only times 0, for "
     "backward moves tensors as well"
@@ -198,7 +199,7 @@ def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     ranks = _exchange(group, message)
     _check_equal([each["equal"] for each in ranks])
     if not own.is_cpu:
-        return gradient.masked_fill(equal_values.differ(group, {"upstream gradient": own}), torch.nan)
+        return gradient.masked_fill(equal_values.differ(group, {FACTOR: own}), torch.nan)
     gradients = [each["gradient"] for each in ranks]
     if len({*map(repr, gradients)}) > 1:  # as text, in which NaN is NaN
         raise RuntimeError(
