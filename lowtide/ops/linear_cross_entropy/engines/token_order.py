@@ -79,7 +79,7 @@ class SummedRows:
         self, rows: InputRows, group: Group, order: TokenOrder | None, sum_dtype: torch.dtype
     ) -> None:
         self.rows, self.group, self.order, self.sum_dtype = rows, group, order, sum_dtype
-        self.waiting: list[tuple[slice, Wait]] = []
+        self.waiting: tuple[slice, Wait] | None = None
 
     def memory(self, rows: slice) -> Tensor:  # [C, D]
         """Return where the chunk's rows are to be written."""
@@ -91,19 +91,19 @@ class SummedRows:
         return torch.empty(C, dx.shape[1], dtype=self.sum_dtype, device=dx.device)
 
     def begin_sum(self, dx_CD: Tensor, rows: slice) -> None:
-        """Begin to sum what was written over the ranks; of tokens that all have, some rows at a time."""
+        """Begin to sum what was written over the ranks."""
         if self.order is None:
-            self.waiting.append((rows, self.group.sum_(dx_CD)))
+            self.waiting = rows, self.group.sum_(dx_CD)
             return
         own, c = self.order.own_rows(rows)
-        self.waiting.append((own, self.group.scatter_sum(dx_CD.view(-1, c, dx_CD.shape[1]))))
+        self.waiting = own, self.group.scatter_sum(dx_CD.view(-1, c, dx_CD.shape[1]))
 
     def finish(self) -> None:
-        """Store the sums that were begun."""
-        for rows, wait in self.waiting:
-            sum_CD = wait()
-            if self.order is not None:
-                self.rows.memory(rows).copy_(sum_CD[: rows.stop - rows.start])
-        if self.waiting:
-            self.rows.store(slice(self.waiting[0][0].start, self.waiting[-1][0].stop))
-        self.waiting.clear()
+        """Store the sum that was begun."""
+        if self.waiting is None:
+            return
+        (rows, wait), self.waiting = self.waiting, None
+        sum_CD = wait()
+        if self.order is not None:
+            self.rows.memory(rows).copy_(sum_CD[: rows.stop - rows.start])
+        self.rows.store(rows)

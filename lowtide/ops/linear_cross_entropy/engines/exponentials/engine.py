@@ -211,7 +211,7 @@ class ExponentialsEngine(LossEngine):
             for rows, row, stat, row_scale_C in chunks:
                 x_chunks = [each.rows(rows) for each in self.operands]
                 if rows.start >= stored.start:
-                    g_CB = memory.stored(shifted(rows, -stored.start), classes)
+                    g_CB = memory.stored(_shifted(rows, -stored.start), classes)
                 else:
                     g_CB = again.chunk(rows.stop - rows.start, classes.stop - classes.start)
                     self._tiles(x_chunks, row, stat, out_CB=g_CB, classes=classes, factor_C=row_scale_C).run()
@@ -438,7 +438,7 @@ class ExponentialsEngine(LossEngine):
         if memory is None:
             return [(slice(0, self.V), None)]
         if rows.start >= stored.start:
-            own = shifted(rows, -stored.start)
+            own = _shifted(rows, -stored.start)
             return [(each, memory.stored(own, each)) for each in blocks(self.V, self.plan.block_classes)]
         C = rows.stop - rows.start
         return [
@@ -450,5 +450,5 @@ class ExponentialsEngine(LossEngine):
         return self.buffer(rows * padded(columns), dtype=self.plan.compute_dtype)
 
 
-def shifted(rows: slice, by: int) -> slice:
+def _shifted(rows: slice, by: int) -> slice:
     return slice(rows.start + by, rows.stop + by)

@@ -232,19 +232,32 @@ class LinearTerm:
                     product(product_CD, e_CB[piece], weight_BD, add=classes.start > 0)
             else:
                 product_CD = sum_CD[piece]
-            row_kernels.input_gradient(
-                product_CD,
-                self.operand.weight_VD,
-                of_piece.target_N,
-                of_piece.ignored_N,
-                row_scale_C[piece],
-                target_weight_coef_C[piece],
-                of_piece.smoothing_coef_N,
-                self.total_weight_D,
-                factor,
-                out_CD[piece],
-            )
+            of_rows = of_piece, row_scale_C[piece], target_weight_coef_C[piece]
+            self.rows_of_product(product_CD, out_CD[piece], *of_rows, factor)
             del product_CD  # free it before another is made
+
+    def rows_of_product(
+        self,
+        product_CD: Tensor,
+        out_CD: Tensor,
+        row: RowCoefs,
+        row_scale_C: Tensor,
+        target_weight_coef_C: Tensor,
+        factor: Tensor | None = None,
+    ) -> None:
+        """Write rows of dX times a factor from their GEMM's result, which may be where they go."""
+        row_kernels.input_gradient(
+            product_CD,
+            self.operand.weight_VD,
+            row.target_N,
+            row.ignored_N,
+            row_scale_C,
+            target_weight_coef_C,
+            row.smoothing_coef_N,
+            self.total_weight_D,
+            factor,
+            out_CD,
+        )
 
     def _empty(self, rows: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, self.operand.D, dtype=dtype, device=self.operand.weight_VD.device)

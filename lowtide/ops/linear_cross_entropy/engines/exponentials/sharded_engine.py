@@ -4,9 +4,8 @@ A rank with a row's target takes its logit as reference, as one process does. An
 largest logit of a few of its classes, so that no rank waits for the target's logit before its GEMM.
 excluded_part_stats.py merges the statistics of all ranks, and says what the merged ones mean.
 
-Each chunk takes all classes of this rank at a time. The GEMMs of dX need no statistics, which
-only scale their rows: the first of them hides the gather. dX goes before dW, some rows at a time,
-whose sum over the ranks runs beside the next GEMM.
+Each chunk takes all classes of this rank at a time. The GEMM of dX needs no statistics, which
+only scale its rows, so it hides their gather. dX goes before dW, which hides its sum over the ranks.
 
 Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 """
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lowtide.core.matmul import blocks, product, sum_of_products
+from lowtide.core.matmul import product, product_of_rows, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
@@ -28,7 +27,6 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
     ExponentialsEngine,
     OfTokens,
     Targets,
-    shifted,
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
@@ -86,7 +84,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         for rows, tokens in sharded_walk.tokens_ahead(self, in_turn):
             row, stat = coefs[rows], stats[rows]
             chunk, merge = self._begin(row, stat, linear, tokens, memory, take_stats, smoothing)
-            self._begin_input_gradient(linear, chunk)
+            products = [self._input_product(term, dx, rows, chunk) for term, dx in zip(linear, summed)]
             own_scale_C = None if merge is None else merge()
             row_scale_C, target_weight_coef_C = row_scale_N[rows], target_weight_coef_N[rows]
             of_rows = stat.target_logit_N, chunk.slope_C, row_scale_C, target_weight_coef_C
@@ -96,7 +94,11 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             if stat.grad_dot_logit_N is not None:
                 self._finish_grad_dot_logit(chunk, row, stat, row_scale_C, target_weight_coef_C)
             of_gradient = row, row_scale_C, target_weight_coef_C
-            self._sum_input_gradients(linear, summed, rows, chunk, *of_gradient)
+            for term, dx, product_CD in zip(linear, summed, products):
+                if dx is not None:
+                    if chunk.exp_CV is not None:
+                        term.rows_of_product(product_CD, product_CD, *of_gradient)
+                    dx.begin_sum(product_CD, rows)
             if targets is None:
                 continue
             class_C, order_C = targets[0][rows], targets[1][rows]
@@ -108,7 +110,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             if db is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], chunk.exp_CV)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, (class_C, order_C))
-            del tokens, chunk, x_CD, target_rows, of_chunk  # free them before the next chunk
+            del tokens, chunk, products, x_CD, target_rows, of_chunk  # free them before the next chunk
         for dx in summed:
             if dx is not None:
                 dx.finish()
@@ -219,41 +221,17 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         if chunk.raw_smooth_C is not None:
             found_C -= row.smoothing_coef_N * chunk.raw_smooth_C
 
-    def _begin_input_gradient(self, linear: list[LinearTerm], chunk: _Chunk) -> None:
-        """Compute the first rows' product of dX, which `write_rows` takes up."""
-        if chunk.exp_CV is not None:
-            linear[0].add_block(chunk.exp_CV[: self.plan.product_rows], slice(0, self.V), None)
-
-    def _sum_input_gradients(
-        self,
-        linear: list[LinearTerm],
-        summed: list[SummedRows | None],
-        rows: slice,
-        chunk: _Chunk,
-        row: RowCoefs,
-        row_scale_C: Tensor,
-        target_weight_coef_C: Tensor,
-    ) -> None:
-        """Form this rank's share of the chunk's rows of dX, and begin to sum them over the ranks.
-
-        The sum of some rows runs beside the GEMM of the next ones. A GEMM of cuBLAS leaves it
-        multiprocessors; the kernel of dW, which comes next, takes all of them until it ends. Rows of
-        tokens that each rank has for itself are in an order of ranks, and go out together.
-        """
-        for term, dx in zip(linear, summed):
-            if dx is None:
-                continue
-            dx_CD = dx.memory(rows)
-            for piece in blocks(dx_CD.shape[0], self.plan.product_rows):
-                if chunk.exp_CV is None:
-                    dx_CD[piece].zero_()
-                else:
-                    of_piece = row[piece], row_scale_C[piece], target_weight_coef_C[piece]
-                    term.write_rows(dx_CD[piece], [(chunk.exp_CV[piece], slice(0, self.V))], *of_piece, None)
-                if self.order is None:
-                    dx.begin_sum(dx_CD[piece], shifted(piece, rows.start))
-            if self.order is not None:
-                dx.begin_sum(dx_CD, rows)
+    def _input_product(
+        self, term: LinearTerm, dx: SummedRows | None, rows: slice, chunk: _Chunk
+    ) -> Tensor | None:
+        """Return the GEMM of the chunk's rows of dX, where these are summed over the ranks."""
+        if dx is None:
+            return None
+        product_CD = dx.memory(rows)
+        if chunk.exp_CV is None:
+            return product_CD.zero_()
+        product_of_rows(product_CD, chunk.exp_CV, term.operand.weight(slice(0, self.V)))
+        return product_CD
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk; those of other ranks come last, like ignored ones."""
