@@ -14,7 +14,7 @@ from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import by_class, takes_data_sharded_head
 from lowtide.ops.linear_cross_entropy.definition import advice
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Backend, Reduction
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import remembered_call
@@ -231,10 +231,15 @@ def linear_cross_entropy(
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.
     """
-    others = linear_bias, weight, logit_scale, row_weight, normalizer
+    others = {
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "logit_scale": logit_scale,
+        "row_weight": row_weight,
+    }
     place = group, first_class, num_classes, segments
     known = None
-    if not tokens_sharded and all(each is None for each in (*others, *place)):
+    if not tokens_sharded and all(each is None for each in (*others.values(), normalizer, *place)):
         call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
         known = remembered_call.signature(input, linear_weight, target, *call_options)
         remembered = None if known is None else remembered_call.run(known, input, linear_weight, target)
@@ -250,10 +255,9 @@ def linear_cross_entropy(
         "workspace": workspace,
         "backend": backend,
     }
-    given = input, linear_weight, target, linear_bias, weight, logit_scale, row_weight
     call, loss = sharding.run_sharded(
         partial(_loss, **options),
-        given,
+        {"input": input, "linear_weight": linear_weight, "target": target, **others},
         group=group,
         first_class=first_class,
         num_classes=num_classes,
@@ -261,27 +265,17 @@ def linear_cross_entropy(
         segments=segments,
     )
     if known is not None:
-        del options["normalizer"]
         remembered_call.remember(known, input, linear_weight, target, **options)
     return call.returned(loss, by_row=reduction == "none")
 
 
-def _loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    **options: Any,
-) -> Tensor:
+def _loss(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Tensor:
     """Compute the loss of this rank's tensors."""
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
-        loss = dispatch.run(*positions.call_of(input, linear_weight, target, linear_bias, weight, **options))
+        loss = dispatch.run(*positions.call_of(input, linear_weight, target, **options))
         rows = (*input.shape[:1], *linear_weight.shape[1:-1])
         return loss.view(rows) if options["reduction"] == "none" else loss
-    return dispatch.cross_entropy(
-        (input,), (linear_weight,), target, linear_bias=linear_bias, weight=weight, **options
-    )
+    return dispatch.cross_entropy((input,), (linear_weight,), target, **options)
 
 
 @advises(advice.INSTEAD_OF, advice.USAGE)
@@ -358,7 +352,14 @@ def linear_log_probs(
     (arxiv.org/abs/2305.18290) and GRPO (arxiv.org/abs/2402.03300); asked for in
     Liger-Kernel issue 873 and TRL issue 7244.
     """
-    given = input, linear_weight, target, linear_bias, None, logit_scale, None
+    tensors = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": None,
+        "logit_scale": logit_scale,
+    }
     options: dict[str, Any] = {
         "softcap": softcap,
         "ignore_index": ignore_index,
@@ -367,7 +368,7 @@ def linear_log_probs(
     }
     call, found = sharding.run_sharded(
         partial(_log_probs, **options),
-        given,
+        tensors,
         group=group,
         first_class=first_class,
         num_classes=num_classes,
@@ -377,9 +378,7 @@ def linear_log_probs(
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 
-def _log_probs(
-    input: Tensor, linear_weight: Tensor, target: Tensor, weight: None, row_weight: None, **options: Any
-) -> tuple[Tensor, ...]:
+def _log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
     """Compute the log-probabilities of this rank's tensors."""
     return dispatch.log_probs((input,), (linear_weight,), target, **options)
 
@@ -460,7 +459,10 @@ class LinearCrossEntropyLoss(nn.Module):
         if weight is not None and weight.shape != (num_classes,):
             raise ArgumentError(f"weight must have shape [{num_classes}], got {list(weight.shape)}")
         no_target = torch.zeros(0) if ignore_index is None else torch.zeros(0, dtype=torch.long)
-        check_loss_options(no_target, None, reduction, ignore_index, label_smoothing, z_loss)
+        given = Arguments(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+        check_loss_options(given, no_target)
         outputs = num_classes * math.prod(out_features)
         self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
         self.logits_shape = (num_classes, *out_features)

@@ -6,7 +6,7 @@ Shapes: N tokens, D_k features of term k, V classes.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
-    Backend,
+    Arguments,
     Head,
     Labels,
     Options,
-    Reduction,
-    normalizer_of,
     scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
@@ -29,11 +27,8 @@ from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_class_target,
     check_head,
     check_ignore_index,
-    check_loss_options,
-    check_normalizer,
-    check_row_weight,
+    check_loss,
 )
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator import (
     autograd,
     fake,  # noqa: F401  registers itself
@@ -61,39 +56,14 @@ def cross_entropy(
     target: Tensor,  # [...] or [..., V]
     *,
     linear_bias: Tensor | None = None,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    ignore_index: int | None = None,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float | Tensor | None = None,
-    z_loss: float = 0.0,
-    row_weight: Tensor | None = None,  # [...]
-    normalizer: float | Tensor | None = None,
-    workspace: int | None = None,
-    backend: Backend = "auto",
-    shard: VocabShard | None = None,
+    **given: Any,
 ) -> Tensor:
-    check_arguments(
-        inputs, linear_weights, target, linear_bias, weight, logit_scale, softcap, workspace, backend
-    )
-    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
-    check_normalizer(normalizer, reduction, inputs[0])
-    check_row_weight(row_weight, inputs[0], inputs[0].shape[:-1])
-    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
-    options = Options.of(
-        inputs[0],
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        workspace=workspace,
-        backend=backend,
-        shard=shard,
-    )
-    normalizer = normalizer_of(normalizer, inputs[0])
-    return run(head, Labels(target, weight, row_weight, normalizer), options)
+    """Compute the loss; `given` are fields of `Arguments`."""
+    arguments, input = Arguments(**given), inputs[0]
+    check_arguments(inputs, linear_weights, target, linear_bias, arguments)
+    check_loss(arguments, target, input, input.shape[:-1])
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(arguments.logit_scale, input))
+    return run(head, Labels.of(target, arguments, input), Options.of(input, arguments))
 
 
 @breaks_old_graphs
@@ -126,29 +96,17 @@ def log_probs(
     target: Tensor,  # [...]
     *,
     linear_bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float | Tensor | None = None,
-    ignore_index: int | None = -100,
-    workspace: int | None = None,
-    backend: Backend = "auto",
-    shard: VocabShard | None = None,
+    **given: Any,
 ) -> LogProbs:
+    """Return the log-probabilities; `given` are the fields of `Arguments` that are not of the loss."""
+    arguments, input = Arguments(reduction="none", **given), inputs[0]
     check_tensors({"linear_weight": linear_weights[0]})
-    check_head(linear_weights[0], sharded=shard is not None)
-    check_arguments(
-        inputs, linear_weights, target, linear_bias, None, logit_scale, softcap, workspace, backend
-    )
+    check_head(linear_weights[0], sharded=arguments.shard is not None)
+    check_arguments(inputs, linear_weights, target, linear_bias, arguments)
     check_class_target(target)
-    check_ignore_index(ignore_index)
-    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(logit_scale, inputs[0]))
-    options = Options.of(
-        inputs[0],
-        ignore_index=ignore_index,
-        softcap=softcap,
-        workspace=workspace,
-        backend=backend,
-        shard=shard,
-    )
+    check_ignore_index(arguments.ignore_index)
+    head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(arguments.logit_scale, input))
+    options = Options.of(input, arguments)
     refuse_sharded_by_definition(head, Labels(target), options)
     if _by_definition(head, options):
         found = reference.linear_log_probs(head, target, options)

@@ -9,6 +9,7 @@ Shapes: N rows, D features, V classes, P positions.
 """
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -16,83 +17,61 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import (
-    Backend,
+    Arguments,
     Head,
     Labels,
     Options,
-    Reduction,
-    normalizer_of,
+    rows_of,
     scale_of,
+    with_rows,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
-    check_loss_options,
-    check_normalizer,
-    check_row_weight,
+    check_loss,
     check_target_dtype,
 )
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 
 
 def call_of(
     input: Tensor,  # [N, D]
     linear_weight: Tensor,  # [V, d1, ..., dK, D]
     target: Tensor,  # [N, d1, ..., dK] or [N, V, d1, ..., dK]
-    linear_bias: Tensor | None,  # [V, d1, ..., dK]
-    weight: Tensor | None,
     *,
-    reduction: Reduction,
-    ignore_index: int | None,
-    label_smoothing: float,
-    softcap: float | None,
-    logit_scale: float | Tensor | None,
-    z_loss: float,
-    row_weight: Tensor | None,  # [N, d1, ..., dK]
-    normalizer: float | Tensor | None,
-    workspace: int | None,
-    backend: Backend,
-    shard: VocabShard | None = None,
+    linear_bias: Tensor | None,  # [V, d1, ..., dK]
+    **given: Any,
 ) -> tuple[Head, Labels, Options]:
-    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] if P = 1."""
+    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] if P = 1.
+
+    `given` are fields of `Arguments`.
+    """
+    arguments = Arguments(**given)
     check_tensors({"input": input, "linear_weight": linear_weight, "target": target})
     if linear_bias is not None:
         check_tensors({"linear_bias": linear_bias})
     check_target_dtype(target)
     V, *dims = linear_weight.shape[:-1]
     probabilities = target.is_floating_point()
-    _check_shapes(input, linear_weight, target, linear_bias, sharded=shard is not None)
-    check_loss_options(target, weight, reduction, ignore_index, label_smoothing, z_loss)
+    _check_shapes(input, linear_weight, target, linear_bias, sharded=arguments.shard is not None)
     N, D = input.shape[0], linear_weight.shape[-1]
     check_arguments(  # of one position, and there may be none
         (input,),
         (_like(linear_weight, V, D),),
         _like(target, N, V) if probabilities else _like(target, N),
         None if linear_bias is None else _like(linear_bias, V),
-        *(weight, logit_scale, softcap, workspace, backend),
+        arguments,
     )
-    check_normalizer(normalizer, reduction, input)
-    check_row_weight(row_weight, input, (N, *dims))
-    options = Options.of(
-        input,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        workspace=workspace,
-        backend=backend,
-        shard=shard,
-    )
-    first = 0 if math.prod(dims) == 1 else 1  # one position has no dimension of its own
+    check_loss(arguments, target, input, (N, *dims))
+    # One position has no dimension of its own.
+    joined = len(dims) + 1 if math.prod(dims) == 1 else len(dims)
     head = Head(
         (input,),
-        (linear_weight.flatten(first, -2),),
-        None if linear_bias is None else linear_bias.flatten(first),
-        scale_of(logit_scale, input),
+        (linear_weight.flatten(-joined - 1, -2),),
+        None if linear_bias is None else linear_bias.flatten(-joined),
+        scale_of(arguments.logit_scale, input),
     )
-    row_weight = None if row_weight is None else row_weight.flatten(first)
-    target = target.flatten(first + 1 if probabilities else first)
-    return head, Labels(target, weight, row_weight, normalizer_of(normalizer, input)), options
+    labels = Labels.of(target, arguments, input)
+    labels = with_rows(labels, [each.flatten(-joined) for each in rows_of(labels).values()])
+    return head, labels, Options.of(input, arguments)
 
 
 def _check_shapes(

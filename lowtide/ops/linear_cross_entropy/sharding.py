@@ -11,7 +11,7 @@ Shapes: N tokens, D features, V classes of all ranks, V_r of this one.
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,7 +28,8 @@ from lowtide.ops.linear_cross_entropy.definition.vocab_shard import (
 )
 from lowtide.ops.linear_cross_entropy.planning import agreement
 
-TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale", "row_weight")
+TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale")
+"""The tensors whose places are told here; any other one of a call is divided as its tokens are."""
 
 ResultT = TypeVar("ResultT")
 
@@ -59,13 +60,12 @@ class ShardedCall:
 
 
 def run_sharded(
-    compute: Callable[..., ResultT], given: Sequence[Any], *, group: Any, **place: Any
+    compute: Callable[..., ResultT], tensors: dict[str, Any], *, group: Any, **place: Any
 ) -> tuple[ShardedCall, ResultT]:
     """Return this rank's part of a call, and what `compute` makes of its tensors and its shard.
 
-    `given` are the arguments in TENSORS.
+    `tensors` are those of `sharded_call`.
     """
-    tensors = dict(zip(TENSORS, given))
     with telling_errors(tensors, group):
         call = sharded_call(tensors, group=group, **place)
         return call, compute(**call.tensors, shard=call.shard)
@@ -106,7 +106,8 @@ def sharded_call(
 ) -> ShardedCall:
     """Return this rank's part of a call; that of a head that is not sharded is the call itself.
 
-    `tensors` are the arguments in TENSORS, by name; those that are not given are None.
+    `tensors` are the arguments in TENSORS, by name, and those with an entry for each row; those that
+    are not given are None.
     """
     numbers = (first_class, num_classes, segments)
     named = group is not None or numbers != (None, None, None) or tokens_sharded
@@ -266,15 +267,14 @@ def _of_dtensors(tensors: dict[str, Any], num_classes: int | None, tokens_sharde
         class_weight = local("weight", class_weight, tuple(whole))
     if isinstance(class_weight, Tensor) and not is_dtensor(class_weight) and class_weight.shape == (V,):
         class_weight = class_weight.narrow(0, shard.first_class, own_weight.shape[0])
-    own = {
-        "input": local("input", input, tokens_placements),
-        "linear_weight": own_weight,
-        "target": local("target", target, target_placements),
-        "linear_bias": local("linear_bias", tensors["linear_bias"], placed(Shard(0))),
-        "weight": local("weight", class_weight, placed(Shard(0))),
-        "logit_scale": local("logit_scale", tensors["logit_scale"], tuple(whole)),
-        "row_weight": local("row_weight", tensors["row_weight"], tokens_placements),
+    placements = {
+        "target": target_placements,
+        "linear_bias": placed(Shard(0)),
+        "weight": placed(Shard(0)),
+        "logit_scale": tuple(whole),
     }
+    own = tensors | {"linear_weight": own_weight, "weight": class_weight}  # no DTensor of classes is left
+    own = {name: local(name, each, placements.get(name, tokens_placements)) for name, each in own.items()}
     return ShardedCall(own, shard, input if is_dtensor(input) else None)
 
 

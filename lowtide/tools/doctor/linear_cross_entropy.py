@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options, scale_of
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator.planner import (
@@ -133,24 +133,20 @@ class Call:
             if self.probabilities is not None:
                 target = torch.empty(N, V, dtype=self.probabilities, device=self.device)
             class_weight_V = self._empty(V) if self.weight else None
-            check_arguments(
-                *((input_ND,), (weight_VD,), target, bias_V, class_weight_V),
-                *(self.logit_scale, self.softcap, self.workspace, self.backend),
-            )
-            check_loss_options(
-                target, class_weight_V, self.reduction, None, self.label_smoothing, self.z_loss
-            )
-            options = Options.of(
-                input_ND,
-                ignore_index=None,
+            arguments = Arguments(
+                logit_scale=self.logit_scale,
                 softcap=self.softcap,
-                workspace=self.workspace,
-                backend=self.backend,
+                weight=class_weight_V,
                 reduction=self.reduction,
                 label_smoothing=self.label_smoothing,
                 z_loss=self.z_loss,
+                workspace=self.workspace,
+                backend=self.backend,
                 shard=self._shard() if self.ranks > 1 or self.segments else None,
             )
+            check_arguments((input_ND,), (weight_VD,), target, bias_V, arguments)
+            check_loss_options(arguments, target)
+            options = Options.of(input_ND, arguments)
             call_kind = CallKind(needs_grad, self.log_probs, self.probabilities, self.weight)
             scale = scale_of(self.logit_scale, input_ND)
             return PlannedCall(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)

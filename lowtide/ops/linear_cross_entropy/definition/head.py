@@ -11,7 +11,7 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +21,24 @@ from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "triton", "torch", "reference"]
+
+
+class Arguments(NamedTuple):
+    """Hold the options of a call as the caller gave them; input, weight, bias and target are apart."""
+
+    logit_scale: float | Tensor | None = None
+    softcap: float | None = None
+    weight: Tensor | None = None  # class weights [V]
+    reduction: str = "mean"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    row_weight: Tensor | None = None  # [...]; of a K-dimensional loss [N, d1, ..., dK]
+    normalizer: float | Tensor | None = None
+    workspace: int | None = None
+    backend: str = "auto"
+    shard: VocabShard | None = None
+    """The place of this rank's classes; None for a head that is not sharded."""
 
 
 class Head(NamedTuple):
@@ -83,11 +101,10 @@ class Labels(NamedTuple):
     row_weight: Tensor | None = None  # [...]; of a K-dimensional loss [N, P]
     normalizer: Tensor | None = None  # 0-d
 
-    @property
-    def by_row(self) -> dict[str, Tensor]:
-        """Return the tensors that have an entry for each row."""
-        rows = {"target": self.target, "row_weight": self.row_weight}
-        return {name: each for name, each in rows.items() if each is not None}
+    @classmethod
+    def of(cls, target: Tensor, arguments: Arguments, input: Tensor) -> "Labels":
+        normalizer = normalizer_of(arguments.normalizer, input)
+        return cls(target, arguments.weight, arguments.row_weight, normalizer)
 
     @property
     def given(self) -> tuple[Tensor, ...]:
@@ -95,9 +112,32 @@ class Labels(NamedTuple):
 
     def at_positions(self) -> list["Labels"]:
         """Return the labels of each position."""
-        names, tensors = self.by_row.keys(), self.by_row.values()
-        parts = zip(*(each.unbind(-1) for each in tensors))
-        return [self._replace(**dict(zip(names, each))) for each in parts]
+        positions = zip(*(each.unbind(-1) for each in rows_of(self).values()))
+        return [with_rows(self, rows) for rows in positions]
+
+
+BY_ROW = ("target", "row_weight")
+"""The fields of Labels that have an entry for each row."""
+
+
+# Functions, since Dynamo of torch 2.11 follows neither a property of Labels nor Labels._replace.
+
+
+def rows_of(labels: Labels) -> dict[str, Tensor]:
+    """Return the tensors that have an entry for each row, by name."""
+    rows = {}
+    for name in BY_ROW:
+        tensor = getattr(labels, name)
+        if tensor is not None:
+            rows[name] = tensor
+    return rows
+
+
+def with_rows(labels: Labels, rows: Iterable[Tensor]) -> Labels:
+    """Return the labels with other tensors in place of those that `rows_of` returns."""
+    each = iter(rows)
+    target, row_weight = next(each), None if labels.row_weight is None else next(each)
+    return Labels(target, labels.class_weight, row_weight, labels.normalizer)
 
 
 class Options(NamedTuple):
@@ -137,33 +177,19 @@ class Options(NamedTuple):
     segments: int = 0
 
     @classmethod
-    def of(
-        cls,
-        input: Tensor,
-        *,
-        ignore_index: int | None,
-        softcap: float | None,
-        workspace: int | None,
-        backend: str,
-        reduction: str = "none",
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        shard: VocabShard | None = None,
-    ) -> "Options":
-        """Make options of checked arguments: plain numbers, and what None stands for.
-
-        `shard` is None for a head that is not sharded.
-        """
-        smoothing = float(label_smoothing)
+    def of(cls, input: Tensor, arguments: Arguments) -> "Options":
+        """Make options of checked arguments: plain numbers, and what None stands for."""
+        ignore_index, shard = arguments.ignore_index, arguments.shard
+        smoothing = float(arguments.label_smoothing)
         return cls(
-            reduction=reduction,
+            reduction=arguments.reduction,
             ignore_index=-100 if ignore_index is None else operator.index(ignore_index),
             label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0, or NaN: as 0
-            z_loss=float(z_loss),
-            softcap=float(softcap or 0),
+            z_loss=float(arguments.z_loss),
+            softcap=float(arguments.softcap or 0),
             compute_dtype=compute_dtype(input),
-            workspace=capped(workspace),
-            backend=backend,
+            workspace=capped(arguments.workspace),
+            backend=arguments.backend,
             **({} if shard is None else shard._asdict()),
         )
 

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, number_beside
+from lowtide.ops.linear_cross_entropy.definition.head import (
+    Head,
+    Labels,
+    Options,
+    number_beside,
+    rows_of,
+    with_rows,
+)
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 
 
@@ -92,9 +99,8 @@ def flat_target(target: Tensor) -> Tensor:
 
 
 def flat_labels(labels: Labels) -> Labels:
-    row_weight = None if labels.row_weight is None else labels.row_weight.flatten()
-    # Not labels._replace: Dynamo of torch 2.11 returns an empty tuple for it.
-    return Labels(flat_target(labels.target), labels.class_weight, row_weight, labels.normalizer)
+    target, *rest = rows_of(labels).values()
+    return with_rows(labels, (flat_target(target), *(each.flatten() for each in rest)))
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]

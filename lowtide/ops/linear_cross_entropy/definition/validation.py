@@ -25,7 +25,7 @@ from lowtide.core.checks import (
 )
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition import advice
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Backend, Reduction
 
 REDUCTIONS = get_args(Reduction)
 BACKENDS = get_args(Backend)
@@ -37,12 +37,10 @@ def check_arguments(
     linear_weights: Sequence[Tensor],  # each [V, D_k]
     target: Tensor,  # [...] or [..., V]
     linear_bias: Tensor | None,  # [V]
-    weight: Tensor | None,  # [V]
-    logit_scale: object,
-    softcap: object,
-    workspace: object,
-    backend: str,
+    arguments: Arguments,
 ) -> None:
+    """Check the tensors of a call, but those of its rows, and the options that each function takes."""
+    weight, logit_scale = arguments.weight, arguments.logit_scale
     if len(inputs) != len(linear_weights) or not inputs:
         raise ArgumentError(
             "inputs and linear_weights must be as many, and one at least, "
@@ -60,7 +58,7 @@ def check_arguments(
         named["logit_scale"] = logit_scale
     check_tensors(named)
     check_target_dtype(target)
-    _check_head_options(logit_scale, softcap, workspace, backend)
+    _check_head_options(arguments)
     for k, (input, linear_weight) in enumerate(zip(inputs, linear_weights)):
         names = ("input", "linear_weight") if k == 0 else (f"inputs[{k}]", f"linear_weights[{k}]")
         check_term(names, input, linear_weight)
@@ -69,19 +67,21 @@ def check_arguments(
     _check_dtypes(named)
 
 
-def check_loss_options(
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    ignore_index: object,
-    label_smoothing: object,
-    z_loss: object,
-) -> None:
-    check_choice("reduction", reduction, REDUCTIONS)
+def check_loss(arguments: Arguments, target: Tensor, input: Tensor, rows: Sequence[int]) -> None:
+    """Check the options of the loss; each tensor of the rows has the shape `rows`."""
+    check_loss_options(arguments, target)
+    check_normalizer(arguments.normalizer, arguments.reduction, input)
+    _check_row_weight(arguments.row_weight, input, rows)
+
+
+def check_loss_options(arguments: Arguments, target: Tensor) -> None:
+    """Check the options of the loss that are no tensors of the call."""
+    ignore_index, z_loss, weight = arguments.ignore_index, arguments.z_loss, arguments.weight
+    check_choice("reduction", arguments.reduction, REDUCTIONS)
     check_ignore_index(ignore_index)
-    _check_smoothing(label_smoothing)
+    _check_smoothing(arguments.label_smoothing)
     check_number("z_loss", z_loss)
-    if not 0 <= z_loss < math.inf:  # type: ignore[operator]
+    if not 0 <= z_loss < math.inf:
         raise ArgumentError(f"z_loss must be a finite number of at least 0, got {z_loss}")
     if target.is_floating_point():
         if ignore_index is not None:
@@ -95,8 +95,7 @@ def check_loss_options(
         )
 
 
-def check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
-    """Check row weights, which need one number for each entry of the shape `rows`."""
+def _check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
     if row_weight is None:
         return
     check_tensors({"row_weight": row_weight})
@@ -217,10 +216,11 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
         )
 
 
-def _check_head_options(logit_scale: object, softcap: object, workspace: object, backend: str) -> None:
-    check_choice("backend", backend, BACKENDS)
-    check_workspace(workspace)
-    check_softcap("softcap", softcap)
+def _check_head_options(arguments: Arguments) -> None:
+    check_choice("backend", arguments.backend, BACKENDS)
+    check_workspace(arguments.workspace)
+    check_softcap("softcap", arguments.softcap)
+    logit_scale = arguments.logit_scale
     if isinstance(logit_scale, Tensor):
         if logit_scale.dim() != 0 or not logit_scale.is_floating_point():
             raise ArgumentError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of, with_rows
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import workspace_bytes
 
@@ -86,21 +86,18 @@ def _by_rows(
     options: Options,
 ) -> Tensors:
     head = reference.flat(head, options)
-    # Not labels.by_row: Dynamo of torch 2.11 fails on that property.
-    terms, by_row = len(head.inputs), {"target": labels.target}
-    if labels.row_weight is not None:
-        by_row["row_weight"] = labels.row_weight
+    terms, by_row = len(head.inputs), rows_of(labels).values()
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
         rest = iter(whole[terms:])
         bias, scale, weight = (
             None if own is None else next(rest) for own in (head.bias, head.scale, labels.class_weight)
         )
-        own = labels._replace(**dict(zip(by_row, rows[terms:])), class_weight=weight)
+        own = with_rows(labels._replace(class_weight=weight), rows[terms:])
         return function(Head(rows[:terms], whole[:terms], bias, scale), own), ()
 
     rows = rows_of_copies(head.classes, COPIES, options.sum_dtype, options.workspace, head.device)
     whole = (*head.weights, head.bias, head.scale, labels.class_weight)
     return Rowwise(chunk, terms + len(by_row), results, rows)(
-        *head.inputs, *by_row.values(), *(each for each in whole if each is not None)
+        *head.inputs, *by_row, *(each for each in whole if each is not None)
     )

@@ -21,7 +21,7 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.core.pending_gradient import finish_eagerly
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of, with_rows
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
@@ -53,10 +53,9 @@ from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
-OPTIONS = (
-    "bool[] needs_grad, str reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, "
-    "bool few_tokens, str engine, int? dense, ScalarType compute_dtype, int? workspace, str backend, "
-    "str group, int ranks, int first_class, int num_classes, bool tokens_sharded, int segments"
+SCHEMA_TYPES = {torch.dtype: "ScalarType", int | None: "int?"}  # others by their own names
+OPTIONS = "bool[] needs_grad" + "".join(
+    f", {SCHEMA_TYPES.get(kind) or kind.__name__} {name}" for name, kind in get_type_hints(Options).items()
 )
 
 
@@ -348,16 +347,20 @@ def _planned(
 def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> tuple[Head, Labels]:
     """Make the results NaN if `differ` is True: by a scale, weights, or targets that are no class."""
 
-    def nan(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.masked_fill(differ, torch.nan)
+    def marked(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.masked_fill(differ, torch.nan)
+        return tensor.long().masked_fill(differ, -1 if options.ignore_index != -1 else -2)
 
-    target = labels.target
-    if not target.is_floating_point() and not options.tokens_sharded:
-        target = target.long().masked_fill(differ, -1 if options.ignore_index != -1 else -2)
-    labels = labels._replace(
-        target=target, row_weight=nan(labels.row_weight), normalizer=nan(labels.normalizer)
-    )
-    return head.of([*head.inputs, *head.weights, head.bias, nan(head.scale)]), labels
+    if not options.tokens_sharded:
+        target, *others = rows_of(labels).values()
+        # Each rank has the class probabilities of its own classes, which are not compared.
+        target = target if target.is_floating_point() else marked(target)
+        labels = with_rows(labels, [target, *map(marked, others)])
+    if labels.normalizer is not None:
+        labels = labels._replace(normalizer=marked(labels.normalizer))
+    scale = None if head.scale is None else marked(head.scale)
+    return head.of([*head.inputs, *head.weights, head.bias, scale]), labels
 
 
 def call_kind_of(

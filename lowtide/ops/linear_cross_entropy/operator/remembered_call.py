@@ -19,7 +19,7 @@ from lowtide.core import torch_private
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.autograd import differentiated_loss
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, unreadable_operands, with_graph_facts
@@ -93,7 +93,7 @@ def remember(known: Signature, input: Tensor, linear_weight: Tensor, target: Ten
 
 
 def _entry(head: Head, target: Tensor, given: dict[str, Any]) -> Entry | None:
-    options = Options.of(head.inputs[0], **given)
+    options = Options.of(head.inputs[0], Arguments(**given))
     tracked = torch.is_grad_enabled()
     needs_grad = (*(tracked and each.requires_grad for each in (*head.inputs, *head.weights)), False, False)
     if options.reduction == "none" or not any(needs_grad) or head.by_position or target.requires_grad:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.planning import equal_values
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
@@ -216,9 +216,9 @@ def _tell(name: str, error: Exception) -> None:
 
 def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
     """Return what must be equal on all ranks of a call of the loss, by name, for JSON."""
-    shared = ("reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "engine")
+    own = ("few_tokens", "dense", "compute_dtype", "workspace", "backend", *VocabShard._fields)
     given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
-    facts = {name: getattr(options, name) for name in shared}
+    facts = {name: value for name, value in options._asdict().items() if name not in own}
     facts["input's features"] = [each.shape[-1] for each in head.inputs]
     facts["input's dtype"] = str(options.compute_dtype)
     facts["arguments"] = [name for name, each in given.items() if each is not None]
@@ -234,10 +234,11 @@ def equal_tensors_of(
     tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
     if options.tokens_sharded:
         return tensors
-    tensors["row_weight"] = labels.row_weight
+    by_row = rows_of(labels)
+    target = by_row.pop("target")
     if not call_kind.probabilities:  # of which each rank has those of its own classes
-        tensors["target"] = labels.target.long()
-    return tensors
+        by_row["target"] = target.long()
+    return tensors | by_row
 
 
 def _text_of(tensor: Tensor) -> str:

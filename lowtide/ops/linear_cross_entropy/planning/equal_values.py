@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
+from lowtide.ops.linear_cross_entropy.definition import head
 
-BY_ROW = ("target", "row_weight", "ignored")
+BY_ROW = (*head.BY_ROW, "ignored")  # and what distillation takes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # as in SplitMix64: odd, its bits are as if drawn
 
