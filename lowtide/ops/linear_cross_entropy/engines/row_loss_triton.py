@@ -1,7 +1,9 @@
 """Compute the vectors of the rows, the factor of a mean and the loss, each in one Triton launch.
 
 Plain torch takes some thirty launches of a few numbers each, and a small call waits for them.
-row_math_triton.py has the formulas. Sums have a fixed order.
+row_math.py has the formulas. Sums have a fixed order.
+
+With label smoothing e and z-loss l, target_share is 1 - e, smoothing_share is e/V, and lse_share 2 l.
 
 Shapes: N tokens, V classes.
 """
@@ -20,7 +22,6 @@ from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import order_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import logsumexp, row_coefs, row_loss
 
 # Rows that a program takes at a time; only one program takes a sum.
 BLOCK, WARPS = 512, 4
@@ -64,25 +65,23 @@ def _row_vectors_kernel(
     if row_weight_N_ptr is not None:
         places = rows * row_weight_stride
         upstream *= tl.load(row_weight_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    total_weight = V
-    if total_weight_ptr is not None:
-        total_weight = tl.load(total_weight_ptr)
-    softmax_coef, target_coef, smoothing_coef, lse_coef = row_coefs(
-        tl.where(ignored, 0.0, upstream), weight, total_weight, target_share, smoothing_share, lse_share,
-        SMOOTHED=smoothing_coef_N_ptr is not None,
-    )  # fmt: skip
     if target_N_ptr is not None:
         tl.store(target_N_ptr + rows, target, mask=inside)
         tl.store(ignored_N_ptr + rows, ignored, mask=inside)
         tl.store(target_weight_N_ptr + rows, weight, mask=inside)
     if invalid_target_N_ptr is not None:
         tl.store(invalid_target_N_ptr + rows, invalid, mask=inside)
+    upstream = tl.where(ignored, 0.0, upstream)
+    target_coef = weight * target_share * upstream
     tl.store(target_coef_N_ptr + rows, target_coef, mask=inside)
     if smoothing_coef_N_ptr is not None:
+        smoothing_coef = upstream * smoothing_share
+        total_weight = V if total_weight_ptr is None else tl.load(total_weight_ptr)
+        softmax_coef = target_coef + smoothing_coef * total_weight
         tl.store(softmax_coef_N_ptr + rows, softmax_coef, mask=inside)
         tl.store(smoothing_coef_N_ptr + rows, smoothing_coef, mask=inside)
     if lse_coef_N_ptr is not None:
-        tl.store(lse_coef_N_ptr + rows, lse_coef, mask=inside)
+        tl.store(lse_coef_N_ptr + rows, upstream * lse_share, mask=inside)
     if factor_ptr is not None:
         kept = (inside & (label != ignore_index)).to(tl.int32)
         _store_mean(tl.where(inside, weight, 0.0), kept, normalizer_ptr, denominator_ptr, factor_ptr)
@@ -138,22 +137,19 @@ def _loss_kernel(
         inside = rows < N
         ignored = tl.load(ignored_N_ptr + rows, mask=inside, other=1) != 0
         weight = tl.load(target_weight_N_ptr + rows, mask=inside, other=0.0)
-        nll = tl.load(nll_N_ptr + rows, mask=inside, other=0.0)
-        smooth_nll = None
+        loss = weight * target_share * tl.load(nll_N_ptr + rows, mask=inside, other=0.0)
         if smooth_nll_N_ptr is not None:
-            smooth_nll = tl.load(smooth_nll_N_ptr + rows, mask=inside, other=0.0)
-        lse = None
+            loss += tl.load(smooth_nll_N_ptr + rows, mask=inside, other=0.0) * smoothing_share
         if Z_LOSS:
-            logit = None
-            if target_logit_N_ptr is not None:
-                logit = tl.load(target_logit_N_ptr + rows, mask=inside, other=0.0)
             max = tl.load(max_N_ptr + rows, mask=inside, other=0.0)
-            lse = logsumexp(max, tl.load(sum_N_ptr + rows, mask=inside, other=1.0), logit)
-        row_weight = None
+            sum = tl.load(sum_N_ptr + rows, mask=inside, other=1.0)
+            if target_logit_N_ptr is not None:  # which the sum leaves out
+                sum += tl.exp(tl.load(target_logit_N_ptr + rows, mask=inside, other=0.0) - max)
+            lse = tl.log(sum) + max
+            loss += z_loss * lse * lse
         if row_weight_N_ptr is not None:
             places = rows * row_weight_stride
-            row_weight = tl.load(row_weight_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        loss = row_loss(weight, nll, smooth_nll, lse, row_weight, target_share, smoothing_share, z_loss)
+            loss *= tl.load(row_weight_N_ptr + places, mask=inside, other=0.0).to(tl.float32)
         loss = tl.where(ignored, 0.0, loss)
         if loss_N_ptr is not None:
             tl.store(loss_N_ptr + rows, loss, mask=inside)
