@@ -12,6 +12,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *SITE]
 INDEX = ROOT / "docs" / "decisions" / "index.md"
 RECORDS = sorted(INDEX.parent.glob("0*.md"))
 FILES = [path for top in ("lowtide", "tests", "examples") for path in (ROOT / top).rglob("*.py")]
+FILE_NAMES = {path.stem for path in FILES}
 COLUMNS = 100
 
 
@@ -55,6 +56,15 @@ def test_files_named_exist(page):
     known = [f"/{path.relative_to(ROOT).as_posix()}" for path in FILES]
     for file in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
         assert "NAME" in file or any(path.endswith(f"/{file}") for path in known), file
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_names_in_text_occur_in_code(page):
+    """A name alone, as `whole_softmax_coef` or `Plan.rows`: no page keeps that of something renamed."""
+    words = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
+    names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", (ROOT / page).read_text())
+    assert len(names) > 20
+    assert not [name for name in names if not {*name.removesuffix(".py").split(".")} <= words | FILE_NAMES]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name[:4])
