@@ -191,7 +191,7 @@ def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> 
 
 
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """Return vectors [K, R] matrix [R, S], exact to float32.
+    """Return the product of vectors [K, R] and a matrix [R, S], exact to float32.
 
     If the matrix is half precision, each float32 vector is written as a sum of three vectors of the
     matrix's dtype.

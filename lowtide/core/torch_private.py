@@ -23,27 +23,27 @@ def _find(path: str) -> Any:
 
 
 def _keep_always() -> bool:
-    """Count every graph as retained: gradients are scaled into new memory."""
+    """Assume that every graph is retained: gradients are scaled into new memory."""
     return True
 
 
 def _many_modes() -> int:
-    """Count on a mode: numbers that only a check would read are not read."""
+    """Assume that a mode is on: numbers that only a check would read are not read."""
     return 1
 
 
 def _profiled() -> bool:
-    """Count on a profile, whose operators are to have their names."""
+    """Assume that a profile is recorded, in which operators are to have their names."""
     return True
 
 
 def _hooks_unknown(_: bool = True) -> tuple[None, None]:
-    """Count on hooks of saved tensors, whose owner is not known."""
+    """Assume hooks of saved tensors, whose owner is not known."""
     return None, None
 
 
 def _level_unknown() -> int | None:
-    """Count on a transform, but not in a graph, where torch.compile finds those at work."""
+    """Assume that a transform is at work; not in a graph, where torch.compile finds them."""
     return None if torch.compiler.is_compiling() else 0
 
 
@@ -102,7 +102,7 @@ _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 def sdp_settings() -> tuple[object, ...]:
     """Return the settings by which torch chooses one of its attention kernels.
 
-    Without the order of their priorities no two answers are equal.
+    Where torch does not tell the order in which it prefers them, no two answers are equal.
     """
     cuda = torch.backends.cuda
     return (

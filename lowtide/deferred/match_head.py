@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.recorded.sharded import detached, takes_vector
 
-# float16 inputs can be multiplied by a float in this range and keep most of theirs.
+# Most digits of float16 inputs are left if they are multiplied by a float in this range.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6
 # float32 represents a float in this range with all its digits.
 NORMAL = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -154,9 +154,9 @@ def _sum_of_biases(head: LinearHead, one: Tensor | None, other: Tensor | None) -
 
 
 def _unscaled(head: LinearHead) -> LinearHead | None:
-    """Multiply the inputs by the scale; an adapter's inputs are small.
+    """Multiply the inputs by the scale; return None if half-precision ones might lose digits.
 
-    Half-precision inputs must not underflow or overflow by it.
+    That copies the inputs, which are small where they are an adapter's.
     """
     factor = head.factor
     if _is_one(factor):

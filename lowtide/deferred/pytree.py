@@ -35,7 +35,7 @@ class LogitsLeaf(Tensor):
             return _register_hook(*args, **kwargs or {})
         if name == "__get__" and isinstance(args[0], LogitsLeaf):
             return _attribute(args[0], function.__self__.__name__)
-        # An autograd.Function that passes its inputs on, as DistributedDataParallel has one.
+        # An autograd.Function passes its inputs on; that of DistributedDataParallel does.
         if name in ("clone", "view_as") and in_function() and not torch.is_grad_enabled():
             copy = super().__torch_function__(function, types, args, kwargs)
             return _made(copy, args[0].logits, copied=True)

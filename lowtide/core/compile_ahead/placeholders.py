@@ -1,7 +1,7 @@
 """Run a function of tensors on placeholders without memory, to find out what it would do.
 
-Torch's own, its fake tensors, import SymPy and Dynamo with their first operation, which takes 2 to
-3 s.
+Torch has placeholders too, its fake tensors. Their first operation imports SymPy and Dynamo, which
+takes 2 to 3 s.
 """
 
 from collections.abc import Callable
@@ -86,8 +86,9 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the results of an operation as tensors on the meta device.
 
     Torch's kernels for that device are used for views and new tensors alone. Others are in Python,
-    and import SymPy or Dynamo. There the operation itself runs on the CPU, with a few ones for each
-    argument: of each size of the arguments it gets a small one, which is then turned back.
+    and import SymPy or Dynamo. In their place the operation itself runs on the CPU, on small
+    tensors of ones: a small size stands for each size of the arguments, and is replaced by it in
+    the results.
     """
     tensors = _tensors_in((args, kwargs))
     other_sizes = func.overloadpacket in OF_OTHER_SIZES
@@ -125,7 +126,7 @@ def _meta_of(tensor: Tensor) -> Tensor:
 
 
 def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
-    """Return values, of lists and tuples, with each tensor's result in its place."""
+    """Return the values (lists and tuples too) with function(tensor) in place of each tensor."""
     return pytree.tree_map_only(Tensor, function, values)
 
 

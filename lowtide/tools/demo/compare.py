@@ -50,8 +50,7 @@ def train_apart(config: Config) -> Run:
     """Train in a fresh process, so that memory left by one loss is not counted for the other."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=die_with_parent) as child:
-        # Ctrl-C is for this process alone, which ends the child: two would answer, one with a
-        # traceback.
+        # Only this process answers Ctrl-C, and it ends the child, which would print a traceback.
         answer = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             result = child.submit(train, config)

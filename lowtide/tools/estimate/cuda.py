@@ -2,8 +2,8 @@
 
 A build of torch without CUDA has no autograd for tensors of that device, fake or not.
 
-CUDA's own kernels save and make other tensors than the CPU's. `Functions` calls those kernels'
-operators. `Operators` adds the memory that an operator holds while it runs, which no tensor shows.
+CUDA's own kernels save and return other tensors than the CPU's. `Functions` calls the operators of
+CUDA's kernels. `Operators` adds the memory that an operator holds while it runs, which no tensor shows.
 
 Shapes: B sequences, H heads, M queries, N keys, K features of a head; V classes.
 """
@@ -146,7 +146,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def _on_device(self, func: Any, args: Any) -> list[Tensor] | None:
-        """Return results shaped as on the device, where the loss holds its workspace meanwhile."""
+        """Return results shaped as on the device; the loss's workspace is held while they are made."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
             call = moved_call(func, args, self._stand_in)

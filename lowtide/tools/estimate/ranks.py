@@ -46,8 +46,8 @@ def mesh_of(setting: Setting, name: str) -> Any:
 def _hidden() -> Iterator[None]:
     """Hide from all modes what DTensor and meshes compute for themselves, and no rank holds.
 
-    That are the whole tensors by which DTensor learns the shape of a result, which are fake on real
-    ranks, too, and the numbers of ranks of a mesh, which are real.
+    DTensor learns the shape of a result from tensors of the whole size, which are fake on real
+    ranks, too. A mesh computes with the numbers of its ranks, in a tensor that is real.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

@@ -20,7 +20,9 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def gather_parts(mine_p: Tensor, agreement: Agreement) -> Callable[[], Tensor]:
-    """Begin to gather [p, ...] of each rank; return what waits for [P, ...], in order of classes.
+    """Begin to gather [p, ...] of each rank; return a function that waits and returns [P, ...].
+
+    The parts are in the order of their classes.
 
     Each rank sends as many parts as the rank with the most has.
     """
@@ -41,7 +43,9 @@ def begin_merge(
     agreement: Agreement,
     weight_P: Tensor | None,
 ) -> Callable[[], None]:
-    """Take the statistics of this rank's parts and begin to gather; return what merges into out.
+    """Take the statistics of this rank's parts and begin to gather them from all ranks.
+
+    Return a function that merges all parts into `out`.
 
     `own` are the parts among this rank's classes, each with the number of its first class among
     all. `take_stats` takes the statistics of such a part. `target_logit_C` is 0 where the target is

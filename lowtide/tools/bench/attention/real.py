@@ -8,13 +8,13 @@ has the numbers. `checked` names where they were read when this table was made:
 * code: the code or config of the repository that `source` names;
 * nothing: the numbers are as its authors describe the model, and were not read again.
 
-What is around attention is left out, as no implementation has it: the cosine of SwinV2 and its
-scale are in the query, the gate of AlphaFold is on the result. T5, which does not scale its scores,
-begins with weights that do. A bias that a model computes from its inputs takes a gradient as one
-that it learns; slopes of ALiBi take none.
+No implementation computes what models do around attention, so it is left out: SwinV2 takes a cosine
+and a scale before, in the query, and AlphaFold applies a gate after, to the result. T5 does not
+scale its scores; its weights do. A bias takes a gradient if the model learns it or computes it from
+its inputs; the slopes of ALiBi take none.
 
-Windows of an image that have masks of their own are heads here, as the bias is the same for all
-images: H 128 is 16 windows of 8 heads.
+Windows of an image that have masks of their own count as heads here, since the bias is the same for
+all images: H 128 is 16 windows of 8 heads.
 """
 
 from dataclasses import dataclass, replace

@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASS
 
 
 class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
-    """Walk over the chunks of one call, of whose classes this rank has some."""
+    """Walk over the chunks of a call whose classes are divided over ranks."""
 
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
@@ -118,11 +118,11 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
         return e_CV, merge
 
     def _target_weights(self, row: RowCoefs) -> Tensor:  # [C, D]
-        """Return the weight of each row's target, of any class where it is another rank's."""
+        """Return the weight of each row's target; where another rank has that, of any class."""
         return self.operands[0].weight_VD[row.target_N.clamp(min=0)].to(self.plan.sum_dtype)
 
     def _sampled_maxima(self, x_CD: Tensor) -> Tensor:  # [C]
-        """Return the largest logit of a few classes, which are spread over all of this rank."""
+        """Return the largest logit of a few classes, spread over all that this rank has."""
         sampled = slice(0, self.V, -(-self.V // SAMPLED_CLASSES))
         none_C = torch.full((x_CD.shape[0],), -1)
         return self._exponentials(x_CD, None, none_C, self.buffer(x_CD.shape[0]).zero_(), sampled)[1]

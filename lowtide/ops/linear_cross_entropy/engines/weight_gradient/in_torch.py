@@ -33,9 +33,9 @@ class FloatSum:
         factor: Tensor | None = None,
         multiply: Callable[..., None] = multiply_transposed,
     ) -> None:
-        """Hold the parts of a sum of the classes from first_class on, and the GEMM that adds to it.
+        """Hold the parts of the sum, whose first class is `first_class`, and the GEMM that adds to them.
 
-        `factor`: of all that is added; callers apply it to the rows of x in `add_product`.
+        `factor` multiplies all that is added; the rows of x that `add_product` gets have it already.
         """
         self.first_class = first_class
         self.parts = [part for part in parts if part[1].shape[0]]
@@ -70,9 +70,9 @@ class FloatSum:
 
 
 class InPlaceSum(FloatSum):
-    """Accumulate a half-precision gradient, half of the sum in the gradient's own memory.
+    """Accumulate a half-precision gradient, half of whose sum lies in the gradient's own memory.
 
-    The sum of the first half of the classes lies there, that of the others in a separate tensor
+    That is the sum of the first half of the classes. The sum of the others is a tensor of its own
     (decision 0026).
     """
 
