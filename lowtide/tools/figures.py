@@ -112,7 +112,7 @@ def label(
 
 
 def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotation"]) -> None:
-    """Scale x, from 0, so that all labels that begin at data and go to the right fit in."""
+    """Scale x, from 0, so that labels to the right of their points fit in."""
     labels = list(labels)
     for each in labels:
         each.set_in_layout(False)  # Otherwise the layout narrows the panel.

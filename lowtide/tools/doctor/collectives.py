@@ -1,6 +1,6 @@
 """Say what a call of a head that is divided over ranks moves: docs/howto/divided_head.md in figures.
 
-Shapes: N tokens of all ranks, with those that fill up where ranks have other numbers; D features.
+Shapes: N tokens of all ranks, with those that fill up ranks that have fewer; D features.
 """
 
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def collectives(
     again = plan.needs_grad.some and (options.reduction == "none" or kind.log_probs)
     calls = 1 + again
     agreements = calls * (2 if own and tokens % ranks else 1)
-    # The upstream gradient, of log-probabilities that of log_prob alone, and each row's statistics.
+    # Each row's statistics and upstream gradient; of log-probabilities, that of log_prob alone.
     excluding = options.engine in EXCLUDING
     vectors = calls * row_weight + (3 + kind.log_probs + excluding) * again
     totals = smoothing and (weights or not excluding)

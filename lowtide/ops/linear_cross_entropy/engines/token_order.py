@@ -3,8 +3,8 @@
 A chunk then has as many tokens of each rank, rank after rank. Ranks with fewer tokens than others
 take part with ignored tokens of zeros, which follow their own.
 
-Shapes: n tokens of this rank, N of all ranks with those that fill up; D features; C tokens of a
-chunk, of which c are of one rank.
+Shapes: n tokens of this rank, N of all ranks with those that fill up ranks that have fewer; D
+features; C tokens of a chunk, of which c are of one rank.
 """
 
 import torch

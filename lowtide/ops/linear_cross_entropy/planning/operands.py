@@ -41,7 +41,7 @@ def operand_access(call: Call) -> OperandAccess:
 def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
     """Return for each input, then each weight, True if the engine cannot read its layout.
 
-    No one is if the engine was chosen for these tensors. But a compiled graph may get tensors that
+    An engine reads all tensors that it was chosen for. But a compiled graph may get tensors that
     begin at other addresses than the example's, and hooks may return saved tensors in another
     layout.
     """

@@ -10,8 +10,8 @@ has the numbers. `checked` names where they were read when this table was made:
 
 No implementation computes what models do around attention, so it is left out: SwinV2 takes a cosine
 and a scale before, in the query, and AlphaFold applies a gate after, to the result. T5 does not
-scale its scores; its weights do. A bias takes a gradient if the model learns it or computes it from
-its inputs; the slopes of ALiBi take none.
+scale its scores; its first weights are small instead. A bias takes a gradient if the model learns
+it or computes it from its inputs; the slopes of ALiBi take none.
 
 Windows of an image that have masks of their own count as heads here, since the bias is the same for
 all images: H 128 is 16 windows of 8 heads.

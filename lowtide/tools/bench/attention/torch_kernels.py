@@ -179,7 +179,7 @@ def flex(case: AttentionCase) -> Attention:
 
 
 def gated(out: Tensor, lse_BHM: Tensor, sink_H: Tensor) -> Tensor:
-    """Return the result with sinks, of the one without, [B, M, H, E]."""
+    """Return the result with sinks [B, M, H, E], made of the result without them."""
     gate_BHM = torch.sigmoid(lse_BHM - sink_H[:, None])
     return out * gate_BHM.transpose(1, 2)[..., None].to(out.dtype)
 
