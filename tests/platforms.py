@@ -60,7 +60,7 @@ ARCHITECTURES = (
 )
 UNTRIED = "nobody has run it: lowtide doctor --selftest tells"
 # Kernels of the loss that any card runs; the others are those of the engines for Hopper.
-ANY_CARD = ("engines.logits", "core.kernels.triton_helpers", "row_kernels", "row_loss_triton")
+ANY_CARD = ("engines.logits", "core.kernels.triton_helpers", "row_kernels", "target_rows", "row_loss_triton")
 
 
 class Way(NamedTuple):

@@ -23,6 +23,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     accumulators,
     packed_triton,
     row_kernels,
+    target_rows,
 )
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
@@ -83,7 +84,7 @@ def silent(device, everywhere, monkeypatch):
     depend on that."""
     if device == "cuda":
         return
-    modules = (kernels, row_coefficients, row_log_probs, recompute, row_kernels, packed_triton)
+    modules = (kernels, row_coefficients, row_log_probs, recompute, row_kernels, target_rows, packed_triton)
     for module in (*modules, input_gradient):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Silent())

@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     target_order,
 )
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere  # noqa: F401
 
 pytestmark = [
@@ -71,7 +71,15 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(everywhere, monkeypatch):  # noqa: F811
     found = Launches()
-    for module in (kernels, recompute, row_coefficients, row_log_probs, target_order, row_kernels):
+    for module in (
+        kernels,
+        recompute,
+        row_coefficients,
+        row_log_probs,
+        target_order,
+        row_kernels,
+        target_rows,
+    ):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, found.counted(getattr(module, name), name))
     walk = engine.ExponentialsEngine.walk_tokens

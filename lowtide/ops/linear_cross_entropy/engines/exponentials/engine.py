@@ -65,7 +65,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
     RowCoefs,
     excluded_logsumexp,
 )
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import TritonFloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
@@ -222,7 +222,7 @@ class ExponentialsEngine(LossEngine):
                 if db is not None:
                     # torch.sum would allocate memory of unknown size.
                     db.tensor[classes] += sum_of_products(one_1C[:, : g_CB.shape[0]], g_CB)[0]
-            row_kernels.round_block(
+            target_rows.round_block(
                 first_dw.tensor,
                 block_BD,
                 first_dw.applied,
@@ -405,7 +405,7 @@ class ExponentialsEngine(LossEngine):
     def _add_bias_targets(self, sum_V: Tensor, target_weight_coef_N: Tensor, targets: Targets) -> None:
         """Add h of each row to the bias gradient of its target."""
         one_N1 = torch.ones(self.M, 1, dtype=self.plan.sum_dtype, device=self.device)
-        row_kernels.add_target_rows(sum_V[:, None], None, one_N1, target_weight_coef_N, *targets)
+        target_rows.add_target_rows(sum_V[:, None], None, one_N1, target_weight_coef_N, *targets)
 
     def _subtract_bias_smoothing(self, sum_V: Tensor, coefs: RowCoefs) -> None:
         """Subtract the smoothing term from the bias gradient."""

@@ -25,7 +25,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     in_torch,
     packed_triton,
-    row_kernels,
+    target_rows,
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
@@ -44,7 +44,7 @@ class TritonFloatSum(in_torch.FloatSum):
         self.sum_VD = sum_VD
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
-        row_kernels.add_target_rows(self.sum_VD, None, x, coef_N, class_N, order_N, factor=self.factor)
+        target_rows.add_target_rows(self.sum_VD, None, x, coef_N, class_N, order_N, factor=self.factor)
 
 
 class PackedSum:
@@ -73,7 +73,7 @@ class PackedSum:
             self._add(exp_CV, x_CD, add=not first, counted=counted)
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
-        row_kernels.add_target_rows(self.pair_VP, self.low_VP, x, coef_N, class_N, order_N)
+        target_rows.add_target_rows(self.pair_VP, self.low_VP, x, coef_N, class_N, order_N)
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         # Subtracted in the rounding epilogue, to save a pass over the sum.
@@ -149,7 +149,7 @@ class RoundedProduct:
             class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)
             T = class_T.shape[0]
             product(sum_TD[:T], exp_NV.index_select(1, class_T).t(), x_ND)
-            row_kernels.add_target_rows(
+            target_rows.add_target_rows(
                 self.gradient_VD,
                 None,
                 x,
