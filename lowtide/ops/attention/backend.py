@@ -11,6 +11,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
@@ -26,6 +28,11 @@ from lowtide.ops.attention.sdpa import alignment
 SCALES = torch.finfo(torch.float32)
 # The most programs along the second and third dimension of a CUDA grid.
 PROGRAMS = 65535
+# The features K and E, if they differ, for which torch has a quick kernel, cuDNN's for DeepSeek's
+# models. Of others it takes the memory-efficient one, which needs twice the time of ours and more.
+UNEQUAL = (192, 128)
+FIRST_CUDNN = 91100
+"""The first release of cuDNN whose kernel has gradients for them."""
 
 
 class BackendChoice(NamedTuple):
@@ -100,7 +107,8 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     size = sizes(operands)
     if mask is not None and not is_plain_causal(mask, size.M, size.N):
         return "it takes no mask but a causal one"
-    if size.K != size.E:
+    on_cuda = operands.device.type == "cuda"
+    if size.K != size.E and not (on_cuda and (size.K, size.E) == UNEQUAL):
         return "it needs as many features of values as of keys"
     if 0 in size:
         return "it needs something to attend"
@@ -108,7 +116,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
         return "its causal masks are nan where the scale is not a normal float32 above 0"
     if in_transform(*operands[:3]):
         return "it knows no transforms"
-    if operands.device.type == "cuda":
+    if on_cuda:
         return _reason_against_sdpa_on_cuda(operands, size, mask is not None)
     if operands.query.dtype in HALVES:
         return "its kernels for the CPU round sums to half precision"
@@ -127,7 +135,34 @@ def _reason_against_sdpa_on_cuda(operands: Operands, size: Sizes, causal: bool) 
         return "its causal mask needs as many queries as keys"
     if size.B * size.H > PROGRAMS:
         return f"it is not known to be right for more than {PROGRAMS} heads in all batches"
-    return alignment.reason_against(*operands[:3])
+    reason = alignment.reason_against(*operands[:3])
+    if reason is None and size.K != size.E and not _takes_cudnn(operands[:3], causal):
+        return "where features of values and keys differ it needs cuDNN, which torch does not take here"
+    return reason
+
+
+def _takes_cudnn(tensors: tuple[Tensor, Tensor, Tensor], causal: bool) -> bool:
+    """Return True if torch takes cuDNN's kernel for features that differ.
+
+    A compiled graph asks torch when it runs, and other classes than Tensor cannot be asked about.
+    """
+    if not _has_unequal_features(tensors[0].device):
+        return False
+    if torch.compiler.is_compiling() or any(type(each) is not Tensor for each in tensors):
+        return True
+    shared = tensors[0].shape[1] != tensors[1].shape[1]
+    found = torch_private.fused_sdp_choice(*tensors, is_causal=causal, enable_gqa=shared)
+    return found == SDPBackend.CUDNN_ATTENTION.value  # type: ignore[no-any-return]
+
+
+@marked_constant
+def _has_unequal_features(device: torch.device) -> bool:
+    """Return True if cuDNN has the kernel on this card; a card that is not there counts as one."""
+    if not torch.cuda.is_available():
+        return True
+    major, minor = torch.cuda.get_device_capability(device)
+    new = torch.version.hip is None and (torch.backends.cudnn.version() or 0) >= FIRST_CUDNN
+    return new and (major == 10 or (major, minor) == (9, 0))
 
 
 def _reason_against_triton(operands: Operands) -> str | None:

@@ -129,6 +129,10 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
+    "the same, K 192 and E 128 on Hopper": (
+        *({"K": 192, "E": 128}, {"K": 192, "E": 128, **_CAUSAL}),
+        {"K": 192, "E": 128, "G": 4, "dtype": torch.float16},
+    ),
     "the same, K above 256 or no multiple of 8": ({"K": 512}, {"K": 260}, {"K": 20}),
     "the same, causal with M ≠ N": ({**_CAUSAL, "N": 2048}, {**_CAUSAL, "N": 8192}),
     "any of these, float32": tuple({"dtype": torch.float32, **case} for case in _PLAIN),
@@ -147,7 +151,7 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "dropout, a soft cap": ({"dropout": 0.1}, {"softcap": 30.0}, {"softcap": 30.0, "dtype": torch.float32}),
     "the logsumexp": ({"with_logsumexp": True}, {"with_logsumexp": True, **_CAUSAL}),
-    "K ≠ E": ({"E": 128}, {"E": 128, **_CAUSAL}),
+    "K ≠ E, but for those above": ({"E": 128}, {"E": 128, **_CAUSAL}),
     "any of the last five, float64": (
         {"dtype": torch.float64, "bias": (1, 16, 1, 4096)},
         {"dtype": torch.float64, "window": (128, 0)},

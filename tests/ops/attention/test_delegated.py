@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention import remembered
+from lowtide.ops.attention import backend, remembered
 from lowtide.ops.attention.backend import reason_against_sdpa
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
 from lowtide.ops.attention.sdpa import alignment
@@ -163,6 +163,29 @@ def test_sdpa_accepted():
     assert reason(FINE, heads_last, packed) is None
     assert reason(((2, 4, 1, 256), (1024, 256, 256, 1))) is None
     assert reason(FINE, device="cpu", dtype=torch.float32) is None
+
+
+def described(features):
+    return (2, 4, 64, features), (4 * 64 * features, 64 * features, features, 1)
+
+
+def test_sdpa_unequal_features():
+    """cuDNN's kernel of keys of 192 and values of 128 features is the only one that "auto" hands on to."""
+    wide, narrow = described(192), described(128)
+    assert reason(wide, wide, narrow) is None
+    assert reason(wide, wide, narrow, mask=CAUSAL, dtype=torch.float16) is None
+    for features in ((narrow, narrow, wide), (described(96), described(96), described(64))):
+        assert "as many features of values" in str(reason(*features))
+    assert "as many features of values" in str(reason(wide, wide, narrow, device="cpu", dtype=torch.float32))
+    odd = narrow[0], (4 * 64 * 129, 64 * 129, 129, 1)
+    assert "multiples of 8" in str(reason(wide, wide, odd))
+
+
+@pytest.mark.parametrize("taken", list(SDPBackend.__members__.values()))
+def test_sdpa_unequal_features_if_cudnn_is_taken(taken, monkeypatch):
+    monkeypatch.setattr(backend.torch_private, "fused_sdp_choice", lambda *_, **_options: taken.value)
+    tensors = (torch.empty(1, 1, 16, features, dtype=torch.bfloat16) for features in (192, 192, 128))
+    assert backend._takes_cudnn(tuple(tensors), causal=True) == (taken == SDPBackend.CUDNN_ATTENTION)
 
 
 @pytest.mark.parametrize("offset", range(9))

@@ -199,6 +199,7 @@ SIZES = {
     "8 features": {"K": 8},
     "256 features": {"K": 256},
     "72 features": {"K": 72},
+    "192 and 128 features": {"K": 192, "E": 128},
     "one key head": {"H": 6, "G": 1},
     "more heads than a grid": {"B": 16400, "M": 8, "N": 8, "K": 8},
 }

@@ -72,7 +72,8 @@ def backward(
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
-        out = readable_in(out, torch.empty_like(tensors[0], device="meta").stride())
+        like = tensors[0][..., : out.shape[3]]  # values may have fewer features than queries
+        out = readable_in(out, torch.empty_like(like, device="meta").stride())
     out = readable(out)
     grad_output = readable_in(grad_output, out.stride())
     given_first = (grad_output, *tensors, out)
