@@ -131,7 +131,8 @@ def memory_efficient_attention(
         rounding took off the result, as much memory as the result. Backward computes the scores
         again.
         Backward of "triton" stores gradients of some scores at a time in three cases: float32
-        operands, a bias [.., M, N], and more than 256 features. It holds at most 304 MiB, and at
+        operands, a bias [.., M, N] that is shared or beside more than 128 features, and more than
+        256 features. It holds at most 304 MiB, and at
         most three tenths of what all scores take in the operands' dtype; or, where that is more,
         what 128 keys of one batch and key head take (of all that share a bias). In half precision
         the gradient of these queries in float32 comes on top.

@@ -34,6 +34,7 @@ class Build(NamedTuple):
 
 MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "row_end_ptr": I32_PTR}
 BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
+OWN_BIAS = {**BIASED, "bias_ptr": "*bf16", "grad_bias_ptr": "*bf16"}
 DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
 PIECES = {
     "ptrs": (F32,) * 3,
@@ -47,7 +48,11 @@ OPERANDS = ("query", "key", "value", "grad_output")
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "forward": ("ops.attention.triton_backend.kernels.forward", "forward_kernel", ()),
-    "query": ("ops.attention.triton_backend.kernels.recompute", "query_gradient_kernel", ()),
+    "query": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "query_gradient_kernel",
+        ("grad_bias_ptr",),
+    ),
     "key and value": ("ops.attention.triton_backend.kernels.recompute", "key_value_gradient_kernel", ()),
     "key": (
         "ops.attention.triton_backend.kernels.recompute",
@@ -94,6 +99,7 @@ SPILLS = {
     "forward of 3 pieces, 128, all": 96,
     "forward of 3 pieces, 256, all": 688,
     "query, float32, 64": 256,
+    "query, half, own bias, 64": 64,
     "key and value, half, 128": 256,
     "key and value, half, 72, of which Triton knows no divisor": 256,
     "key and value, half, all": 896,
@@ -238,6 +244,9 @@ def _builds() -> dict[str, Build]:
         ("query", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, (90,)),
         ("query", "256", 256, {}, (80,)),
         ("query", "all", 64, ALL, (90,)),
+        ("query", "own bias, 64", 64, OWN_BIAS, TARGETS),
+        ("query", "own bias, 80", 80, OWN_BIAS, TARGETS),
+        ("query", "own bias, all", 64, {**ALL, "grad_bias_ptr": F32}, (90,)),
         ("key and value", "128", 128, {}, TARGETS),
         ("key and value", "all", 64, ALL, (90,)),
         ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),

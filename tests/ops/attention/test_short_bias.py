@@ -35,8 +35,7 @@ CASES = {
     "many features": {"K": 50, "E": 64, "H": 1},
     "extreme scores": {"spread": 300.0},
     "negative scale": {"scale": -0.6},
-    "one batch": {"B": 1},
-    "own of each batch": {"bias": (1, 1, 1, 1), "mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9},
+    "one batch, heads share": {"B": 1, "bias": (0, 0, 1, 1), "mask": masks.LowerTriangularMask()},
     "own of each batch, heads share": {"bias": (1, 0, 1, 1), "H": 4, "G": 2, "softcap": 2.0},
 }  # fmt: skip
 

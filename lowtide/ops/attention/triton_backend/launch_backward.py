@@ -2,7 +2,8 @@
 
 Small problems have their own (launch_small_problems.py). Otherwise scores are computed twice, or
 once and what is needed of them is stored (strips.py), or once by a program that has a whole
-problem. A bias of short problems may have its gradient from scores that are computed once more.
+problem. A bias of short problems may have its gradient from scores that are computed once more, and
+one that nothing shares has it from the kernel of dq.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
@@ -46,8 +47,8 @@ ROWS = 64
 # The most queries and keys for which a bias's gradient is summed from scores computed again, and
 # the fewest problems for one program each (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
-# In half precision a bias of at most so many scores is summed so even if no batches share it: strips
-# of so few scores leave the card idle (decision 0065).
+# In half precision a bias of at most so many scores is summed so if heads alone share it: strips of so
+# few scores leave the card idle (decision 0065).
 FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
@@ -101,6 +102,9 @@ def backward(
     if launch_small_problems.is_small(call, bias is not None):
         grad_bias = launch_small_problems.backward(call, bias)
         return [each for each in (*gradients, grad_bias) if each is not None]
+    many = call.find_tile("query") is None
+    together = call.find_tile("key and value") is not None
+    own_bias = together and not many and _is_own_bias(call, bias)
     row_terms = _row_terms(call, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
@@ -109,18 +113,20 @@ def backward(
         elif bias.shape[3] == 1:
             grad_bias = _bias_of_queries(bias, grad_logsumexp, statistics)
         else:
-            grad_bias = bias_of_scores = bias.new_empty(bias.shape)
+            # The kernel of dq writes nothing where no query of its tile sees a key.
+            skips = own_bias and operands.first is not None
+            grad_bias = bias_of_scores = (bias.new_zeros if skips else bias.new_empty)(bias.shape)
     row_first, row_end = _rows_of_keys(call)
     call = call._replace(
         row_terms=row_terms, row_first=row_first, row_end=row_end, grad_bias=bias_of_scores,
         bias_sum=bias_sum,
     )  # fmt: skip
-    many = call.find_tile("query") is None
-    together = call.find_tile("key and value") is not None
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
         _confident_delta("whole problem", call._replace(pieces=1), every)
-    if _sums_short_bias(call, whole):
+    if own_bias:
+        needs_grad = *needs_grad[:3], False
+    elif _sums_short_bias(call, whole):
         launch_small_problems.short_bias_gradient(call)
         call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
@@ -129,9 +135,9 @@ def backward(
     elif many or (any(stores) and not (together and _leaves_idle(call, stores))):
         _in_strips(call, stores, many)
     else:
-        if grad_query is not None:
+        if grad_query is not None or own_bias:
             _confident_delta("query", call._replace(pieces=1), every)
-            _query_gradient(call, grad_query)
+            _query_gradient(call)
         _key_value_gradients(call)
     if bias_sum is not None:
         assert bias is not None
@@ -181,15 +187,15 @@ def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
     )  # fmt: skip
 
 
-def _query_gradient(call: KernelCall, grad_query: Tensor) -> None:
-    """Compute dq from scores that are computed again."""
+def _query_gradient(call: KernelCall) -> None:
+    """Compute dq, and the gradient of a bias that nothing shares, from scores computed again."""
     B, H, _, M, _, _, _ = call.size
     tile = call.tile("query")
     tiles = cdiv(M, tile.M)
     query_gradient_kernel[(tiles * B * H, tile.blocks_K)](
-        *call.tensors, call.grad_output, call.row_terms, grad_query, *call.strides,
-        strides_of(call.grad_output), grad_query.stride(), *call.sizes, tiles, *call.scalars,
-        **call.constants, **tile.constants, **tile.options,
+        *call.tensors, call.grad_output, call.row_terms, call.grad_query, call.grad_bias, *call.strides,
+        strides_of(call.grad_output), strides_of(call.grad_query), strides_of(call.grad_bias), *call.sizes,
+        tiles, *call.scalars, **call.constants, **tile.constants, **tile.options,
     )  # fmt: skip
 
 
@@ -203,6 +209,12 @@ def _is_whole(call: KernelCall) -> bool:
     takes = takes and (call.grad_bias is None or _shares_bias(call))
     few = takes and call.find_tile("whole problem") is not None
     return few and B * H >= PROBLEMS and max(M, N) <= LONGEST
+
+
+def _is_own_bias(call: KernelCall, bias: Tensor | None) -> bool:
+    """Return True if nothing shares a bias that needs a gradient: the kernel of dq writes that."""
+    B, H, _, M, N, _, _ = call.size
+    return bias is not None and call.pieces == 1 and bias.shape == (B, H, M, N) and min(M, N) > 1
 
 
 def _sums_short_bias(call: KernelCall, whole: bool) -> bool:

@@ -92,14 +92,19 @@ def delta_kernel(
 @triton.jit
 def query_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    grad_output_ptr, row_terms_ptr, grad_query_ptr,
+    grad_output_ptr, row_terms_ptr, grad_query_ptr, grad_bias_ptr,
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_query_strides,
+    grad_bias_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dq, for one block of features."""
+    """Write a tile of dq, for one block of features.
+
+    grad_bias [B, H, M, N]: the gradients of the softmax's input of all keys that some query of the
+    tile sees, which are those of a bias that no batches and no heads share.
+    """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides = multiples(value_strides, CUT_E)
@@ -157,13 +162,18 @@ def query_gradient_kernel(
                 keep = keep_mask(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit)
             weight = weights(z, shift_m[:, None], log2_sum_m[:, None], BASE_2)
             grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
-            if SOFTCAP > 0:
-                grad *= slope_of_tanh(room)
-            if BLOCKS_K > 1:
-                key = load_tile(key_place, own_k, K, MASKED, CUT_K)
-            grad_query = dot(grad.to(key.dtype), key, grad_query, PRECISION, False)
-    grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, h)
-    store_tile(grad_query_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
+            if grad_bias_ptr is not None and tl.program_id(1) == 0:
+                own_ptr = head(grad_bias_ptr, grad_bias_strides, b, h)
+                store_tile(own_ptr, i, j, grad_bias_strides, M, N, grad)
+            if grad_query_ptr is not None:
+                if SOFTCAP > 0:
+                    grad *= slope_of_tanh(room)
+                if BLOCKS_K > 1:
+                    key = load_tile(key_place, own_k, K, MASKED, CUT_K)
+                grad_query = dot(grad.to(key.dtype), key, grad_query, PRECISION, False)
+    if grad_query_ptr is not None:
+        own_ptr = head(grad_query_ptr, grad_query_strides, b, h)
+        store_tile(own_ptr, i, own_k, grad_query_strides, M, K, grad_query * scale)
 
 
 @remember_launches
