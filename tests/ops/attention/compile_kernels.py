@@ -35,6 +35,7 @@ class Build(NamedTuple):
 MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "row_end_ptr": I32_PTR}
 BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
 OWN_BIAS = {**BIASED, "bias_ptr": "*bf16", "grad_bias_ptr": "*bf16"}
+PADDED = {"bias_ptr": "*u8", "bias_strides": ("i32", 0, 0, 1), "COLUMN_BIAS": True, "BASE_2": True}
 DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
 PIECES = {
     "ptrs": (F32,) * 3,
@@ -100,6 +101,8 @@ SPILLS = {
     "forward of 3 pieces, 256, all": 688,
     "query, float32, 64": 256,
     "query, half, own bias, 64": 64,
+    "forward, half, padded, 72": 8,
+    "key and value, half, padded, 72": 256,
     "key and value, half, 128": 256,
     "key and value, half, 72, of which Triton knows no divisor": 256,
     "key and value, half, all": 896,
@@ -244,6 +247,7 @@ def _builds() -> dict[str, Build]:
         ("query", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, (90,)),
         ("query", "256", 256, {}, (80,)),
         ("query", "all", 64, ALL, (90,)),
+        *((name, "padded, 72", 72, PADDED, TARGETS) for name in ("forward", "query", "key and value")),
         ("query", "own bias, 64", 64, OWN_BIAS, TARGETS),
         ("query", "own bias, 80", 80, OWN_BIAS, TARGETS),
         ("query", "own bias, all", 64, {**ALL, "grad_bias_ptr": F32}, (90,)),

@@ -100,6 +100,48 @@ def test_bool_mask(device, shape):
     run(type(case)(case.query, case.key, case.value, shown))
 
 
+def padding(name, N, device):
+    """Which keys each of two batches, or each head, shows: [2 or 1, 2 or 1, 1, N]."""
+    j = torch.arange(N, device=device)
+    valid = torch.tensor([N // 2, 3], device=device)
+    return {
+        "right": j < valid[:, None, None, None],
+        "left": j >= N - valid[:, None, None, None],
+        "in the middle": ((j < 20) | (j >= 130))[None, None, None],
+        "both sides, of a head": ((j > 65) & (j < 71))[None] | (valid == 3)[None, :, None, None],
+        "all of a batch": (j < N - 9) & (valid == 3)[:, None, None, None],
+        "nothing": (j < N)[None, None, None],
+    }[name]
+
+
+PADDING = ["right", "left", "in the middle", "both sides, of a head", "all of a batch", "nothing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float16) for name in PADDING), ("right", torch.float32)]
+)
+def test_padded_keys(device, name, dtype):
+    """Tiles without a key that is shown are left out."""
+    skip_unless_runnable("triton", device)
+    mask = masks.LocalAttentionFromBottomRightMask(90, 40) if name == "right" else None
+    case = make_case(2, 66, 150, 2, G=1 if name == "left" else 2, dtype=dtype, device=device)
+    run(type(case)(case.query, case.key, case.value, padding(name, 150, device), mask))
+
+
+def test_padded_keys_are_not_read(device):
+    """In whole tiles of padding: infinities there stay out of the result and of the gradients."""
+    skip_unless_runnable("triton", device)
+    case = make_case(1, 70, 256, 2, dtype=torch.float16, device=device)
+    shown = torch.arange(256, device=device)[None, None, None] < 128
+    leaves = [leaf.detach().clone() for leaf in (case.query, case.key, case.value)]
+    for leaf in leaves[1:]:
+        leaf[:, 128:] = torch.inf
+    out = lowtide.memory_efficient_attention(
+        *(leaf.requires_grad_() for leaf in leaves), shown, backend="triton"
+    )
+    assert all(each.isfinite().all() for each in (out, *torch.autograd.grad(out.sum(), leaves)))
+
+
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
 def test_strides(device, how):
     skip_unless_runnable("triton", device)

@@ -21,6 +21,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     multiples,
     product,
     score_tile,
+    shown_range,
     store_statistics,
     store_tile,
     tile_start,
@@ -71,6 +72,9 @@ def forward_kernel(
     query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low, whole_high, high = shown_range(
+        bias_ptr, bias_strides, low, whole_low, whole_high, high, N, COLUMN_BIAS, BLOCK_N
+    )
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_m = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)

@@ -31,9 +31,11 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     score_gradient,
     score_tile,
     scores_at,
+    shown_range,
     store_scores,
     store_tile,
     tile_start,
+    tiles_if_shown,
     visible_range,
     visible_tiles,
     weights,
@@ -133,6 +135,9 @@ def query_gradient_kernel(
     shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
+    low, whole_low, whole_high, high = shown_range(
+        bias_ptr, bias_strides, low, whole_low, whole_high, high, N, COLUMN_BIAS, BLOCK_N
+    )
     grad_query = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
         low, whole_low, whole_high, high, BLOCK_N
@@ -243,6 +248,8 @@ def key_value_gradient_kernel(
         first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
             low, whole_low, whole_high, high, BLOCK_M
         )
+        if not STORES:  # what is stored is read for every key that the intervals show
+            wholes, rest = tiles_if_shown(head_bias_ptr, bias_strides, j, N, wholes, rest, COLUMN_BIAS)
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)

@@ -18,6 +18,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below
 # it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Numbers of a bool bias that are looked through at a time.
+MASK_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
@@ -305,6 +307,40 @@ def visible_range(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
         low, whole_low = tl.load(first_ptr + start), tl.load(first_ptr + last)
         whole_high, high = tl.load(end_ptr + start), tl.load(end_ptr + last)
     return low, whole_low, whole_high, high
+
+
+@triton.jit
+def shown_range(
+    ptr, strides, low, whole_low, whole_high, high, N, COLUMN_BIAS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the range without the keys before the first and after the last that a bool bias shows.
+
+    This is for a bool bias that is the same for all queries, as padding is; with another the range
+    stays as it is. A tile of which the bias hides a part still counts as seen whole.
+    """
+    if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
+        if ptr.dtype.element_ty == tl.uint8:
+            shown_low, shown_high = high, low
+            for start in range(low, high, MASK_BLOCK):
+                j = start + tl.arange(0, MASK_BLOCK)
+                shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < tl.minimum(high, N), other=0) != 0
+                shown_low = tl.minimum(shown_low, tl.min(tl.where(shown, j, high), 0))
+                shown_high = tl.maximum(shown_high, tl.max(tl.where(shown, j + 1, low), 0))
+            low = shown_low
+            high = tl.maximum(shown_high, shown_low)
+            whole_high = tl.minimum(whole_high, tl.cdiv(high, BLOCK) * BLOCK)
+    return low, whole_low, whole_high, high
+
+
+@triton.jit
+def tiles_if_shown(ptr, strides, j, N, wholes, rest, COLUMN_BIAS: tl.constexpr):
+    """Return the numbers of tiles, or 0 and 0 where such a bias hides all of the keys j."""
+    if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
+        if ptr.dtype.element_ty == tl.uint8:
+            shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)
+            shows_any = tl.max(shown.to(tl.int32), 0) > 0
+            wholes, rest = tl.where(shows_any, wholes, 0), tl.where(shows_any, rest, 0)
+    return wholes, rest
 
 
 @triton.jit
