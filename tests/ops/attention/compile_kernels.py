@@ -83,6 +83,11 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "problem_gradient_kernel",
         (),
     ),
+    "wide problem gradient": (
+        "ops.attention.triton_backend.kernels.small_problems",
+        "problem_gradient_kernel",
+        (),
+    ),
     "short bias": ("ops.attention.triton_backend.kernels.short_bias", "short_bias_gradient_kernel", ()),
     "whole problem": (
         "ops.attention.triton_backend.kernels.whole_problems",
@@ -127,6 +132,7 @@ SPILLS = {
     "delta as value of 3 pieces, 512, all": 220,
     "key and value, half, keeping scores, 32, all": 448,
     "problem gradient, half, all": 320,
+    "wide problem gradient, half, all": 896,
     "problem gradient, float32, 32": 1172,
     "short bias, half, all": 88,
     "short bias, float32, 32": 256,
@@ -276,6 +282,8 @@ def _builds() -> dict[str, Build]:
         ("problem forward", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, TARGETS),
         ("problem gradient", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
         ("problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
+        ("wide problem gradient", "32", 32, {**OWN_BIAS, "SHARED": False}, TARGETS),
+        ("wide problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
         ("short bias", "64", 64, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
         ("short bias", "all", 64, ALL, TARGETS),
         ("query", "32, all", 32, ALL, (90,)),

@@ -86,6 +86,24 @@ def test_bias(device, runs, shape, more, dtype):
     run(case_of(device, bias=shape, dtype=dtype, **more), runs)
 
 
+WIDE = {
+    "plain": {"N": 128, "K": 40},
+    "own bias": {"bias": (1, 1, 1, 1)},
+    "shared bias, everything": {"bias": (0, 1, 1, 1), "M": 32, **EVERYTHING},
+    "local": {"M": 30, "mask": masks.LocalAttentionFromBottomRightMask(9, 2), "bias": (1, 1, 1, 1)},
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_few_queries_of_many_keys(device, runs, name):
+    """Backward has a tile for them, in half precision."""
+    skip_unless_runnable("triton", device)
+    case = case_of(device, **({"M": 21, "N": 101, "dtype": torch.float16} | WIDE[name]))
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert runs == {"forward": 0, "backward": 1}
+
+
 @pytest.mark.parametrize(
     "shape", [(0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0), (1, 0, 1, 1), (0, 0, 0, 0)], ids=str
 )

@@ -99,7 +99,7 @@ def backward(
         grad_key=grad_key, grad_value=grad_value,
         step=math.gcd(call.step, step_of((grad_output,), call.size.K, call.size.E)),
     )  # fmt: skip
-    if launch_small_problems.is_small(call, bias is not None):
+    if launch_small_problems.is_small(call, "problem gradient", bias is not None):
         grad_bias = launch_small_problems.backward(call, bias)
         return [each for each in (*gradients, grad_bias) if each is not None]
     many = call.find_tile("query") is None

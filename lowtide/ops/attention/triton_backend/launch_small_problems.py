@@ -15,6 +15,7 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
     problem_gradient_kernel,
 )
 from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
+from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 
 # With fewer problems the card is idle for the most part, whatever a program takes.
 FEWEST = 264
@@ -24,20 +25,29 @@ FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
 BIAS_PROGRAMS = 528
 
 
-def is_small(call: KernelCall, grad_bias: bool = False) -> bool:
-    """Return True if the kernels take this call: many problems of one tile each.
+def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool = False) -> bool:
+    """Return True if the kernel takes this call: many problems of one tile each.
 
     Where TF32 is allowed, float32 has other kernels. grad_bias: the bias needs a gradient. Then the
     bias must differ between queries and between keys, and must not be shared by the heads of a
     batch alone.
     """
-    B, H, G, M, N, _, _ = call.size
-    tile, bias = call.find_tile("problem gradient"), call.bias
-    if tile is None or G != H or B * H < FEWEST or M > tile.M or N > tile.N or call.pieces == 2:
+    B, H, G, _, _, _, _ = call.size
+    bias = call.bias
+    if _tile(call, kernel) is None or G != H or B * H < FEWEST or call.pieces == 2:
         return False
     if bias is None or not grad_bias:
         return True
     return min(bias.shape[2:]) > 1 and (bias.shape[0] == 1 or bias.shape[1] == H)
+
+
+def _tile(call: KernelCall, kernel: str) -> Tile | None:
+    """Return the tile that has all scores of a problem, or None if there is none."""
+    for name in (kernel, f"wide {kernel}"):
+        tile = call.find_tile(name)
+        if tile is not None and call.size.M <= tile.M and call.size.N <= tile.N:
+            return tile
+    return None
 
 
 def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor | None) -> None:
@@ -56,7 +66,8 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
     """Write the gradients that have memory, and return that of the bias, if it is given."""
     H, _, *sizes = call.sizes
     runs, batches = _runs(call, BACKWARD_PROGRAMS)
-    tile, grad_bias = call.tile("problem gradient"), bias
+    tile, grad_bias = _tile(call, "problem gradient"), bias
+    assert tile is not None
     if bias is not None and bias.shape[0] == 1:
         grad_bias = bias.new_empty(runs, H, *sizes[:2], dtype=torch.float32)
     elif bias is not None:

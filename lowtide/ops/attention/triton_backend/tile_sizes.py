@@ -73,7 +73,7 @@ MIN_FEATURES = 64  # decision 0020
 # them. A tile of an operand whose rows are neighbours in memory is as wide as it has rows.
 NARROW = (
     *("forward", "query", "key and value", "problem forward", "problem gradient", "short bias"),
-    "whole problem",
+    *("whole problem", "wide problem gradient"),
 )
 FEWEST_FEATURES = 32
 
@@ -107,6 +107,7 @@ LARGE_HALF: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 2)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
+    "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 8, 1)),),
     "short bias": ((64, TileSizes(64, 64, 64, 64, 4, 3)),),
 }
 LARGE_FLOAT: Table = {
@@ -170,6 +171,7 @@ SMALL_HALF: Table = {
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 1)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
+    "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 8, 1)),),
     "short bias": ((64, TileSizes(64, 64, 64, 64, 4, 2)),),
 }
 SMALL_FLOAT: Table = {
@@ -214,7 +216,7 @@ def find_tile(
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
     name = f"{kernel} of {pieces} pieces"
-    sizes = table[name if name in table else kernel]
+    sizes = table.get(name) or table.get(kernel, ())
     size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None
