@@ -77,6 +77,7 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("delta as key and value", "delta as value", "delta as query"),
         ("ops.attention.triton_backend.kernels.confident_rows", "confident_delta_kernel", ()),
     ),
+    "few queries": ("ops.attention.triton_backend.kernels.few_queries", "few_queries_kernel", ()),
     "problem forward": ("ops.attention.triton_backend.kernels.small_problems", "problem_forward_kernel", ()),
     "problem gradient": (
         "ops.attention.triton_backend.kernels.small_problems",
@@ -133,6 +134,7 @@ SPILLS = {
     "key and value, half, keeping scores, 32, all": 448,
     "problem gradient, half, all": 320,
     "wide problem gradient, half, all": 896,
+    "few queries, half, all": 256,
     "problem gradient, float32, 32": 1172,
     "short bias, half, all": 88,
     "short bias, float32, 32": 256,
@@ -156,13 +158,14 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "low_ptr": "*bf16" if build.half else None,
         **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
         **dict.fromkeys(f"{name}_ptr" for name in absent),
+        **dict.fromkeys(("part_ptr", "part_sums_ptr"), F32),
         **dict.fromkeys(("statistics_ptr", "grad_logsumexp_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
         "query_sum_ptr": F32,
         **dict.fromkeys(
             (
                 *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
                 *("first_group", "first_head", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
-                *("batches", "own_batches", "own_heads", "heads", "steps"),
+                *("batches", "own_batches", "own_heads", "heads", "steps", "parts", "keys"),
             ),
             "i32",
         ),
@@ -198,6 +201,8 @@ def _tile(
         return {"BLOCK": 1024, "warps": 4, "stages": 3}
     if kernel == "split":
         return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
+    if kernel == "merge parts":
+        return {"warps": 4, "stages": 1}
     if kernel == "delta":
         return {"BLOCK_M": 64, "BLOCK_E": 128, "CUT_E": 8, "warps": 4, "stages": 3}
     kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
@@ -222,6 +227,13 @@ def _builds() -> dict[str, Build]:
             True,
             1,
             {**DROPPED, "seed_ptr": "*i64"},
+        ),
+        "merge parts": Build(
+            "ops.attention.triton_backend.kernels.few_queries",
+            "merge_parts_kernel",
+            True,
+            128,
+            {"BLOCK_M": 8, "BLOCK_E": 128},
         ),
         "split": Build("ops.attention.triton_backend.kernels.bf16_split", "split_kernel", False, 64, PIECES),
     }
@@ -279,6 +291,9 @@ def _builds() -> dict[str, Build]:
             (80,),
         ),
         ("bias of scores", "64", 64, kept, TARGETS),
+        ("few queries", "128", 128, {**MASKED, "part_ptr": None, "part_sums_ptr": None}, TARGETS),
+        ("few queries", "256", 256, MASKED, (90,)),
+        ("few queries", "all", 64, ALL, TARGETS),
         ("problem forward", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, TARGETS),
         ("problem gradient", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
         ("problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),

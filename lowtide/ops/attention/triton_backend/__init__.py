@@ -10,6 +10,7 @@ The modules, in the order of imports (a module imports only those above it):
     strips.py           which scores backward stores, and how many at a time
     launch.py           one call as its kernels read it
     launch_small_problems.py  launches of many small problems, and for a short bias
+    launch_few_queries.py  launches of forward for a few queries of many keys
     launch_forward.py   the launch of forward
     launch_backward.py  launches of backward
 """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
-from lowtide.ops.attention.triton_backend import launch_small_problems
+from lowtide.ops.attention.triton_backend import launch_few_queries, launch_small_problems
 from lowtide.ops.attention.triton_backend.kernels.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 
@@ -23,6 +23,8 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
         statistics = out.new_empty(operands.statistics_shape, dtype=torch.float32)
     if launch_small_problems.is_small(call):
         launch_small_problems.forward(call, out, low, statistics)
+    elif launch_few_queries.is_few(call):
+        launch_few_queries.forward(call, out, low, statistics)
     elif out.numel():
         call = call.split(slice(None), slice(None))
         tile = call.tile("forward")

@@ -73,7 +73,7 @@ MIN_FEATURES = 64  # decision 0020
 # them. A tile of an operand whose rows are neighbours in memory is as wide as it has rows.
 NARROW = (
     *("forward", "query", "key and value", "problem forward", "problem gradient", "short bias"),
-    *("whole problem", "wide problem gradient"),
+    *("whole problem", "wide problem gradient", "few queries"),
 )
 FEWEST_FEATURES = 32
 
@@ -105,6 +105,11 @@ LARGE_HALF: Table = {
     "query of scores": ((64, TileSizes(128, 64, 64, 64, 4, 4)), (ANY, TileSizes(128, 64, 256, 256, 8, 4))),
     "key and value of scores": ((ANY, TileSizes(128, 128, 128, 128, 8, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "few queries": (
+        (64, TileSizes(64, 128, 64, 64, 4, 3)),
+        (128, TileSizes(64, 64, 128, 128, 4, 3)),
+        (256, TileSizes(64, 32, 256, 256, 4, 3)),
+    ),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 2)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
     "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 8, 1)),),
@@ -169,6 +174,7 @@ SMALL_HALF: Table = {
     "query of scores": ((ANY, TileSizes(64, 64, 128, 128, 4, 3)),),
     "key and value of scores": ((ANY, TileSizes(64, 64, 128, 128, 4, 3)),),
     "bias of scores": ((ANY, TileSizes(64, 32, 64, 64, 4, 3)),),
+    "few queries": ((64, TileSizes(64, 64, 64, 64, 4, 3)), (128, TileSizes(64, 32, 128, 128, 4, 3))),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 1)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
     "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 8, 1)),),

@@ -6,6 +6,7 @@ The modules, in the order of imports (a module imports only those above it):
     dropout.py          dropout's keys in one launch
     tiles.py            what the kernels share: loads, products, scores, masks
     forward.py          the forward kernel
+    few_queries.py      forward kernels of a few queries of many keys
     recompute.py        backward kernels that compute the scores again
     confident_rows.py   a row's delta from scores, in float32
     stored_scores.py    backward kernels that read stored gradients of scores

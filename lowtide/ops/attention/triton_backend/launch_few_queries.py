@@ -1,0 +1,52 @@
+"""Launch the kernels of a few queries of many keys (kernels/few_queries.py).
+
+Shapes: P parts; B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of
+values.
+"""
+
+import torch
+from torch import Tensor
+
+from lowtide.core.kernels.backend import cdiv, next_power_of_2
+from lowtide.ops.attention.triton_backend.kernels.few_queries import few_queries_kernel, merge_parts_kernel
+from lowtide.ops.attention.triton_backend.launch import KernelCall
+
+# With fewer keys there is little to divide among programs.
+FEWEST_KEYS = 1024
+# Programs that an H200 runs at once: where key heads are fewer, each has as many parts as fill them.
+PROGRAMS = 264
+# Rows of a program that merges parts.
+ROWS = 8
+
+
+def is_few(call: KernelCall) -> bool:
+    """Return True if the kernels take this call: all queries of a key head are one tile.
+
+    Where heads share no keys and are many, the kernel of any call reads each key once as well.
+    """
+    size, tile = call.size, call.find_tile("few queries")
+    if tile is None or call.pieces > 1 or size.N < FEWEST_KEYS or 0 in size[:5]:
+        return False
+    few = size.M * size.R <= tile.M and tile.blocks_K == tile.blocks_E == 1
+    return few and (size.R > 1 or 2 * size.B * size.G <= PROGRAMS)
+
+
+def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor | None) -> None:
+    """Write the result and, if they have memory, its low half and the statistics of each row."""
+    B, H, G, M, N, _, E = call.size
+    tile, rows = call.tile("few queries"), B * H * M
+    keys = tile.N * cdiv(cdiv(N, tile.N), max(1, PROGRAMS // (B * G)))
+    parts = cdiv(N, keys)
+    part = part_sums = None
+    if parts > 1:  # of at most PROGRAMS tiles
+        part, part_sums = (out.new_empty(parts, rows, each, dtype=torch.float32) for each in (E, 2))
+    few_queries_kernel[(parts * B * G,)](
+        *call.tensors, out, low, statistics, part, part_sums, *call.strides, out.stride(), *call.sizes,
+        parts, keys, *call.scalars, **call.constants, **tile.constants_of_one_block, **tile.options,
+    )  # fmt: skip
+    if parts > 1:
+        merge_parts_kernel[(cdiv(rows, ROWS),)](
+            part, part_sums, out, low, statistics, out.stride(), H, M, E, rows, parts,
+            call.scalars.rescale, BASE_2=call.switches.base_2, BLOCK_M=ROWS,
+            BLOCK_E=max(16, next_power_of_2(E)), num_warps=4, num_stages=1,
+        )  # fmt: skip
