@@ -46,6 +46,11 @@ PIECES = {
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 OPERANDS = ("query", "key", "value", "grad_output")
+# What a kernel of pieces loads once, and splits itself, where all features are one block.
+LOADED_ONCE = {
+    "forward": ("query",),
+    **dict.fromkeys(("key and value", "delta as key and value"), ("key", "value")),
+}
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "forward": ("ops.attention.triton_backend.kernels.forward", "forward_kernel", ()),
@@ -317,6 +322,7 @@ def _builds() -> dict[str, Build]:
     for count in (2, 3):
         pieces = {"PIECES": count, **{f"{name}_ptr": "*bf16" for name in OPERANDS}}
         pieces |= {f"{name}_strides": (*STRIDES, "i32") for name in OPERANDS}
+        whole = {f"{name}_ptr": F32 for name in OPERANDS} | {f"{name}_strides": STRIDES for name in OPERANDS}
         for name, label, features, arguments, targets in (
             ("forward", "64", 64, {}, (90,)),
             ("forward", "128, all", 128, ALL, (90, 80) if count == 3 else (90,)),
@@ -339,7 +345,10 @@ def _builds() -> dict[str, Build]:
                 name, arguments = "key and value", kept
                 if targets == TARGETS:
                     targets = (90,)
-            add(name, f"{count} pieces, {label}", False, features, {**pieces, **arguments}, targets, count)
+            once = LOADED_ONCE.get(name, ()) if features <= 128 else ()
+            split_here = {key: given for key, given in whole.items() if key.startswith(once)} if once else {}
+            own = {**pieces, **split_here, **arguments}
+            add(name, f"{count} pieces, {label}", False, features, own, targets, count)
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
     builds["forward, half, few features"] = Build(
         "ops.attention.triton_backend.kernels.forward", "forward_kernel", True, 24, column, (90,)

@@ -175,6 +175,21 @@ def test_memory(device, monkeypatch, M, room):
     assert peak.bytes <= gradients + scores + pieces + 2 * 4 * 4 * M + (16 << 10)
 
 
+def test_memory_of_pieces_if_scores_are_computed_again(device, monkeypatch):
+    """Of float32, some heads at a time: only what the kernel reads in its loop, and of one group of heads."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(launch_backward, "_leaves_idle", lambda *_: True)
+    monkeypatch.setattr(launch_backward, "FEWEST_PROGRAMS", 1)
+    case = make_case(1, 140, 140, 6, K=32, device=device)
+    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
+    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
+    with peak_memory(device) as peak:
+        torch.autograd.grad(out, leaves, upstream)
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    pieces = 3 * 2 * (140 + 140) * 32
+    assert peak.bytes <= gradients + pieces + 3 * 4 * 6 * 140 + (8 << 10)
+
+
 WANTED = [("query", "bias"), ("key", "bias"), ("value", "bias"), ("bias",), ("query", "value"), ("query",)]
 
 

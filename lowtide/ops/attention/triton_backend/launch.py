@@ -8,7 +8,7 @@ of values.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,14 +131,19 @@ class KernelCall(NamedTuple):
         own = {name: x[batches] for name, x in tensors if x is not None and x.shape[0] > 1}
         return self._replace(**own)
 
-    def split(self, heads: slice, key_heads: slice) -> "KernelCall":
-        """Return the call with the operands of some heads in pieces; one piece has all heads."""
+    def split(self, heads: slice, key_heads: slice, loaded_once: Sequence[str] = ()) -> "KernelCall":
+        """Return the call with the operands of some heads in pieces; one piece has all heads.
+
+        loaded_once: what the kernels split themselves, since a program loads it once.
+        """
         if self.pieces == 1:
             return self
         whole = {"query": heads, "key": key_heads, "value": key_heads, "grad_output": heads}
         tensors = ((name, getattr(self, name)) for name in whole)
         own = {name: x[:, whole[name]] for name, x in tensors if x is not None}
-        return self._replace(**dict(zip(own, split([*own.values()], self.pieces))))
+        names = [name for name in own if name not in loaded_once]
+        pieces = dict(zip(names, split([own[name] for name in names], self.pieces)))
+        return self._replace(**own | pieces)
 
     def tile(self, kernel: str) -> Tile:
         found = self.find_tile(kernel)

@@ -271,8 +271,9 @@ def _strips_of_heads(
     call = call.of_batches(slice(first.first_batch, first.first_batch + first.batches))
     grad_query = None if call.grad_query is None else call.grad_query[:, first.heads(call.size)]
     total = _sum_of(grad_query) if add else grad_query
-    call = call.split(first.heads(call.size), first.key_heads)
     together = call.find_tile("key and value") is not None
+    # With more features the registers have no room to split a tile.
+    call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
     _confident_delta("key and value" if together else "value", call, first)
     for strip in of_heads:
         memory = _memory(call, strip, stores, room)
@@ -324,13 +325,13 @@ def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
 def _key_value_gradients(call: KernelCall) -> None:
     """Compute dk and dv from scores that are computed again, some key heads at a time if in pieces."""
     size, together = call.size, call.find_tile("key and value")
-    groups = size.G
+    groups, loaded_once = size.G, ("key", "value") if together else ()
     if call.pieces > 1:
         tile = together or call.tile("value")
         groups = min(size.G, cdiv(2 * FEWEST_PROGRAMS, size.B * cdiv(size.N, tile.N)))
     for first in range(0, size.G, groups):
         strip = Strip(0, size.B, first, min(groups, size.G - first), 0, size.N)
-        own = call.split(strip.heads(size), strip.key_heads)
+        own = call.split(strip.heads(size), strip.key_heads, loaded_once)
         _confident_delta("key and value" if together else "value", own, strip)
         _key_value_gradient(own, strip, StripMemory())
         del own  # or the next pieces are made beside these

@@ -26,8 +26,8 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
     elif launch_few_queries.is_few(call):
         launch_few_queries.forward(call, out, low, statistics)
     elif out.numel():
-        call = call.split(slice(None), slice(None))
         tile = call.tile("forward")
+        call = call.split(slice(None), slice(None), ("query",) if tile.blocks_K == 1 else ())
         tiles = cdiv(M, tile.M)
         forward_kernel[(tiles * B * H, tile.blocks_E)](
             *call.tensors, out, low, statistics, *call.strides, out.stride(), *call.sizes, tiles,

@@ -2,8 +2,9 @@
 
 Tensor cores are sixteen times as fast in bfloat16 as in float32. Each piece is the rounding of what
 the pieces before it leave. Three pieces have all of x's 24 digits, except for what is below 1e-33,
-where bfloat16 ends. Two are within 2^-17 |x| of x. Operands are split once, in memory. Two pieces
-take as much memory as the operands themselves, three 1.5 times as much.
+where bfloat16 ends. Two are within 2^-17 |x| of x. What a kernel loads in a loop is split once, in
+memory: two pieces take as much of it as the operands themselves, three 1.5 times as much. What a
+program loads once it splits itself, into the same pieces (tiles.load_pieces).
 
 Shapes: B batches, H heads, M rows (of queries or keys), F features.
 """
@@ -118,11 +119,17 @@ def split_tile(
             ptrs = ptr + i * strides[2] + f.to(tl.int64) * strides[3]
             rest = tl.load(ptrs, mask=(i < M) & (f < F), other=0.0)
             for piece in tl.static_range(COUNT):
-                bits = round_bits(rest)
+                bits, rest = next_piece(rest)
                 to_ptrs = pieces_ptr + piece_stride * piece + (i * width + f)
-                tl.store(to_ptrs, (bits >> 16).to(tl.int16), mask=(i < M) & (f < width))
-                rest -= bits.to(tl.float32, bitcast=True)
-                rest = tl.where(rest == rest, rest, 0.0)  # inf - inf is NaN
+                tl.store(to_ptrs, bits, mask=(i < M) & (f < width))
+
+
+@triton.jit
+def next_piece(x):
+    """Return the bits of x rounded to bfloat16, as int16, and what that leaves of x."""
+    bits = round_bits(x)
+    rest = x - bits.to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.int16), tl.where(rest == rest, rest, 0.0)  # inf - inf is NaN
 
 
 @triton.jit

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     head,
     interval,
@@ -69,14 +68,11 @@ def confident_delta_kernel(
         head_bias_ptr = head(bias_ptr, bias_strides, b, h)
     if row_key_ptr is not None:
         head_row_key_ptr = row_key_ptr + (b * H + h).to(tl.int64) * M
-    width_k, width_e = K, E
-    if PIECES > 1:
-        width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
     k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
     query_place = query_ptr, start_m, row_m, query_strides, M
     grad_output_place = grad_output_ptr, start_m, row_m, grad_output_strides, M
-    query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
-    grad_output = load_pieces(grad_output_place, e, width_e, True, CUT_E, PIECES)
+    query = load_pieces(query_place, k, K, True, CUT_K, PIECES)
+    grad_output = load_pieces(grad_output_place, e, E, True, CUT_E, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, _low, _high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     sum_m, delta_m = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -84,15 +80,15 @@ def confident_delta_kernel(
         start_n = tile * BLOCK_N
         key_place = key_ptr, start_n, row_n, key_strides, N
         value_place = value_ptr, start_n, row_n, value_strides, N
-        key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
-        value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
+        key = load_pieces(key_place, k, K, True, CUT_K, PIECES)
+        value = load_pieces(value_place, e, E, True, CUT_E, PIECES)
         zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         scores = product(
-            key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
+            key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K,
             True, True, CUT_K, PIECES,
         )  # fmt: skip
         grad_weight = product(
-            value, grad_output, value_place, grad_output_place, width_e, zero, PRECISION, BLOCKS_E,
+            value, grad_output, value_place, grad_output_place, E, zero, PRECISION, BLOCKS_E,
             True, True, CUT_E, PIECES,
         )  # fmt: skip
         j = start_n + row_n

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     add_product,
@@ -66,10 +65,7 @@ def forward_kernel(
     k, e = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     i = start_m + row_m
     query_place = query_ptr, start_m, row_m, query_strides, M
-    width_k, width_e = K, E
-    if PIECES > 1:
-        width_k, width_e = tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
-    query = load_pieces(query_place, k, width_k, True, CUT_K, PIECES)
+    query = load_pieces(query_place, k, K, True, CUT_K, PIECES)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     low, whole_low, whole_high, high = visible_range(first_ptr, end_ptr, start_m, BLOCK_M, M, N)
     low, whole_low, whole_high, high = shown_range(
@@ -85,12 +81,12 @@ def forward_kernel(
         for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             key_place = key_ptr, start_n, row_n, key_strides, N
-            key = load_pieces(key_place, k, width_k, MASKED, CUT_K, PIECES)
+            key = load_pieces(key_place, k, K, MASKED, CUT_K, PIECES)
             j = start_n + row_n
             bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
-                query, key, query_place, key_place, width_k, zero, PRECISION, BLOCKS_K,
+                query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K,
                 True, MASKED, CUT_K, PIECES,
             )  # fmt: skip
             z, _ = score_tile(
@@ -106,7 +102,7 @@ def forward_kernel(
                     keep_mask(row_key_ptr, column_key_ptr, i[:, None], j[None, :], M, N, limit), weight, 0.0
                 )
             value_place = value_ptr, start_n, row_n, value_strides, N
-            value = load_pieces(value_place, e, width_e, MASKED, CUT_E, PIECES)
+            value = load_pieces(value_place, e, E, MASKED, CUT_E, PIECES)
             out = add_product(weight, value, out * fade_m[:, None], PRECISION, PIECES)
 
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key, whose result is 0

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.kernels.triton_helpers import slope_of_tanh
-from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOG2E,
     add_product,
@@ -202,8 +201,8 @@ def key_value_gradient_kernel(
     bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is
     the same for all queries. grad_scores, grad_z: where the tiles of a strip are stored
     (strips.py), after the soft cap's slope and before it. PIECES: the number of pieces of query,
-    key, value and grad_output (bf16_split.py). Operands in several pieces have the strip's heads
-    alone. Products of three pieces are summed apart, as in tiles.add_product.
+    key, value and grad_output (bf16_split.py); operands have the strip's heads alone if they are
+    several. Products of three pieces are summed apart, as in tiles.add_product.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -215,11 +214,9 @@ def key_value_gradient_kernel(
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
-    first_operand_g = first_group  # the strip's first key head, in the operands
-    width_k, width_e = K, E
-    if PIECES > 1:
-        first_operand_g, width_k, width_e = 0, tl.cdiv(K, STEP) * STEP, tl.cdiv(E, STEP) * STEP
-    operand_g = first_operand_g + unit // B
+    operand_g = unit // B  # in operands of the strip's heads alone
+    if PIECES == 1:
+        operand_g = g
     key_ptr = head(key_ptr, key_strides, b, operand_g)
     value_ptr = head(value_ptr, value_strides, b, operand_g)
 
@@ -228,8 +225,8 @@ def key_value_gradient_kernel(
     own_k, own_e = tl.program_id(1) * BLOCK_K + k, tl.program_id(1) * BLOCK_E + e
     key_place = key_ptr, start_n, row_n, key_strides, N
     value_place = value_ptr, start_n, row_n, value_strides, N
-    key = load_pieces(key_place, k, width_k, True, CUT_K, PIECES)
-    value = load_pieces(value_place, e, width_e, True, CUT_E, PIECES)
+    key = load_pieces(key_place, k, K, True, CUT_K, PIECES)
+    value = load_pieces(value_place, e, E, True, CUT_E, PIECES)
     low, whole_low, whole_high, high = visible_range(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     grad_key = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     grad_value = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
@@ -255,17 +252,17 @@ def key_value_gradient_kernel(
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 query_place = q_ptr, start_m, row_m, query_strides, M
                 grad_output_place = do_ptr, start_m, row_m, grad_output_strides, M
-                query = load_pieces(query_place, k, width_k, MASKED, CUT_K, PIECES)
-                grad_output = load_pieces(grad_output_place, e, width_e, MASKED, CUT_E, PIECES)
+                query = load_pieces(query_place, k, K, MASKED, CUT_K, PIECES)
+                grad_output = load_pieces(grad_output_place, e, E, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
                 bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
-                    key, query, key_place, query_place, width_k, zero, PRECISION, BLOCKS_K,
+                    key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K,
                     True, MASKED, CUT_K, PIECES,
                 )  # fmt: skip
                 grad_weight = product(
-                    value, grad_output, value_place, grad_output_place, width_e, zero, PRECISION, BLOCKS_E,
+                    value, grad_output, value_place, grad_output_place, E, zero, PRECISION, BLOCKS_E,
                     True, MASKED, CUT_E, PIECES,
                 )  # fmt: skip
                 first, end = i, i
@@ -283,7 +280,7 @@ def key_value_gradient_kernel(
                 if grad_value_ptr is not None:
                     own = grad_output
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_pieces(grad_output_place, own_e, width_e, MASKED, True, PIECES)
+                        own = load_pieces(grad_output_place, own_e, E, MASKED, True, PIECES)
                     grad_value = add_product(used, own, grad_value, PRECISION, PIECES)
                 if STORES or grad_key_ptr is not None or bias_sum_ptr is not None:
                     delta = load_rows(head_terms_ptr, i, M, MASKED)[None, :]
@@ -304,7 +301,7 @@ def key_value_gradient_kernel(
                 if grad_key_ptr is not None:
                     own = query
                     if BLOCKS_E > 1 or BLOCKS_K > 1:
-                        own = load_pieces(query_place, own_k, width_k, MASKED, True, PIECES)
+                        own = load_pieces(query_place, own_k, K, MASKED, True, PIECES)
                     grad_key = add_product(sloped, own, grad_key, PRECISION, PIECES)
         if bias_sum_ptr is not None and tl.program_id(1) == 0:
             tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.kernels.triton_helpers import slope_of_tanh
-from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
@@ -172,9 +171,7 @@ def query_of_scores_kernel(
     # The last tile first: under a causal mask it sees most keys.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
     b, g, r = own // R % B, own // R // B, own % R
-    first_operand_g, width = first_group, K
-    if PIECES > 1:
-        first_operand_g, width = 0, tl.cdiv(K, STEP) * STEP
+    first_operand_g = first_group if PIECES == 1 else 0
     key_ptr = head(key_ptr, key_strides, b, first_operand_g + g)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, k = start_m + row_m, program % BLOCKS_K * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -191,7 +188,7 @@ def query_of_scores_kernel(
             start_n = tile_start(step, first_tile, whole_first, whole_last, BLOCK_N, MASKED)
             ptr = scores_at(grad_scores_ptr, grad_scores_strides, own, start_n - first_key)
             grad = load_scores(ptr, grad_scores_strides, row_n, i, start_n, first, end, MASKED)
-            key = load_pieces((key_ptr, start_n, row_n, key_strides, N), k, width, MASKED, CUT_K, PIECES)
+            key = load_pieces((key_ptr, start_n, row_n, key_strides, N), k, K, MASKED, CUT_K, PIECES)
             grad_query = add_product(tl.trans(grad), key, grad_query, PRECISION, PIECES)
     grad_query *= scale
     grad_query_ptr = head(grad_query_ptr, grad_query_strides, b, g * R + r)
@@ -218,9 +215,7 @@ def sum_over_queries(
     """
     F, x_strides, out_strides = multiple(F, CUT), multiples(x_strides, CUT), multiples(out_strides, CUT)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    f, width = block * BLOCK_F + tl.arange(0, BLOCK_F), F
-    if PIECES > 1:
-        width = tl.cdiv(F, STEP) * STEP
+    f = block * BLOCK_F + tl.arange(0, BLOCK_F)
     low, whole_low, whole_high, high = visible_range(row_first_ptr, row_end_ptr, start_n, BLOCK_N, N, M)
     total = tl.zeros([BLOCK_N, BLOCK_F], tl.float32)
     first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
@@ -237,7 +232,7 @@ def sum_over_queries(
                 if MASKED:
                     first, end = interval(first_ptr, end_ptr, i, M, N)
                 part = load_scores(own_ptr, scores_strides, row_n, i, start_n, first, end, MASKED)
-                x = load_pieces((own_x_ptr, start_m, row_m, x_strides, M), f, width, MASKED, CUT, PIECES)
+                x = load_pieces((own_x_ptr, start_m, row_m, x_strides, M), f, F, MASKED, CUT, PIECES)
                 total = add_product(part, x, total, PRECISION, PIECES)
     out_ptr = head(out_ptr, out_strides, b, g)
     store_tile(out_ptr, start_n + row_n, f, out_strides, N, F, total * factor)

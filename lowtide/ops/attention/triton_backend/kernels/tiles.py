@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lowtide.core.kernels.triton_helpers import tanh_and_room
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP, next_piece
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below
@@ -99,18 +100,28 @@ def head(ptr, strides, b, h):
 def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr):
     """Load a tile, or the tile of each piece of a matrix (bf16_split.py).
 
-    Pieces are strides[4] apart.
+    Pieces are strides[4] apart, and their rows are padded. A matrix in float32 is split here, into
+    the same pieces.
     """
-    tile = load_tile(place, f, F, CUT_I, CUT_F)
-    if PIECES > 1:
-        ptr, start, i, strides, I = place
-        piece_stride = tl.cast(strides[4], tl.int64)
-        second = load_tile((ptr + piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
+    ptr, start, i, strides, I = place
+    if PIECES == 1:
+        tile = load_tile(place, f, F, CUT_I, CUT_F)
+    elif ptr.dtype.element_ty == tl.float32:
+        first, rest = next_piece(load_tile(place, f, F, CUT_I, CUT_F))
+        second, rest = next_piece(rest)
+        tile = first.to(tl.bfloat16, bitcast=True), second.to(tl.bfloat16, bitcast=True)
         if PIECES > 2:
-            third = load_tile((ptr + 2 * piece_stride, start, i, strides, I), f, F, CUT_I, CUT_F)
-            tile = tile, second, third
-        else:
-            tile = tile, second
+            third, rest = next_piece(rest)
+            tile = tile[0], tile[1], third.to(tl.bfloat16, bitcast=True)
+    else:
+        width = tl.cdiv(F, STEP) * STEP
+        piece_stride = tl.cast(strides[4], tl.int64)
+        first = load_tile(place, f, width, CUT_I, CUT_F)
+        second = load_tile((ptr + piece_stride, start, i, strides, I), f, width, CUT_I, CUT_F)
+        tile = first, second
+        if PIECES > 2:
+            third = load_tile((ptr + 2 * piece_stride, start, i, strides, I), f, width, CUT_I, CUT_F)
+            tile = first, second, third
     return tile
 
 
