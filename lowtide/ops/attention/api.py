@@ -136,8 +136,8 @@ def memory_efficient_attention(
         most three tenths of what all scores take in the operands' dtype; or, where that is more,
         what 128 keys of one batch and key head take (of all that share a bias). In half precision
         the gradient of these queries in float32 comes on top.
-        Forward of "triton" in float32 holds query, key and value a second time, as bfloat16 pieces:
-        1.5 times their memory.
+        Forward of "triton" in float32 holds key and value, and above 128 features query, a second
+        time, as bfloat16 pieces: 1.5 times their memory.
         On CUDA, backward of "sdpa" also holds a float32 for each number of query. It copies an
         upstream gradient that does not have the result's strides. Under torch.compile, operands
         that do not begin at a multiple of 16 bytes are copied too.
