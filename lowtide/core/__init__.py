@@ -8,6 +8,7 @@ checks            check one argument of a call; reject nested, sparse and quanti
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 compile_ahead/    compile the Triton kernels of a first call side by side, in threads
 kernels/          capabilities of the device, launches, and what several operators' kernels use
+recording/        what a function does with its tensors, done again for others that are alike
 soft_cap          slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again
 row_function      a function of rows, computed chunk by chunk, with derivatives of any order

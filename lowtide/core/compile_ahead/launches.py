@@ -10,7 +10,7 @@ rehearsed, or compiled in a thread, is compiled at its launch, which says why if
 
 import contextlib
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from lowtide.core.compile_ahead.placeholders import ALIGNMENT, WithoutMemory, map_tensors, placeholder_of
+from lowtide.core.compile_ahead.placeholders import (
+    ALIGNMENT,
+    Operation,
+    WithoutMemory,
+    map_tensors,
+    placeholder_of,
+)
 
 Result = TypeVar("Result")
 
@@ -44,19 +50,7 @@ class Launch(NamedTuple):
         constant.
         """
         # A kernel's own hash is that of all its source, which takes long to compute.
-        kinds: list[Any] = [self.kernel.fn, *self.constants.items()]
-        for each in self.arguments:
-            if isinstance(each, Tensor):
-                kinds += each.dtype, each.data_ptr() % ALIGNMENT == 0
-            elif isinstance(each, int):
-                kinds.append(_kind_of_integer(each))
-            elif isinstance(each, tuple):
-                kinds.append(tuple(map(_kind_of_integer, each)))
-            elif hasattr(each, "block_shape"):  # a tensor descriptor, of Triton or Gluon
-                kinds += each.base.dtype, *each.block_shape
-            else:
-                kinds.append(type(each))
-        return tuple(kinds)
+        return (self.kernel.fn, *self.constants.items(), *map(_kind_of, self.arguments))
 
     @property
     def descriptors(self) -> int:
@@ -64,14 +58,22 @@ class Launch(NamedTuple):
         return sum(hasattr(each, "block_shape") for each in self.arguments)
 
 
-def _kind_of_integer(number: int) -> Hashable:
-    return number if number == 1 else (number % ALIGNMENT == 0, number.bit_length() > 31)
+def _kind_of(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+    if isinstance(argument, int):
+        return argument if argument == 1 else (argument % ALIGNMENT == 0, argument.bit_length() > 31)
+    if isinstance(argument, tuple):
+        return tuple(map(_kind_of, argument))
+    if hasattr(argument, "block_shape"):  # a tensor descriptor, of Triton or Gluon
+        return (argument.base.dtype, *argument.block_shape)
+    return type(argument)
 
 
 Rehearsal = Callable[[], list[Launch]]
 
 _rehearsals: ContextVar[list[Rehearsal] | None] = ContextVar("a call's rehearsal", default=None)
-_noted: ContextVar[list[Launch] | None] = ContextVar("the launches of a rehearsal", default=None)
+_noted: ContextVar[list[Any] | None] = ContextVar("the steps of a rehearsal", default=None)
 _compiled: dict[tuple[Any, ...], Future[None] | None] = {}
 """Kinds of launches, by device: what compiles them, or None where their launch did."""
 
@@ -94,9 +96,7 @@ def compile_side_by_side(
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     """Launch a kernel through Triton, and return the compiled kernel; in a rehearsal note the launch."""
     wanted = Launch(kernel, grid, arguments, constants)
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(wanted)
+    if note(wanted):
         return None
     device, rehearsals = driver.active.get_current_device(), _rehearsals.get()
     key = device, wanted.kind
@@ -115,17 +115,34 @@ def in_rehearsal() -> bool:
     return _noted.get() is not None
 
 
+def note(launch: Launch) -> bool:
+    """Note a launch in a rehearsal; return False outside of one."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(launch)
+    return noted is not None
+
+
 def rehearse(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
     """Return what function(*arguments) launches."""
-    launches: list[Launch] = []
-    arguments = map_tensors(placeholder_of, arguments)
-    token = _noted.set(launches)
+    steps, _ = rehearse_steps(function, map_tensors(placeholder_of, arguments))
+    return [each for each in steps if isinstance(each, Launch)]
+
+
+def rehearse_steps(
+    function: Callable[..., Result], arguments: Sequence[Any]
+) -> tuple[list[Launch | Operation], Result]:
+    """Return what function(*arguments) launches and asks of torch, in order, and what it returns.
+
+    Its tensors are placeholders.
+    """
+    steps: list[Launch | Operation] = []
+    token = _noted.set(steps)
     try:
-        with WithoutMemory():
-            function(*arguments)
+        with WithoutMemory(steps.append):
+            return steps, function(*arguments)
     finally:
         _noted.reset(token)
-    return launches
 
 
 def _compile(device: int, launches: list[Launch]) -> None:

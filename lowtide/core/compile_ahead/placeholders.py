@@ -4,8 +4,8 @@ Torch has placeholders too, its fake tensors. Their first operation imports SymP
 takes 2 to 3 s.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,18 +51,38 @@ def placeholder_of(tensor: Tensor) -> Placeholder:
     return Placeholder(memory.as_strided(tensor.shape, tensor.stride(), offset), tensor.device)
 
 
+class Operation(NamedTuple):
+    """Hold an operation of torch in a rehearsal, and what it was answered by."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    results: Any
+
+
 class WithoutMemory(TorchDispatchMode):
     """Answer operations by placeholders of their results, and write nothing."""
+
+    def __init__(self, note: Callable[[Operation], None] | None = None) -> None:
+        super().__init__()
+        self.note = note
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch imports Dynamo, to skip what follows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = self._answer(func, args, kwargs)
+        if self.note is not None:
+            self.note(Operation(func, args, kwargs, results))
+        return results
+
+    @staticmethod
+    def _answer(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         reads = torch.Tag.data_dependent_output in func.tags or func is torch.ops.aten.nonzero.default
         if func.namespace != "aten" or reads:
             raise NotImplementedError(f"{func} in a rehearsal")
-        kwargs = kwargs or {}
         written = [
             kwargs[each.name] if each.name in kwargs else args[place]
             for place, each in enumerate(func._schema.arguments)
@@ -105,13 +125,20 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     def shrunk(tensor: Tensor) -> Tensor:
         shape = [small.get(size, size) for size in tensor.shape]
-        return torch.ones(shape, dtype=tensor.dtype, device="cpu")
+        return _like(tensor, shape, "cpu").fill_(1)
 
     def grown(result: Tensor) -> Tensor:
         shape = [back.get(size, size) for size in result.shape]
-        return torch.empty(shape, dtype=result.dtype, device="meta")
+        return _like(result, shape, "meta")
 
     return map_tensors(grown, _run(func, args, kwargs, "cpu", shrunk))
+
+
+def _like(tensor: Tensor, shape: Sequence[int], device: str) -> Tensor:
+    """Return memory of this shape, whose dimensions follow each other as the tensor's do."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    memory = torch.empty([shape[place] for place in order], dtype=tensor.dtype, device=device)
+    return memory.permute(sorted(range(tensor.dim()), key=order.__getitem__))
 
 
 def _run(func: Any, args: Any, kwargs: Any, device: str, stand_in: Callable[[Tensor], Tensor]) -> Any:

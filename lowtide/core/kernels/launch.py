@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowtide.core.compile_ahead.launches import in_rehearsal, launch
+from lowtide.core.compile_ahead.launches import Launch, in_rehearsal, launch, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
 
 # Compiled kernels that each function remembers, by the sizes that it was called with. With more it
@@ -29,9 +29,23 @@ def remember_launches(kernel: Any) -> Any:
     """Return the kernel, or in its place what remembers its launches.
 
     It is launched as before, by `kernel[grid](*arguments, **constants)`: what varies is passed by
-    position, constants and options by keyword. Triton's interpreter gets the kernel itself.
+    position, constants and options by keyword.
     """
-    return RememberedKernel(kernel) if isinstance(kernel, JITFunction) else kernel
+    return (RememberedKernel if isinstance(kernel, JITFunction) else InterpretedKernel)(kernel)
+
+
+class InterpretedKernel:
+    """Hold a kernel that Triton's interpreter runs."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        if not note(Launch(self.kernel, grid, arguments, constants)):
+            self.kernel[grid](*arguments, **constants)
 
 
 class RememberedKernel:
@@ -47,7 +61,7 @@ class RememberedKernel:
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch the kernel on the current device and stream."""
         described = None if in_rehearsal() else describe(arguments)
-        if described is None or _watched():
+        if described is None or watched():
             launch(self.kernel, grid, arguments, constants)
             return
         key, values = described
@@ -67,13 +81,23 @@ class RememberedKernel:
         )  # fmt: skip
 
     def _remember(self, key: list[Any], compiled: Any, arguments: int, constants: dict[str, Any]) -> None:
-        if type(compiled) is not CompiledKernel or compiled.metadata.target.backend != "cuda":
+        if not is_launched_by_handle(compiled):
             return
-        rest = self.kernel.params[arguments:]
-        assert all(each.is_constexpr for each in rest), "pass what varies by position"
         if len(self.known) >= MOST_LAUNCHES:
             self.known.clear()
-        self.known[tuple(key)] = compiled, [constants[each.name] for each in rest]
+        self.known[tuple(key)] = compiled, constants_in_order(self.kernel, arguments, constants)
+
+
+def is_launched_by_handle(compiled: Any) -> bool:
+    """Return True for a compiled kernel that is launched as `RememberedKernel` launches it."""
+    return type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda"
+
+
+def constants_in_order(kernel: JITFunction, arguments: int, constants: dict[str, Any]) -> list[Any]:
+    """Return the values that follow a kernel's arguments."""
+    rest = kernel.params[arguments:]
+    assert all(each.is_constexpr for each in rest), "pass what varies by position"
+    return [constants[each.name] for each in rest]
 
 
 def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
@@ -108,7 +132,7 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
     return None if pointers % ALIGNMENT else (key, values)
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Return True if somebody watches launches, as Triton's profiler does."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

@@ -1,0 +1,7 @@
+"""Record what a function does with its tensors, and do it again for tensors that are alike.
+
+Modules, in import order (a module imports only from those above it):
+
+steps     what a recording consists of: allocations, launches, operations of torch
+recorded  record a function, and run its recordings
+"""

@@ -1,0 +1,243 @@
+"""Record what a function does with its tensors, and do it again for tensors that are alike.
+
+What a function decides by shapes, strides and dtypes, it decides alike in each call of a training
+run, and to decide takes the host longer than to launch. So the function is rehearsed on tensors
+without memory (core/compile_ahead), and what it allocates, launches and asks of torch becomes a
+list of steps. Calls that are alike go through the list: a view that only launches read is an
+address, and memory is freed after the last step that reads it.
+
+A function that is recorded changes no tensor that it is given. It depends on nothing but shapes,
+strides, dtypes, devices and alignment, and on what its caller tells calls apart by.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from lowtide.core import torch_private
+from lowtide.core.compile_ahead.launches import Launch, rehearse_steps
+from lowtide.core.compile_ahead.placeholders import Operation, Placeholder, placeholder_of
+from lowtide.core.kernels.launch import watched
+from lowtide.core.recording.steps import (
+    Allocation,
+    Box,
+    Layout,
+    Memories,
+    Part,
+    Question,
+    Start,
+    Unlike,
+    layout_of,
+)
+
+# A tensor begins at a multiple of so many bytes where a recording is run: the widest vector that a
+# kernel may read, 8 numbers of float32.
+ALIGNED = 32
+# Recordings of a function. With more it begins again.
+MOST = 64
+ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+Step = Allocation | Question | Start
+Results = Sequence[Tensor | None]
+
+
+class Recorded:
+    """Hold a function of tensors, and its recordings by what the tensors have in common."""
+
+    def __init__(self, function: Callable[..., Results]) -> None:
+        self.function = function
+        self.known: dict[Hashable, Recording | None] = {}
+
+    def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
+        """Return function(*tensors), computed on the current device, which has the tensors.
+
+        `likeness` tells calls apart that differ in what the function depends on. The tensors begin
+        where `is_aligned` asks for. torch has `torch_private.below_autograd`.
+        """
+        if likeness not in self.known:
+            if len(self.known) >= MOST:
+                self.known.clear()
+            self.known[likeness] = record(self.function, tensors)
+        recording = self.known.get(likeness)
+        if recording is not None:
+            try:
+                return recording.run(tensors)
+            except Unlike:
+                self.known[likeness] = None
+        with torch_private.below_autograd():
+            return self.function(*tensors)
+
+
+def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
+    """Return True if a recording may be run with these tensors."""
+    begins = 0
+    for each in tensors:
+        if each is not None:
+            begins |= each.data_ptr()
+    return begins % ALIGNED == 0
+
+
+class Recording(NamedTuple):
+    """Hold the steps of a call, and after each the memories that no other step reads."""
+
+    steps: list[tuple[Step, tuple[int, ...]]]
+    memories: int
+    results: list[Part | None]
+    interpreted: bool
+
+    def run(self, tensors: Results) -> list[Tensor | None]:
+        memories: Memories = [*tensors, *(None,) * (self.memories - len(tensors))]
+        stream = None
+        if not self.interpreted and not watched():  # else launches go through Triton
+            active: Any = driver.active
+            stream = active.get_current_stream(active.get_current_device())
+        with torch_private.below_autograd():
+            for step, read in self.steps:
+                step.run(memories, stream)
+                for each in read:
+                    memories[each] = None
+            return [None if each is None else each.tensor(memories) for each in self.results]
+
+
+def record(function: Callable[..., Results], tensors: Results) -> Recording | None:
+    """Return a recording of function(*tensors), or None if it cannot be recorded."""
+    with contextlib.suppress(Exception):  # what is wrong with a call, it says itself
+        given = [None if each is None else placeholder_of(each) for each in tensors]
+        notes, results = rehearse_steps(function, given)
+        return _Recorder(given, notes, results).recording()
+    return None
+
+
+class _Recorder:
+    """Make steps of what a rehearsal noted."""
+
+    def __init__(
+        self, given: Sequence[Tensor | None], notes: Sequence[Launch | Operation], results: Results
+    ) -> None:
+        self.given, self.notes, self.results = given, notes, results
+        self.places: dict[int, int] = {}
+        """The number of each memory of the rehearsal."""
+        self.begins: list[int] = []
+        """Where the tensor that each memory was made for begins, in bytes; and its layout."""
+        self.layouts: list[Layout | None] = []
+
+    def recording(self) -> Recording:
+        for each in self.given:
+            self._add(each)
+        for note in self.notes:
+            for each in _new_tensors(note):
+                if _memory_of(each) not in self.places:
+                    self._add(each)
+        self._make_as_returned()
+        results = [None if each is None else self._part(each) for each in self.results]
+        steps = [step for note in self.notes if (step := self._step(note)) is not None]
+        interpreted = not any(
+            isinstance(each, Start) and isinstance(each.kernel, JITFunction) for each in steps
+        )
+        return Recording(self._with_last_reads(steps, results), len(self.layouts), results, interpreted)
+
+    def _add(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            self.places[_memory_of(tensor)] = len(self.layouts)
+        self.layouts.append(None if tensor is None else layout_of(tensor))
+        self.begins.append(0 if tensor is None else _first_byte(tensor))
+
+    def _make_as_returned(self) -> None:
+        """Let memory that is allocated, and returned as a view of all of it, be made as that view."""
+        allocated = {
+            self.places[_memory_of(note.results)]
+            for note in self.notes
+            if isinstance(note, Operation) and note.function in ALLOCATIONS
+        }
+        for each in self.results:
+            if each is None:
+                continue
+            part = self._part(each)
+            made, found = self.layouts[part.memory], part.layout
+            if part.memory in allocated and made is not None and not part.offset and found.permutes(made):
+                self.layouts[part.memory] = found
+
+    def _part(self, tensor: Tensor) -> Part:
+        """Return which part of a known memory a tensor is; raise a KeyError for another memory."""
+        place, layout = self.places[_memory_of(tensor)], layout_of(tensor)
+        offset = _first_byte(tensor) - self.begins[place]
+        return Part(place, offset, layout, not offset and layout == self.layouts[place])
+
+    def _step(self, note: Launch | Operation) -> Step | None:
+        """Return the step for a launch or operation; None for a view."""
+        if isinstance(note, Launch):
+            width, height, depth = (*note.grid, 1, 1)[:3]
+            return Start(note.kernel, (width, height, depth), self._described(note.arguments), note.constants)
+        arguments, options = self._described(note.arguments), self._described(note.options)
+        if _writes(note):
+            return Question(note.function, arguments, options, ())
+        returned = list(_new_tensors(note))
+        if not returned:
+            return None
+        parts = tuple(map(self._part, returned))
+        if note.function in ALLOCATIONS:
+            made = self.layouts[parts[0].memory]
+            assert made is not None
+            return Allocation(parts[0].memory, made, returned[0].device)
+        return Question(note.function, arguments, options, parts)
+
+    def _described(self, value: Any) -> Any:
+        """Return arguments with a Part in the place of each tensor."""
+        if isinstance(value, Placeholder):
+            return self._part(value)
+        if isinstance(value, dict):
+            return {name: self._described(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = map(self._described, value)
+            return list(items) if isinstance(value, list) else tuple(items)
+        if hasattr(value, "block_shape"):  # a tensor descriptor, of Triton or Gluon
+            own = copy.copy(value)
+            own.base = None
+            return Box(self._part(value.base), own)
+        if value is not None and not isinstance(value, CONSTANTS):
+            raise TypeError(f"a recording with an argument of {type(value)}")
+        return value
+
+    def _with_last_reads(
+        self, steps: Sequence[Step], results: Sequence[Part | None]
+    ) -> list[tuple[Step, tuple[int, ...]]]:
+        """Return the steps with the memories that each is the last to read."""
+        last = {memory: place for place, step in enumerate(steps) for memory in step.memories()}
+        kept = {*range(len(self.given)), *(each.memory for each in results if each is not None)}
+        ends: list[list[int]] = [[] for _ in steps]
+        for memory, place in last.items():
+            if memory not in kept:
+                ends[place].append(memory)
+        return [(step, tuple(read)) for step, read in zip(steps, ends)]
+
+
+def _new_tensors(note: Launch | Operation) -> Iterator[Tensor]:
+    """Yield what an operation returns in memory of its own."""
+    if isinstance(note, Operation) and not any(each.alias_info for each in note.function._schema.returns):
+        yield from (note.results,) if isinstance(note.results, Tensor) else note.results
+
+
+def _writes(note: Operation) -> bool:
+    arguments = note.function._schema.arguments
+    return any(each.alias_info is not None and each.alias_info.is_write for each in arguments)
+
+
+def _memory_of(tensor: Any) -> int:
+    return int(tensor.meta.untyped_storage()._cdata)
+
+
+def _first_byte(tensor: Any) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())

@@ -1,0 +1,116 @@
+"""Recordings of functions that allocate and ask torch, beside the functions themselves.
+
+Launches in recordings are tested with the operators that record them.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowtide.core.recording import recorded
+from lowtide.core.recording.recorded import Recorded, record
+from lowtide.core.recording.steps import Allocation, Question
+
+X, Y = torch.rand(4, 6), torch.rand(6, 4).t()
+
+
+def in_place(x, y):
+    made = torch.empty_like(y)
+    made.copy_(x)
+    made[1:].mul_(2)
+    return [made, None, made.sum(0)]
+
+
+def returned_as_view(x, y):
+    made = x.new_empty(6, 4).t()
+    made.copy_(x + y)
+    return [made, made[2:]]
+
+
+def of_other_dtype(x, y):
+    made = torch.empty(4, 6, dtype=torch.float64)
+    whole = made.view(torch.float32)
+    whole.zero_()
+    whole[:, :6].copy_(x)
+    return [made, torch.cat([x, y]), whole.amax(1, keepdim=True)]
+
+
+def several_results(x, y):
+    largest, place = x.max(1)
+    significand, exponent = torch.frexp(y)
+    return [largest + place, torch.ldexp(significand, exponent), x.t().matmul(y)]
+
+
+FUNCTIONS = [in_place, returned_as_view, of_other_dtype, several_results]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_are_those_of_the_function(function):
+    recording = record(function, (X, Y))
+    assert recording is not None
+    other = torch.rand(4, 6), torch.rand(6, 4).t()
+    for given in ((X, Y), other):
+        for found, expected in zip(recording.run(given), function(*given), strict=True):
+            if expected is None:
+                assert found is None
+                continue
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
+
+
+def test_a_tensor_of_a_wider_one():
+    wide = torch.rand(9, 6)
+    recording = record(lambda x: [x[1:] + 1], (wide[4:8],))
+    assert torch.equal(recording.run((wide[5:9],))[0], wide[6:9] + 1)
+
+
+def test_memory_returned_as_a_view_is_made_so():
+    recording = record(returned_as_view, (X, Y))
+    (made,) = (step for step, _ in recording.steps if isinstance(step, Allocation))
+    assert made.layout.shape == (4, 6)
+    assert made.layout.strides == (1, 4)
+
+
+def test_memory_is_freed_after_its_last_read():
+    def function(x):
+        first = torch.empty_like(x)
+        first.copy_(x)
+        total = first.sum()
+        second = torch.empty_like(x)
+        second.fill_(2)
+        return [second.mul_(total)]
+
+    recording = record(function, (X,))
+    freed = [read for _, read in recording.steps]
+    names = [getattr(step, "function", None) for step, _ in recording.steps]
+    assert freed[names.index(torch.ops.aten.sum.default)] == (1,)
+    assert freed[-1] == (2,)
+    assert sum(map(len, freed)) == 2
+    assert torch.equal(recording.run((X,))[0], 2 * X.sum().expand(4, 6))
+
+
+def test_numbers_that_are_read_are_not_recorded():
+    function = Recorded(lambda x: [x * 2 if x.sum() > 0 else x])
+    for given, expected in ((X, X * 2), (-X, -X)):
+        assert torch.equal(function(None, given)[0], expected)
+    assert function.known == {None: None}
+
+
+def test_each_likeness_has_a_recording(monkeypatch):
+    monkeypatch.setattr(recorded, "MOST", 2)
+    function = Recorded(lambda x: [x.new_ones(x.shape) + x])
+    for rows in (1, 2, 3):
+        assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
+    assert list(function.known) == [3]
+
+
+def test_another_layout_than_rehearsed_is_computed_anew():
+    function = Recorded(lambda x: [(x + 1).sum(0)])
+    expected = function(None, X)[0]
+    recording = function.known[None]
+    question = next(step for step, _ in recording.steps if isinstance(step, Question))
+    (part,) = question.results
+    question.results = (part._replace(layout=part.layout._replace(strides=(1, 4))),)
+    assert torch.equal(function(None, X)[0], expected)
+    assert function.known == {None: None}
