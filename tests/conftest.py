@@ -103,9 +103,10 @@ def _forgetting(change):
     @functools.wraps(change)
     def run(*arguments, **options):
         change(*arguments, **options)
-        remembered = sys.modules.get("lowtide.ops.linear_cross_entropy.planning.remembered")
-        if remembered is not None:
-            remembered.forget()
+        for name in ("linear_cross_entropy.planning", "attention"):
+            remembered = sys.modules.get(f"lowtide.ops.{name}.remembered")
+            if remembered is not None:
+                remembered.forget()
 
     return run
 

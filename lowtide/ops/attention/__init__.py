@@ -12,7 +12,7 @@ The folders and modules, in the order of imports (each imports only those above 
     operator/        the registered operators and their derivatives
     delegate.py      the plain case, handed to torch's scaled_dot_product_attention
     backend.py       which backend takes a call, and why not the others
-    remembered.py    calls that torch's kernels take, handed on by one check
+    remembered.py    calls like earlier ones, handed on to torch or to the Triton kernels by one check
     dispatch.py      a call, sent to its backend
     api.py           the public functions; their docstrings are the contract
     merge.py         attention to several sets of keys, merged into one

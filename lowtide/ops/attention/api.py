@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, advises
-from lowtide.ops.attention import dispatch
-from lowtide.ops.attention.definition import layouts
+from lowtide.ops.attention import dispatch, remembered
+from lowtide.ops.attention.definition import layouts, masks
 from lowtide.ops.attention.definition.masks import (
     AttentionBias,
     LowerTriangularMask,
@@ -21,7 +22,7 @@ from lowtide.ops.attention.definition.validation import (
     check_seed,
     check_window,
 )
-from lowtide.ops.attention.remembered import hand_on, signature
+from lowtide.ops.attention.remembered import signature
 
 Window = tuple[int | None, int | None]
 
@@ -245,11 +246,11 @@ def scaled_dot_product_attention(
     :func:`memory_efficient_attention` with ``backend="auto"``.
     """
     known = None
-    if attn_mask is None:
+    if attn_mask is None or type(attn_mask) in (Tensor, Parameter):
         given = is_causal, dropout_p, type(dropout_p), scale, type(scale), enable_gqa
-        known = signature(query, key, value, "torch", *given)
-        if (out := hand_on(known, query, key, value)) is not None:
-            return out
+        known = signature(query, key, value, attn_mask, "torch", *given)
+        if (found := remembered.run(known, query, key, value, attn_mask)) is not None:
+            return found[0]
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None)
     mask, tensor = _split_bias(attn_mask)
@@ -260,7 +261,7 @@ def scaled_dot_product_attention(
         mask = LowerTriangularMask()
     options = Options(_scale(scale, query), dropout=dropout_p, rows_first=False)
     call = AttentionCall(Operands(*own), mask, None, options)
-    out, _ = dispatch.attention(call, known, (query, key, value))
+    out, _ = dispatch.attention(call, known, (query, key, value, tensor))
     return layout.result(out)
 
 
@@ -280,12 +281,14 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and compute attention in the xformers layouts."""
     known = None
-    plain = softcap is window is seed is generator is None
-    if plain and not with_logsumexp and _is_bare(attn_bias):
-        given = type(attn_bias), p, type(p), scale, type(scale), backend
-        known = signature(query, key, value, "xformers", *given)
-        if (out := hand_on(known, query, key, value)) is not None:
-            return out, None
+    kind, window_kind = masks.likeness(attn_bias), type(window)
+    if kind is not None and seed is generator is None and (window is None or window_kind is tuple):
+        given = p, type(p), scale, type(scale), softcap, type(softcap), backend, with_logsumexp
+        of_window = window and (window, *map(type, window))
+        tensor = attn_bias.bias if isinstance(attn_bias, AttentionBias) else attn_bias
+        known = signature(query, key, value, tensor, "xformers", kind, of_window, *given)
+        if (found := remembered.run(known, query, key, value, tensor)) is not None:
+            return found
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
     check_backend(backend)
@@ -295,13 +298,8 @@ def _attention(
     layout, *own = layouts.from_xformers(query, key, value, tensor)
     options = Options(_scale(scale, query), float(softcap or 0), float(p), True, backend)
     call = AttentionCall(Operands(*own), mask, band, options, with_logsumexp, seed, generator)
-    out, logsumexp = dispatch.attention(call, known, (query, key, value))
+    out, logsumexp = dispatch.attention(call, known, (query, key, value, tensor))
     return layout.result(out), None if logsumexp is None else layout.logsumexp(logsumexp)
-
-
-def _is_bare(attn_bias: object) -> bool:
-    """Return True for a mask without a tensor, and for None."""
-    return attn_bias is None or (isinstance(attn_bias, AttentionBias) and attn_bias.bias is None)
 
 
 def _split_bias(attn_bias: Tensor | AttentionBias | None) -> tuple[AttentionBias | None, Tensor | None]:

@@ -25,7 +25,7 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
 
-    A call of these tensors that torch's kernels take is remembered as `known`.
+    A call of these tensors, the caller's, may be remembered as `known`.
     """
     E = call.operands.value.shape[3]
     call = prepare(call)

@@ -1,13 +1,13 @@
-"""Remember which calls torch's own kernels take, so that one alike is handed on by a single check.
+"""Remember which calls torch's own kernels take, and which the Triton kernels, by one check.
 
 Checking and choosing take the host longer than torch's own function. Their answer depends on what a
 signature holds (types, shapes, strides, dtypes, devices, options, and torch's settings), and on
 addresses, autocast and transforms. These are looked at in each call.
 
-Shapes: B batches; H heads, M queries; E features of values.
+Shapes: B batches; H heads, M queries, N keys; E features of values.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,24 @@ from lowtide.ops.attention.definition.operands import AttentionCall
 from lowtide.ops.attention.delegate import Handed
 from lowtide.ops.attention.sdpa.alignment import BYTES
 
-Tensors = tuple[Tensor, Tensor, Tensor]
+if TYPE_CHECKING:
+    from lowtide.ops.attention.operator.recorded_call import RecordedCall
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Query, key, value and bias as the caller has them."""
 Signature = tuple[Any, ...]
+Results = tuple[Tensor, Tensor | None]
+"""The result, and the logsumexp if it is asked for."""
 
 
-class Entry(NamedTuple):
+class Entry(Protocol):
+    """Run a call like an earlier one."""
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
+        """Return the results in the caller's layout, or None for a call to be checked and chosen for."""
+
+
+class HandedOn(NamedTuple):
     """Hold a call that torch's kernels take."""
 
     handed: Handed
@@ -31,13 +44,35 @@ class Entry(NamedTuple):
     rows_first: bool
     """True if the caller's tensors are [B, M, H, E], False for [B, H, M, E]."""
 
+    def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
+        if not _are_usual(self.device, query, key, value):
+            return None
+        if not self.rows_first:
+            return self.handed.run(query, key, value), None
+        turned = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return self.handed.run(*turned).transpose(1, 2), None
+
+
+class Launched(NamedTuple):
+    """Hold a call that the Triton kernels take."""
+
+    call: "RecordedCall"
+    device: str
+
+    def run(self, *tensors: Tensor | None) -> Results | None:
+        if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
+            return None
+        return self.call.run(*tensors)
+
 
 # All are forgotten where there are so many, as with sizes that change from call to call.
 MOST = 4096
 _calls: dict[Signature, Entry] = {}
 
 
-def signature(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Signature | None:
+def signature(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *options: Any
+) -> Signature | None:
     """Return what tells calls apart, or None for a call that is not remembered.
 
     It decides on errors too: a tensor that has no sizes or strides is not remembered.
@@ -45,8 +80,13 @@ def signature(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Signa
     if torch.compiler.is_compiling():
         return None
     try:
+        of_bias = None
+        if bias is not None:
+            of_bias = (
+                type(bias), bias.shape, bias.stride(), bias.dtype, bias.device, bias.requires_grad,
+            )  # fmt: skip
         return (
-            options, torch_private.sdp_settings(), torch.is_grad_enabled(),
+            options, of_bias, torch_private.sdp_settings(), torch.is_grad_enabled(),
             type(query), query.shape, query.stride(), query.dtype, query.device, query.requires_grad,
             type(key), key.shape, key.stride(), key.dtype, key.device, key.requires_grad,
             type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad,
@@ -55,35 +95,54 @@ def signature(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Signa
         return None
 
 
-def hand_on(known: Signature | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Return the result in the caller's layout, or None for a call that is not remembered."""
+def run(
+    known: Signature | None, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> Results | None:
+    """Return the results in the caller's layout, or None for a call that is not remembered."""
     try:
         entry = _calls.get(known)  # type: ignore[arg-type]
     except TypeError:  # an option that has no hash
         return None
-    if entry is None or not _are_usual(entry.device, query, key, value):
-        return None
-    if not entry.rows_first:
-        return entry.handed.run(query, key, value)
-    return entry.handed.run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+    return None if entry is None else entry.run(query, key, value, bias)
 
 
 def remember(known: Signature, tensors: Tensors, call: AttentionCall, backend: str) -> None:
-    """Remember a call if torch's kernels take its tensors as they are, or transposed."""
-    operands, rows_first = call.operands, call.options.rows_first
-    device = operands.device.type
-    if backend != "sdpa" or not _are_usual(device, *tensors):
+    """Remember a call whose operands are its tensors as they are, or transposed."""
+    if torch.is_autocast_enabled(call.operands.device.type) or in_transform(*tensors):
         return
-    for each, own in zip(tensors, operands):
-        turned = each.transpose(1, 2) if rows_first and each.dim() == 4 else each
-        if own is None or turned.shape != own.shape or turned.stride() != own.stride():
+    for place, (each, own) in enumerate(zip(tensors, call.operands)):
+        if each is None and own is None:
+            continue
+        if each is None or own is None or 0 in own.shape:
             return
-    handed = Handed(operands, call.mask is not None, call.options)
-    if not handed.is_fused(operands):
+        turned = place < 3 and call.options.rows_first and each.dim() == 4
+        given = each.transpose(1, 2) if turned else each
+        if given.shape != own.shape or given.stride() != own.stride():
+            return
+    entry = _entry(tensors, call, backend)
+    if entry is None:
         return
     if len(_calls) >= MOST:
         _calls.clear()
-    _calls[known] = Entry(handed, device, rows_first)
+    _calls[known] = entry
+
+
+def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> Entry | None:
+    operands, device = call.operands, call.operands.device.type
+    if backend == "sdpa" and _are_usual(device, *tensors[:3]):
+        handed = Handed(operands, call.mask is not None, call.options)
+        return HandedOn(handed, device, call.options.rows_first) if handed.is_fused(operands) else None
+    known = torch_private.below_autograd is not None
+    if backend == "triton" and not call.options.dropout and known:
+        from lowtide.ops.attention.operator.recorded_call import RecordedCall  # imports Triton
+
+        return Launched(RecordedCall(call), device)
+    return None
+
+
+def forget() -> None:
+    """Forget all calls, where something else changes that they depend on."""
+    _calls.clear()
 
 
 def _are_usual(device: str, *tensors: Tensor) -> bool:

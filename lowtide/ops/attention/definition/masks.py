@@ -9,13 +9,14 @@ Shapes: M queries, N keys; i counts queries, j keys.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
@@ -258,6 +259,26 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     """
 
     band = Band(right=0)
+
+
+BY_BAND = {
+    AttentionBias,
+    LowerTriangularMask,
+    LowerTriangularMaskWithTensorBias,
+    LowerTriangularFromBottomRightMask,
+    LocalAttentionFromBottomRightMask,
+}
+
+
+def likeness(attn_bias: Any) -> Hashable | None:
+    """Return what masks that show the same keys have in common, beside their tensors.
+
+    None, for a mask of sequences or of an unknown class, tells nothing.
+    """
+    kind: Any = type(attn_bias)
+    if attn_bias is None or kind is Tensor or kind is Parameter:
+        return (kind,)
+    return (kind, attn_bias.band, attn_bias.made_for) if kind in BY_BAND else None
 
 
 def is_from_torch(bias: object) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
+from lowtide.core.operator import call
 from lowtide.ops.attention.definition.operands import Operands, Options
 from lowtide.ops.attention.operator import higher_order, ops
 
@@ -27,6 +28,13 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
 
     The backend that the options name runs forward and backward.
     """
+    options, needs_grad = with_gradients(operands, options)
+    out, logsumexp = _Attention.apply(options, needs_grad, with_logsumexp, *operands)
+    return out, logsumexp
+
+
+def with_gradients(operands: Operands, options: Options) -> tuple[Options, tuple[bool, ...]]:
+    """Return the options with what forward keeps for backward, and which operands get gradients."""
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(
         tracked and each is not None and each.requires_grad for each in operands.differentiable
@@ -35,9 +43,7 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
     few = operands.value.shape[-1] <= KEPT_FEATURES
     half = operands.query.dtype.itemsize == 2
     keep_low = half and few and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
-    options = options._replace(keep_low=keep_low)
-    out, logsumexp = _Attention.apply(options, needs_grad, with_logsumexp, *operands)
-    return out, logsumexp
+    return options._replace(keep_low=keep_low), needs_grad
 
 
 class _Attention(torch.autograd.Function):
@@ -51,7 +57,7 @@ class _Attention(torch.autograd.Function):
         with_logsumexp: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        out, *kept = ops.attention(*tensors, with_logsumexp or any(needs_grad), *options)
+        out, *kept = call(ops.attention, *tensors, with_logsumexp or any(needs_grad), *options)
         ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
         if any(needs_grad):
@@ -73,7 +79,8 @@ class _Attention(torch.autograd.Function):
         else:
             if grad_output is None:
                 grad_output = torch.zeros_like(out)
-            found = ops.attention_backward(
+            found = call(
+                ops.attention_backward,
                 *(grad_output, grad_logsumexp, out, statistics, low[0] if low else None),
                 *(*operands, ctx.needs_grad, *ctx.options),
             )

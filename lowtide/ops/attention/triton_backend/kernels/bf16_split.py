@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.launch import remember_launches
 
 # Rows are padded to a multiple of this many features, so that loads of 16 bytes are aligned, masked
 # loads too.
@@ -85,6 +86,7 @@ def padded_width(F: int) -> int:
     return cdiv(F, STEP.value) * STEP.value
 
 
+@remember_launches
 @triton.jit
 def split_kernel(
     ptrs, pieces_ptrs, strides, shapes, COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr

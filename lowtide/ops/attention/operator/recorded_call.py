@@ -1,0 +1,145 @@
+"""Run the Triton kernels as in an earlier call, by recordings of forward and of backward.
+
+The launchers (triton_backend/) decide by shapes, strides, dtypes and options which kernels run, on
+what grids, and with which numbers. A recording (core/recording/recorded.py) does the same again
+without these decisions. remembered.py says which calls are alike.
+
+Shapes: B batches; H heads; M queries, N keys; K features, E of values.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.autodiff import is_differentiated, scatter_gradients
+from lowtide.core.operator import seen_by_nobody
+from lowtide.core.recording.recorded import Recorded, is_aligned
+from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals
+from lowtide.ops.attention.definition.operands import AttentionCall, Operands
+from lowtide.ops.attention.operator import ops
+from lowtide.ops.attention.operator.autograd import Gradients, differentiable_backward, with_gradients
+from lowtide.ops.attention.triton_backend import launch_backward, launch_forward
+from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count
+
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Query, key, value and bias as the caller has them."""
+
+
+class RecordedCall:
+    """Hold what calls that are alike have in common, but no tensor.
+
+    Their tensors are operands as they are or, with rows first, with M and H exchanged.
+    """
+
+    def __init__(self, call: AttentionCall) -> None:
+        operands, options = call.operands, call.options._replace(backend="triton")
+        self.options, self.needs_grad = with_gradients(operands, options)
+        self.with_logsumexp, self.dtype = call.with_logsumexp, operands.query.dtype
+        self.mask: AttentionBias | None = None
+        if call.mask is not None:  # without its tensor
+            self.mask = AttentionBias()
+            self.mask.band = call.mask.band
+        self.window: Band | None = call.window
+        self.forward, self.backward = Recorded(self._forward), Recorded(self._backward)
+
+    def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """Return the result and the logsumexp, or None for tensors that the operators are to see."""
+        if not (is_aligned(given) and seen_by_nobody(given)):
+            return None
+        if any(self.needs_grad):
+            found = attention.apply(self, *given)
+            return found if self.with_logsumexp else (found, None)
+        out, logsumexp, *_ = self.attend(given)
+        assert out is not None
+        return out, logsumexp
+
+    def attend(self, given: tuple[Tensor | None, ...]) -> Any:
+        """Return the result, the logsumexp if it is asked for, and what backward needs beside them."""
+        assert given[0] is not None
+        with torch.cuda.device_of(given[0]):
+            return self.forward(self._pieces(), *given)
+
+    def gradients(self, *saved: Tensor | None) -> Any:
+        """Return the gradients of what was given, from both upstream gradients and what was saved."""
+        assert saved[2] is not None
+        if not (is_aligned(saved) and seen_by_nobody(saved)):
+            return self._backward(*saved, by_operator=True)
+        # Hooks on saved tensors may bring them back in other strides.
+        strides = tuple([None if each is None else each.stride() for each in saved])
+        with torch.cuda.device_of(saved[2]):
+            return self.backward((self._pieces(), strides), *saved)
+
+    def differentiable(
+        self, grad_output: Tensor | None, grad_logsumexp: Tensor | None, *saved: Tensor | None
+    ) -> Gradients:
+        """Return gradients that can be differentiated again."""
+        *given, _, _, _, first, end = saved
+        upstream = self._turned(grad_output), grad_logsumexp
+        operands = self._operands(*given, first, end)
+        return self._as_given(differentiable_backward(operands, self.options, self.needs_grad, upstream))
+
+    def _pieces(self) -> int:
+        """Return what the kernels depend on beside tensors: whether torch allows TF32."""
+        return piece_count(self.dtype)
+
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+        operands = self._operands(query, key, value, bias)
+        seen = intervals(self.mask, self.window, operands.query.shape[2], operands.key.shape[2], query.device)
+        first, end = (None, None) if seen is None else seen
+        operands = operands._replace(first=first, end=end)
+        keep = self.with_logsumexp or any(self.needs_grad)
+        out, *kept = launch_forward.forward(operands, self.options, keep)
+        statistics, low = (*kept, None, None)[:2]
+        logsumexp = kept[0].sum(2) if self.with_logsumexp else None
+        return [self._turned(out), logsumexp, statistics, low, first, end]
+
+    def _backward(
+        self,
+        grad_output: Tensor | None,
+        grad_logsumexp: Tensor | None,
+        *saved: Any,
+        by_operator: bool = False,
+    ) -> Gradients:
+        *given, out, statistics, low, first, end = saved
+        operands = self._operands(*given, first, end)
+        out = self._turned(out)
+        upstream = torch.zeros_like(out) if grad_output is None else self._turned(grad_output)
+        kept = upstream, grad_logsumexp, out, statistics, low
+        if by_operator:
+            found = ops.attention_backward(*kept, *operands, self.needs_grad, *self.options)
+        else:
+            found = launch_backward.backward(operands, self.options, self.needs_grad, *kept)
+        return self._as_given(scatter_gradients(found, self.needs_grad))
+
+    def _operands(self, query: Any, key: Any, value: Any, bias: Any, *rest: Any) -> Operands:
+        return Operands(self._turned(query), self._turned(key), self._turned(value), bias, *rest)
+
+    def _turned(self, tensor: Any) -> Any:
+        """Return a tensor of the caller's layout in that of the computation, or the other way."""
+        return tensor.transpose(1, 2) if tensor is not None and self.options.rows_first else tensor
+
+    def _as_given(self, gradients: Gradients) -> Gradients:
+        query, key, value, bias = gradients
+        return self._turned(query), self._turned(key), self._turned(value), bias
+
+
+class attention(torch.autograd.Function):
+    """Differentiate a recorded call. Profiles name its node after the class: as the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RecordedCall, *given: Tensor | None) -> Any:
+        out, logsumexp, *kept = call.attend(given)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given, out, *kept)
+        return (out, logsumexp) if call.with_logsumexp else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None = None) -> Any:  # type: ignore[override]
+        call, upstream = ctx.call, (grad_output, grad_logsumexp)
+        if grad_output is None and grad_logsumexp is None:
+            return (None,) * 5
+        again = is_differentiated(*upstream)
+        gradients = (call.differentiable if again else call.gradients)(*upstream, *ctx.saved_tensors)
+        return None, *gradients
