@@ -8,8 +8,8 @@ are looked at in each call.
 Shapes: N tokens, D features, V classes.
 """
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +33,28 @@ PLAIN = (type(None), bool, int, float, str)
 Signature = tuple[Hashable, ...]
 
 
-class Entry(NamedTuple):
+class Entry:
     """Hold what was decided for a call."""
 
-    plan: Plan
-    needs_grad: tuple[bool, ...]
-    """True for input and weight if they get gradients; then False for bias and scale, which are absent."""
+    def __init__(self, plan: Plan, needs_grad: tuple[bool, ...]) -> None:
+        from lowtide.core.recording.recorded import Recorded, is_aligned  # imports Triton
+
+        # True for input and weight if they get gradients; then False for bias and scale, which are absent.
+        self.plan, self.needs_grad = plan, needs_grad
+        self.recorded, self.is_aligned = Recorded(self._compute), is_aligned
+
+    def compute(self, *tensors: Tensor) -> Sequence[Tensor | None]:
+        """Return the loss, and each gradient's tensor and remaining factor."""
+        if self.is_aligned(tensors):
+            return self.recorded(None, *tensors)
+        with torch_private.below_autograd():
+            return self._compute(*tensors)
+
+    def _compute(self, input: Tensor, linear_weight: Tensor, target: Tensor) -> list[Tensor | None]:
+        loss, gradients = ops.loss_and_gradients(self.plan, Head((input,), (linear_weight,)), Labels(target))
+        assert gradients is not None
+        found = [each for each in gradients.all if each is not None]
+        return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
 
 
 # None for a call that goes by the operators.
@@ -115,11 +131,9 @@ class linear_cross_entropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, entry: Entry, input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-        with torch_private.below_autograd(), on_device_of(input):
-            head, labels = Head((input,), (linear_weight,)), Labels(target)
-            loss, gradients = ops.loss_and_gradients(entry.plan, head, labels)
-        assert gradients is not None
-        rest = [part for each in gradients.all if each is not None for part in (each.tensor, each.remaining)]
+        with on_device_of(input):
+            loss, *rest = entry.compute(input, linear_weight, target)
+        assert loss is not None
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, linear_weight, target, *rest)
@@ -129,7 +143,7 @@ class linear_cross_entropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if grad_output is None:
             return (None,) * 4
-        plan, needs_grad = ctx.entry
+        plan, needs_grad = ctx.entry.plan, ctx.entry.needs_grad
         input, linear_weight, target, *rest = ctx.saved_tensors
         head = Head((input,), (linear_weight,))
         found = differentiated_loss(head, Labels(target), plan.options, needs_grad, grad_output)
