@@ -32,7 +32,7 @@ from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
 from lowtide.tools.bench.heads.table import draw as draw_heads
-from lowtide.tools.bench.host import CALLS, HOST, SHAPES, host_rows
+from lowtide.tools.bench.host import ATTENTION_CALLS, CALLS, HOST, SHAPES, attention_host_rows, host_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT
@@ -381,6 +381,7 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
     shapes = SHAPES["cpu" if smoke else on]
     calls = 3 if smoke else CALLS
     tables = [_Table(_Shape(str(shape)), 6, iter(host_rows(shape, on, calls))) for shape in shapes]
+    tables.append(_Table(_Shape("attention"), len(ATTENTION_CALLS[on]), iter(attention_host_rows(on, calls))))
     _print(tables, on, smoke, out, HOST)
 
 

@@ -9,6 +9,8 @@ OPERATORS = {
     "distillation.forward_kl",
     "chunked_loss",
     "memory_efficient_attention",
+    "handed on",
+    "windows with a bias",
 }
 
 

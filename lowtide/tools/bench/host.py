@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,15 +33,46 @@ SHAPES = {
 }
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADS = 4  # of attention, whose sequences have N tokens and D features in all
+
+
+class Attention(NamedTuple):
+    """Hold a call of attention."""
+
+    B: int
+    H: int
+    M: int
+    K: int
+    bias: bool = False
+    """True for a bias [1, H, M, M] that is trained."""
+    causal: bool = False
+    tracked: bool = True
+
+
+# Handed on to torch's kernels; windows of Swin; short sequences with the bias of T5; kernels of
+# lowtide for a mask. Batches are few: the host takes as long for them as for many.
+ATTENTION_CALLS = {
+    "cuda": {
+        "handed on": Attention(1, 2, 64, 64),
+        "handed on, no gradients": Attention(1, 2, 64, 64, tracked=False),
+        "windows with a bias": Attention(256, 8, 49, 32, bias=True),
+        "windows with a bias, no gradients": Attention(256, 8, 49, 32, bias=True, tracked=False),
+        "short sequences with a bias": Attention(16, 16, 512, 64, bias=True),
+        "causal with a bias": Attention(4, 16, 256, 64, bias=True, causal=True),
+    },
+    "cpu": {"handed on": Attention(1, 2, 16, 16), "windows with a bias": Attention(2, 2, 16, 16, bias=True)},
+}
 WARM, CALLS = 5, 60
 
 Run = Callable[[], Tensor]
+Call = tuple[Run, Run, Sequence[Tensor]]
+"""An operator's call, the same in plain torch, and the tensors that are trained."""
 
 
 @dataclass(frozen=True)
 class HostRow:
     operator: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
+    """N, D, V; of attention the tokens and the features of all heads."""
     dtype: torch.dtype
     forward_us: float
     backward_us: float
@@ -55,21 +86,60 @@ class HostRow:
 
 def host_rows(shape: tuple[int, int, int], device: str, calls: int = CALLS) -> list[HostRow]:
     """Measure each operator at this shape, in turn with plain torch."""
-    dtype, found = DTYPES[device], []
-    for name, (own, eager, leaves) in operators(*shape, dtype, device).items():
-        times = [[_once(run, leaves, device) for run in (own, eager)] for _ in range(WARM + calls)][WARM:]
-        spans = [
-            quantiles([1e6 * each[which][part] for each in times], 0.5)[0]
-            for which in (0, 1)
-            for part in (0, 1)
-        ]
-        found.append(HostRow(name, shape, dtype, *spans))
-    return found
+    dtype = DTYPES[device]
+    found = operators(*shape, dtype, device)
+    return [_row(name, shape, call, device, calls) for name, call in found.items()]
 
 
-def operators(
-    N: int, D: int, V: int, dtype: torch.dtype, device: str
-) -> dict[str, tuple[Run, Run, Sequence[Tensor]]]:
+def attention_host_rows(device: str, calls: int = CALLS) -> list[HostRow]:
+    """Measure calls of attention, in turn with torch's function."""
+    rows = []
+    for name, case in ATTENTION_CALLS[device].items():
+        call = attention(case, DTYPES[device], device)
+        rows.append(_row(name, (case.B * case.M, case.H * case.K), call, device, calls))
+    return rows
+
+
+def _row(name: str, shape: tuple[int, ...], call: Call, device: str, calls: int) -> HostRow:
+    own, eager, leaves = call
+    result = own().detach()
+    upstream = torch.ones_like(result) if result.dim() else None
+    times = [[_once(run, leaves, device, upstream) for run in (own, eager)] for _ in range(WARM + calls)][
+        WARM:
+    ]
+    spans = [
+        quantiles([1e6 * each[which][part] for each in times], 0.5)[0] for which in (0, 1) for part in (0, 1)
+    ]
+    return HostRow(name, shape, DTYPES[device], *spans)
+
+
+def attention(case: Attention, dtype: torch.dtype, device: str) -> Call:
+    """Return a call by lowtide, the same by torch, and the tensors that are trained."""
+    B, H, M, K, with_bias, causal, tracked = case
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype).requires_grad_(tracked)
+
+    query, key, value = (normal(B, H, M, K) for _ in range(3))
+    bias = normal(1, H, M, M) if with_bias else None
+    leaves = [query, key, value, *(() if bias is None else (bias,))]
+
+    def own() -> Tensor:
+        return lowtide.scaled_dot_product_attention(query, key, value, bias, is_causal=causal)
+
+    def eager() -> Tensor:
+        hidden = bias
+        if causal and bias is not None:  # torch takes one of both
+            seen = torch.ones(M, M, dtype=torch.bool, device=device).tril()
+            hidden = bias.masked_fill(~seen, -torch.inf)
+        plain = causal and bias is None
+        return F.scaled_dot_product_attention(query, key, value, hidden, is_causal=plain)
+
+    return own, eager, leaves
+
+
+def operators(N: int, D: int, V: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
     """Return for each operator a call of it, the same in plain torch, and the tensors that are trained."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -116,14 +186,15 @@ def operators(
     }
 
 
-def _once(run: Run, leaves: Sequence[Tensor], device: str) -> tuple[float, float]:
+def _once(run: Run, leaves: Sequence[Tensor], device: str, upstream: Tensor | None) -> tuple[float, float]:
     """Return the seconds of a call, and of its backward, in which the host is busy."""
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    loss = run()
+    result = run()
     called = time.perf_counter()
-    loss.backward()
+    if result.requires_grad:
+        result.backward(upstream)
     ended = time.perf_counter()
     for each in leaves:
         each.grad = None
@@ -134,15 +205,16 @@ TIMES = ("forward_us", "backward_us", "eager_forward_us", "eager_backward_us")
 
 
 def record(row: HostRow) -> dict[str, object]:
-    sizes = dict(zip(("tokens", "features", "classes"), row.shape))
+    sizes = {"classes": None, **dict(zip(("tokens", "features", "classes"), row.shape))}
     times = {name: round(getattr(row, name), 1) for name in TIMES}
     return rounded({"operator": row.operator, **sizes, "dtype": dtype_name(row.dtype), **times})
 
 
 def render(rows: Sequence[HostRow]) -> Group:
     """Return the table of one shape."""
-    N, D, V = rows[0].shape
-    table = Table(title=f"N {N}, D {D}, V {V}: microseconds of the host", box=box.SIMPLE_HEAD)
+    sizes = ", ".join(f"{name} {size}" for name, size in zip("NDV", rows[0].shape))
+    title = sizes if len(rows[0].shape) == 3 else "Attention"
+    table = Table(title=f"{title}: microseconds of the host", box=box.SIMPLE_HEAD)
     table.add_column("operator")
     for heading in ("forward", "backward", "eager forward", "eager backward"):
         table.add_column(heading, justify="right", no_wrap=True)
