@@ -29,9 +29,9 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 
-# What a sum over ranks takes beside a product, by the rows of decision 0067: its kernel's blocks, and
+# What a sum over ranks takes beside a product, by the rows of decision 0068: its kernel's blocks, and
 # the bytes a second that it moves.
-SPARED, LINK_SPEED = 32, 3e11  # decision 0067
+SPARED, LINK_SPEED = 32, 3e11  # decision 0068
 MULTIPROCESSORS, GEMM_SPEED = 132, 7e14  # those of cost_model.py
 CLASSES = 128  # of a tile
 
