@@ -74,7 +74,9 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         raise ArgumentTypeError(f"device must be a torch.device or its name, got {device!r}")
     place = torch.device(device)
     if place.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be the CPU or a CUDA device, got {place}")
+        raise ArgumentError(
+            f"device must be the CPU or a CUDA device, got {place}; torch traces the allocations of no other"
+        )
     if place.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"peak_memory cannot measure {place}: torch sees no CUDA device here")
     if place.type == "cpu" and torch._C._autograd._profiler_enabled():

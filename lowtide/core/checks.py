@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.kernels import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -49,15 +50,16 @@ def _is_nested(tensor: Tensor) -> bool:
 
 
 def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
-    """Check that all tensors are on the device of the first, and that this device is supported.
+    """Check that all tensors are on the device of the first, and that calls run there.
 
     The meta device is accepted only with `meta`.
     """
     first = next(iter(named))
     device = named[first].device
-    known = "the CPU, a CUDA device or meta" if meta else "the CPU or a CUDA device"
-    if device.type not in (("cpu", "cuda", "meta") if meta else ("cpu", "cuda")):
-        raise ArgumentError(f"{first} must be on {known}, got {device}; move it")
+    if device.type == "meta" and not meta:
+        raise ArgumentError(f"{first} must have data, got a tensor on meta; move it to another device")
+    if reason := devices.reason_against(device):
+        raise ArgumentError(f"{first} cannot be on {device}: {reason}; move it")
     for name, tensor in named.items():
         if tensor.device != device:
             raise ArgumentError(

@@ -81,7 +81,8 @@ class Operand:
             return gathered_CD if lies_by_rows(gathered_CD) else gathered_CD.contiguous()
         C, row = rows.stop - rows.start, self.D * self.input.element_size()
         copy_CD = torch.empty(C, self.D, dtype=self.dtype, device=self.input.device)
-        for part in blocks(C, C if self.input.is_cuda else max(1, GATHERED_BYTES // max(1, row))):
+        on_cpu = self.input.device.type == "cpu"
+        for part in blocks(C, max(1, GATHERED_BYTES // max(1, row)) if on_cpu else C):
             own = slice(rows.start + part.start, rows.start + part.stop)
             copy_CD[part] = self._gathered(own) if x_CD is None else x_CD[part]
         return copy_CD
@@ -127,9 +128,9 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     D, row = input.shape[-1], input.shape[-1] * input.element_size()
     if input.dtype == dtype:
         return row, 0
-    if input.is_cuda:
-        return D * dtype.itemsize + row, 0
-    return D * dtype.itemsize, max(row, GATHERED_BYTES)
+    if input.device.type == "cpu":
+        return D * dtype.itemsize, max(row, GATHERED_BYTES)
+    return D * dtype.itemsize + row, 0
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: float = 1.0) -> None:

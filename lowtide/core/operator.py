@@ -1,4 +1,4 @@
-"""Register operators with torch.library, for the CPU and CUDA."""
+"""Register operators with torch.library, for every device."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -80,7 +80,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
                 )
             return function(*arguments)
 
-        impl(f"lowtide::{name}", ("cpu", "cuda"), run)
+        impl(f"lowtide::{name}", "CompositeExplicitAutograd", run)
         made = getattr(torch.ops.lowtide, name).default
         _direct[made] = run
         return made

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
+from lowtide.core.kernels.devices import frexp
 
 # A float16 gradient is formed with its largest row near 2^14, and kept with it near 1.
 FP16_EXPONENT = 14
@@ -103,7 +104,7 @@ def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtyp
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
-    _, exponent = torch.frexp(largest)
+    _, exponent = frexp(largest)
     exponent = exponent.clamp(min=-100)  # smaller numbers are 0 in float16 at any scale
     return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
 
@@ -117,7 +118,7 @@ def split_factor(
     """
     if dtype != torch.float16:
         return factor, None
-    mantissa, exponent = torch.frexp(factor)
+    mantissa, exponent = frexp(factor)
     one = torch.ones_like(factor)
     return mantissa * torch.ldexp(one, -headroom * one), torch.ldexp(one, exponent + headroom)
 
@@ -132,7 +133,7 @@ def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
     """
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
-    return torch.frexp(_largest(weight_VD)).exponent + (FP16_EXPONENT - FP16_ROOM)
+    return frexp(_largest(weight_VD))[1] + (FP16_EXPONENT - FP16_ROOM)
 
 
 def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
@@ -144,7 +145,7 @@ def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
     if input.numel() == 0:
         return FP16_EXPONENT
     largest = _largest(input) * (input.numel() // input.shape[-1])
-    return torch.frexp(largest).exponent.clamp(max=FP16_EXPONENT)
+    return frexp(largest)[1].clamp(max=FP16_EXPONENT)
 
 
 def _largest(tensor: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def scale_into(
         # As a vector of one element the factor takes part in type promotion; a 0-d factor would be
         # rounded to the tensor's dtype.
         torch.mul(tensor, factor.view(1), out=out)
-    elif out.dtype == tensor.dtype and tensor.dtype in HALVES:
+    elif tensor.is_cpu and out.dtype == tensor.dtype and tensor.dtype in HALVES:
         # On the CPU a 0-d factor is not rounded, and the tensor is not converted as a whole.
         torch.mul(tensor, factor.view(()), out=out)
     elif spent and tensor.dtype == factor.dtype:

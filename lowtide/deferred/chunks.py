@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.deferred.recorded import expression
 from lowtide.ops.linear_cross_entropy.definition import reference
@@ -63,7 +64,7 @@ def by_rows(
         raise too_small(
             workspace, row_bytes, f"one row of {V} logits, {COPIES} times over in a loss by chunks"
         )
-    device = "cuda" if rows[0].is_cuda else "cpu"
+    device = counted_as(rows[0].device.type)
     # No more than real logits would take, forward and backward, while there is room for enough rows.
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
     chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)

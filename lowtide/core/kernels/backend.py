@@ -87,7 +87,8 @@ def reason_against_triton(device: torch.device, dtype: torch.dtype, argument: st
 
         # The interpreter must be requested before Triton is imported. Triton's own functions, which
         # our kernels call, are made for the interpreter at import or not at all.
-        if not triton.knobs.runtime.interpret or isinstance(triton.language.cdiv, JITFunction):
+        interprets = triton.knobs.runtime.interpret and not isinstance(triton.language.cdiv, JITFunction)
+        if device.type != "cpu" or not interprets:
             return f"its kernels run on CUDA tensors, and {argument} is on {device}"
     return f"its kernels sum in float32, and {argument} is float64" if dtype == torch.float64 else None
 

@@ -19,6 +19,7 @@ from lowtide.core.autodiff import in_transform
 from lowtide.core.checks import HALVES
 from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import marked_constant, reason_against_triton
+from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
@@ -74,7 +75,7 @@ def choose_backend(call: AttentionCall) -> BackendChoice:
         return BackendChoice("higher_order", against_sdpa)
     if named == "torch":
         return TORCH
-    if named == "auto" and operands.device.type != "cuda":
+    if named == "auto" and operands.device.type == "cpu":
         return BackendChoice("torch", against_sdpa, "on the CPU its interpreter runs by name")
     against_triton = _reason_against_triton(operands)
     if named == "triton":
@@ -96,6 +97,8 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
         return "this release of torch does not say which of its kernels it would take"
     if with_logsumexp:
         return "it gives no logsumexp"
+    if runs_plain_torch(operands.device.type):
+        return f"its kernels are not known to be right on {operands.device.type}"
     if options.softcap:
         return "it takes no soft cap"
     if options.dropout:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lowtide.core.errors import ArgumentError
+from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.attention import delegate
 from lowtide.ops.attention.backend import BackendChoice, choose_backend
@@ -89,7 +90,7 @@ def _check_mask(operands: Operands, mask: AttentionBias) -> None:
 def _autocast(operands: Operands) -> Operands:
     """Cast query, key and value to autocast's dtype, but not float64, as torch does."""
     device = operands.device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)
     query, key, value = (
@@ -108,4 +109,7 @@ def _draw_seed(
     if seed is not None:
         return torch.full((), seed, dtype=torch.int64, device=device)
     source = device if generator is None else generator.device
+    if runs_plain_torch(source.type):  # mps draws fewer bits at a time
+        first, second = torch.randint(1 << 30, (2,), generator=generator, device=source)
+        return (first * (1 << 30) + second).to(device)
     return torch.randint(1 << 62, (), generator=generator, device=source).to(device)

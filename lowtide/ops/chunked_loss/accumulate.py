@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.checks import HALVES
+from lowtide.core.kernels.devices import frexp
 from lowtide.core.pending_gradient import PendingGradient
 
 EXPONENT = 3
@@ -75,7 +76,7 @@ def backward_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) ->
     if not sizes:
         return previous
     largest = torch.stack(sizes).amax()
-    _, exponent = torch.frexp(largest.clamp(max=BEYOND))
+    _, exponent = frexp(largest.clamp(max=BEYOND))
     measured = torch.ldexp(torch.ones_like(largest), (EXPONENT - exponent).clamp(-limit, limit))
     return torch.where(largest > 0, measured, previous)
 
@@ -99,6 +100,6 @@ def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> Pen
     if dtype not in HALVES:
         return PendingGradient(total, remaining=1 / last_scale)
     # Any power of two will do within float16's range; this one brings the largest element near 1.
-    _, exponent = torch.frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
+    _, exponent = frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
     center = torch.ldexp(torch.ones_like(last_scale), -exponent.clamp(-100, 100))
     return PendingGradient(total.mul_(center).to(dtype), remaining=1 / (last_scale * center))

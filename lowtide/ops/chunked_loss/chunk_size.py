@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,7 +90,7 @@ def _peak(job: Job, tensors: Tensors, rows: int) -> int:
         replay=Replay(tensors),
         snapshot=copy.copy(job.snapshot),
     )
-    with torch.random.fork_rng(devices=job.replay.cuda):
+    with job.replay.forked():
         if any(job.needs_grad):
             loss_and_gradients(sample, tensors)
         else:

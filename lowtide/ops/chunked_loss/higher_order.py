@@ -48,7 +48,7 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
     sample = replace(job, aux={}, replay=Replay(still), snapshot=before)
     whole = still[job.cut :]
 
-    with torch.random.fork_rng(devices=job.replay.cuda):
+    with job.replay.forked():
         for place, chunk in enumerate(job.chunks):
             rows = sample.piece(still[: job.cut], chunk)
             run = functools.partial(sample.loss_again, place, rows, whole)

@@ -12,7 +12,8 @@ class Replay:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
-        self.cuda = sorted({device.index for device in devices if device.type == "cuda"})
+        self.devices = sorted((each for each in devices if each.type not in ("cpu", "meta")), key=str)
+        self.on_cuda = any(device.type == "cuda" for device in devices)
         self.kinds = sorted({"cpu", *(device.type for device in devices if device.type != "meta")})
         self.casts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self.kinds
@@ -33,21 +34,30 @@ class Replay:
             yield
 
     @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Let the generators go on afterwards from where they are now."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's alone
+            for device in self.devices:
+                stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
+            yield
+
+    @contextlib.contextmanager
     def chunk(self, place: int) -> Iterator[None]:
         """Draw the same random numbers every time a chunk is computed.
 
         The first time, the generators go on from where they are, and their states are kept.
         """
         if place not in self.states:
-            if not (self.cuda and torch.cuda.is_current_stream_capturing()):
+            if not (self.on_cuda and torch.cuda.is_current_stream_capturing()):
                 self.states[place] = self._state(self.states.get(place - 1))
             yield
             return
-        with torch.random.fork_rng(devices=self.cuda):
-            cpu, *cuda = self.states[place]
+        with self.forked():
+            cpu, *others = self.states[place]
             torch.set_rng_state(cpu)
-            for device, state in zip(self.cuda, cuda):
-                torch.cuda.set_rng_state(state, device)
+            for device, state in zip(self.devices, others):
+                torch.get_device_module(device).set_rng_state(state, device)
             yield
 
     def drew(self) -> bool:
@@ -57,5 +67,6 @@ class Replay:
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         """Return the generators' states, or the last ones if they are the same: 5 KB each."""
-        now = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.cuda))
+        others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
+        now = (torch.get_rng_state(), *others)
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now

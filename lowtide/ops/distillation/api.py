@@ -112,7 +112,7 @@ def forward_kl(
             plain weight of all classes, the same on each rank.
 
     Default workspace:
-        On the CPU 64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
+        64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
         gradient (4 V D_s bytes, from forward to backward). The default is no more than the dense
         logits of both heads would take in the same dtype, apart from 4 MiB (16 MiB on CUDA) and
         64 bytes (256 on CUDA) for each row, feature and class. This limit does not apply to

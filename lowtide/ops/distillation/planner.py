@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import PRODUCT_ROWS
+from lowtide.core.kernels.devices import counted_as
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
@@ -86,7 +87,7 @@ def _memory(
     heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int | None = None
 ) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
-    device, sum_dtype = heads.device.type, options.sum_dtype
+    device, sum_dtype = counted_as(heads.device.type), options.sum_dtype
     V = max(heads.classes, 1)  # of divided heads a rank may have none
     D, number = heads.student_input.shape[-1], sum_dtype.itemsize
     N = heads.rows if rank_tokens is None else rank_tokens
@@ -128,7 +129,8 @@ def _memory(
     workspace, pass_logits = granted_bytes(options.workspace, options.dense, counts), V
     if tile_row and (spare := workspace - counts.smallest_workspace) > 0:
         # A quarter of the spare workspace goes to a larger tile, the rest to rows.
-        tile_rows = min(TILE_BYTES[device] // (V * number), N, 1 + spare // 4 // tile_row)
+        tile_bytes = TILE_BYTES["cpu" if heads.device.type == "cpu" else "cuda"]
+        tile_rows = min(tile_bytes // (V * number), N, 1 + spare // 4 // tile_row)
         if tile_rows > 1:
             counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
             pass_logits = tile_rows * V

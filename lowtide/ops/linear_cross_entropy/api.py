@@ -114,7 +114,7 @@ def linear_cross_entropy(
             divided head compare theirs. It takes no gradient. With "sum" and "none" it is an error.
             (torch has no such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
-            64 MiB on the CPU. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
+            64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
             (see `Default`). A smaller workspace costs time; it costs exactness only as `Precision`
             says of 20 bits. Two things are not counted: on CUDA under autocast, a weight of another

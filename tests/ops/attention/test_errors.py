@@ -27,7 +27,7 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
             "key must have query's dtype .*32.*, got torch.float64; cast it",
         ),
         ({"query": Q.int(), "key": KV.int(), "value": KV.int()}, TypeError, "query must be float32"),
-        ({"query": Q.to("meta")}, ValueError, "query must be on the CPU or a CUDA device, got meta"),
+        ({"query": Q.to("meta")}, ValueError, "query must have data, got a tensor on meta"),
         ({"value": KV.to("meta")}, ValueError, r"value must be on query's device \(cpu\), got meta"),
         ({"attn_bias": "causal"}, TypeError, "a mask of lowtide.attn_bias or None, got str"),
         ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(...\)"),

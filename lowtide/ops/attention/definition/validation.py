@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lowtide.core.checks import DTYPES, check_choice
+from lowtide.core.checks import DTYPES, check_choice, check_devices
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_from_torch, window_band
 from lowtide.ops.attention.definition.operands import Operands, sizes
@@ -96,14 +96,8 @@ def check_operands(operands: Operands) -> None:
             raise ArgumentTypeError(
                 f"{name} must have query's dtype ({query.dtype}), got {tensor.dtype}; cast it"
             )
-    if query.device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"query must be on the CPU or a CUDA device, got {query.device}; move it")
-    named = {"key": key, "value": value, "attn_bias": bias}
-    for name, other in named.items():
-        if other is not None and other.device != query.device:
-            raise ArgumentError(
-                f"{name} must be on query's device ({query.device}), got {other.device}; move it"
-            )
+    named = {"query": query, "key": key, "value": value, "attn_bias": bias}
+    check_devices({name: each for name, each in named.items() if each is not None})
     _check_shapes(query, key, value)
     if bias is not None:
         _check_bias_tensor(bias, operands)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.core.matmul import blocks
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.attention.definition import dropout
@@ -65,7 +66,11 @@ class Blockwise:
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
         buffer_crn = self.buffers[name][:size].view(shape)
-        return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
+        if not runs_plain_torch(self.device.type):
+            return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
+        # On mps torch adds 0 times what is in the buffer, which may be NaN.
+        torch.bmm(a_crk, b_ckn, out=buffer_crn)
+        return buffer_crn if factor == 1 else buffer_crn.mul_(factor)
 
     def forward(self, keep_statistics: bool) -> list[Tensor]:
         """Return the result and, if asked for, the statistics of each row."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of, with_rows
@@ -26,7 +27,7 @@ def rows_of_copies(
     V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
 ) -> int:
     """Return how many rows fit at a time if a derivative holds their logits `copies` times."""
-    row, bytes = copies * V * dtype.itemsize, workspace_bytes(workspace, device.type)
+    row, bytes = copies * V * dtype.itemsize, workspace_bytes(workspace, counted_as(device.type))
     if bytes < row:
         several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
         raise too_small(bytes, row, f"one row of {V} logits, {several}")

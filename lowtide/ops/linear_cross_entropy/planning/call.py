@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from lowtide.core.kernels.devices import counted_as
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
 # In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
@@ -98,7 +99,8 @@ class Call(NamedTuple):
 
     @property
     def device(self) -> str:
-        return self.head.device.type
+        """Return "cuda" or "cpu", the device whose sizes divide the call."""
+        return counted_as(self.head.device.type)
 
     @property
     def needs_grad(self) -> NeedsGrad:

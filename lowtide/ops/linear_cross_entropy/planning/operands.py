@@ -81,5 +81,5 @@ def _dtype(head: Head, options: Options) -> torch.dtype:
 
 def _copies(head: Head, options: Options, dtype: torch.dtype) -> tuple[bool, ...]:
     # On the CPU ignored rows are left out (decision 0008): a chunk copies the rows that are kept.
-    selects = head.device.type != "cuda" and backend_of(options.engine) == "torch"
+    selects = head.device.type == "cpu" and backend_of(options.engine) == "torch"
     return tuple(selects or copies_rows(each, dtype) for each in head.inputs)

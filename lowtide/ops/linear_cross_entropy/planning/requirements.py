@@ -23,7 +23,7 @@ SECOND_FEATURES = 64  # decision 0015
 def triton_unsupported_reason(call: Call, backend: str) -> str | None:
     if backend == "triton":
         return None
-    return f"its kernels are Triton's, and this call runs in plain torch, on {call.device} tensors"
+    return f"its kernels are Triton's, and this call runs in plain torch, on {call.head.device.type} tensors"
 
 
 def tiles_unsupported_reason(call: Call, backend: str) -> str | None:

@@ -24,7 +24,7 @@ FEWEST_WEIGHTS = 1 << 20
 def unsupported_reason(call: Call, backend: str) -> str | None:
     weight, *others = call.head.weights
     options, call_kind = call.options, call.call_kind
-    if call.device != "cpu" or backend != "torch":
+    if call.head.device.type != "cpu" or backend != "torch":
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"

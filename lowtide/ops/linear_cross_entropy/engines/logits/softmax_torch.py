@@ -32,7 +32,7 @@ def softmax_gradient_(
 ) -> Tensor | None:  # [C, B]
     C, B = logits_CB.shape
     cached = CACHE_BYTES * torch.get_num_threads() // (B * logits_CB.element_size())
-    step = max(1, C if logits_CB.is_cuda else cached)
+    step = max(1, cached if logits_CB.device.type == "cpu" else C)
     for start in range(0, C, step):
         rows = slice(start, start + step)
         row, stat, column = coefs[rows], stats[rows], columns[rows]
