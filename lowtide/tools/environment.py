@@ -26,6 +26,16 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class AnyDevice(str, Enum):
+    """Name the devices that calls run on; those after cuda in plain torch."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+    mps = "mps"
+    xpu = "xpu"
+
+
 @dataclass(frozen=True)
 class Environment:
     """Hold what the numbers depend on besides the case: the first columns of every CSV row."""
@@ -65,6 +75,27 @@ def choose_device(asked: Device) -> str:
         )
     if asked is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked.value
+
+
+def present(device: str) -> bool:
+    """Return True if torch sees such a device on this machine."""
+    asked = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "xpu": torch.xpu.is_available,
+    }
+    return device == "cpu" or asked[device]()
+
+
+def choose_any_device(asked: AnyDevice) -> str:
+    """Return the device that was asked for; for auto the first that is not the CPU, if there is one."""
+    if asked is AnyDevice.auto:
+        return next((name for name in ("cuda", "mps", "xpu") if present(name)), "cpu")
+    if not present(asked.value):
+        raise UserError(
+            f"--device {asked.value}: torch sees no {asked.value} device here; leave --device out"
+        )
     return asked.value
 
 

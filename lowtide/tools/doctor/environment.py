@@ -5,7 +5,7 @@ import platform
 import torch
 
 import lowtide
-from lowtide.tools.environment import card, version
+from lowtide.tools.environment import card, present, version
 
 # Packages that lowtide works with, or is compared with.
 OTHERS = (
@@ -39,6 +39,12 @@ def _triton() -> str:
 
 def _devices() -> dict[str, str]:
     found = {"cpu": card("cpu")}
+    if present("mps"):
+        found["mps"] = f"macOS {platform.mac_ver()[0]}"
+    if present("xpu"):
+        found |= {
+            f"xpu:{index}": torch.xpu.get_device_name(index) for index in range(torch.xpu.device_count())
+        }
     if not torch.cuda.is_available():
         return found | {"cuda": "no device" if torch.version.cuda else "torch is built without it"}
     for index in range(torch.cuda.device_count()):

@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_
 from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives
-from lowtide.tools.environment import dtype_name
+from lowtide.tools.environment import dtype_name, present
 
 WEIGHT_GRADIENTS = {
     "single_product": "one product of all tokens, rounded as it leaves",
@@ -261,7 +261,7 @@ USUAL = (8192, 4096, 128_256)
 
 def table() -> list[tuple[str, str, str, str]]:
     """Return dtype and device of usual calls, with engine, kernels and the engine's reason."""
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    devices = [device for device in ("cuda", "mps", "xpu", "cpu") if present(device)]
     lines = []
     for device in devices:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

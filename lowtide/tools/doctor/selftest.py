@@ -1,8 +1,8 @@
 """Run fifty calls on this machine, and compare values and gradients with torch in float64.
 
-Each case is a call of lowtide's and its definition in plain torch. The definition in float64 is the
-truth, and the definition in the case's own dtype, with logits and scores in float32, says how large
-an error may be.
+Each case is a call of lowtide's and its definition in plain torch. The definition in float64, on the
+CPU, is the truth, and the definition in the case's own dtype, with logits and scores in float32, says
+how large an error may be.
 
 Shapes: N tokens, D features, V classes; B sequences, M queries and keys, H heads, K features of a
 head.
@@ -25,6 +25,7 @@ FACTOR = 4
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensor]
 N, D, V = 256, 64, 2048
+CHUNKS = 512 << 10  # a workspace with room for few of the tokens at a time
 B, M, H, K = 2, 160, 4, 32
 
 
@@ -61,10 +62,19 @@ def run(device: str) -> Iterator[Outcome]:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        for case in CASES:
+        for case in cases_on(device):
             yield _outcome(case, device)
     finally:
         torch.set_float32_matmul_precision(precision)
+
+
+def cases_on(device: str) -> tuple[Case, ...]:
+    """Return the cases of dtypes that the device has: mps has no float64."""
+    try:
+        torch.empty((), dtype=torch.float64, device=device)
+    except TypeError:
+        return tuple(case for case in CASES if case.dtype != torch.float64)
+    return CASES
 
 
 def _outcome(case: Case, device: str) -> Outcome:
@@ -72,11 +82,9 @@ def _outcome(case: Case, device: str) -> Outcome:
         torch.manual_seed(0)
         given = case.tensors()
     dtype = case.dtype
-    tensors = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).to(device)
-        for name, tensor in given.items()
-    }
-    truth = _results(case.plain, {name: _as(torch.float64, each) for name, each in tensors.items()})
+    rounded = {name: _as(dtype, tensor) for name, tensor in given.items()}
+    truth = _results(case.plain, {name: _as(torch.float64, each) for name, each in rounded.items()})
+    tensors = {name: tensor.to(device) for name, tensor in rounded.items()}
     # A wide dtype rounds in every addition, a narrow one once.
     rounding = (1 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps
     budget = FACTOR * _error(_results(case.plain, tensors), truth) + rounding
@@ -112,7 +120,7 @@ def _error(found: list[Tensor], truth: list[Tensor]) -> float:
     """Return the largest relative error, by norms; NaN and infinity count as infinite."""
     errors = []
     for one, exact in zip(found, truth):
-        error = (one.double() - exact).norm() / exact.norm().clamp(min=1e-30)
+        error = (one.cpu().double() - exact).norm() / exact.norm().clamp(min=1e-30)
         errors.append(error.item() if error.isfinite() else float("inf"))
     return max(errors)
 
@@ -304,12 +312,13 @@ def _cases() -> Iterator[Case]:
             yield Case(name, dtype, tensors, ours, plain)
 
     for dtype in (F64, F32, BF16, F16):
-        for reduction in ("mean", "sum", "none"):
+        for reduction, workspace in (("mean", None), ("sum", CHUNKS), ("none", None)):
+            in_chunks = f", in {CHUNKS >> 10} KiB" if workspace else ""
             yield Case(
-                f"loss, {reduction}",
+                f"loss, {reduction}{in_chunks}",
                 dtype,
                 _head,
-                lambda given, how=reduction: _loss(given, reduction=how),  # type: ignore[misc]
+                lambda given, how=reduction, room=workspace: _loss(given, reduction=how, workspace=room),  # type: ignore[misc]
                 lambda given, how=reduction: _plain_loss(given, reduction=how),  # type: ignore[misc]
             )
     yield from both(
