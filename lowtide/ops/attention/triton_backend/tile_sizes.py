@@ -112,7 +112,7 @@ LARGE_HALF: Table = {
     ),
     "problem forward": ((64, TileSizes(64, 64, 64, 64, 4, 1)),),
     "problem gradient": ((32, TileSizes(64, 64, 64, 64, 4, 2)), (64, TileSizes(64, 64, 64, 64, 4, 1))),
-    "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 8, 1)),),
+    "wide problem gradient": ((64, TileSizes(32, 128, 64, 64, 4, 1)),),
     "short bias": ((64, TileSizes(64, 64, 64, 64, 4, 3)),),
 }
 LARGE_FLOAT: Table = {
