@@ -122,6 +122,17 @@ COLUMNS = {
     "peak over torch": Column("memory over its", _number("peak_over_torch", ".2f")),
     "best of torch": Column("torch's quickest", lambda record: record["best_of_torch"]),
     "host": Column("host, µs", _both("host_us", ".0f")),
+    "operator": Column("", lambda record: record["operator"]),
+    "host call": Column(
+        "N, D, V",
+        lambda record: f"{record['tokens']}, {record['features']}, {record['classes']}"
+        if record["classes"]
+        else "",
+    ),
+    "host forward": Column("forward", _number("forward_us", ",.0f")),
+    "host backward": Column("backward", _number("backward_us", ",.0f")),
+    "torch forward": Column("torch: forward", _number("eager_forward_us", ",.0f")),
+    "torch backward": Column("torch: backward", _number("eager_backward_us", ",.0f")),
     "way": Column("why", lambda record: record["way"]),
     "largest error": Column("largest error", lambda record: _largest(record, *ERRORS)),
     "estimated": Column("estimated, GiB", _peak_of_estimate),

@@ -138,6 +138,7 @@ SPILLS = {
     "delta as value of 3 pieces, 512, all": 220,
     "key and value, half, keeping scores, 32, all": 448,
     "problem gradient, half, all": 320,
+    "wide problem gradient, half, 32": 136,
     "wide problem gradient, half, all": 896,
     "few queries, half, all": 256,
     "problem gradient, float32, 32": 1172,
