@@ -41,7 +41,7 @@ def test_values(tmp_path, device, ranks, kinds):
 SCENARIOS = (
     *("positions", "several_terms", "wanted_gradients", "ways_to_differentiate", "half_precision"),
     *("padded_vocabulary", "extremes", "module_and_sequences", "segments", "bad_arguments", "later_calls"),
-    *("compiled", "ignored_rows", "errors_of_backward", "results_without_gradient"),
+    *("compiled", "ignored_rows", "errors_of_backward", "results_without_gradient", "told_later"),
 )
 MEASURED = ("collectives_of_a_step", "peak")
 

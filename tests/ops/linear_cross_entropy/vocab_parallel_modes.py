@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import lowtide
 from lowtide.core import collectives
 from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.planning import equal_values
 from tests.ops.linear_cross_entropy.vocab_parallel_ranks import room
 from tests.support.budgets import dense
 from tests.support.loss import check, check_log_probs, make_inputs, planned, rows_for
@@ -310,6 +312,26 @@ def ignored_rows() -> None:
                 assert clean.isfinite().all()
                 if DEVICE == "cpu" or place_of == 0:  # on CUDA it may reach gradients, as is documented
                     close(found, clean)
+
+
+def told_later() -> None:
+    """What a card found to differ in an earlier call is raised on all ranks, once, whoever knows it."""
+    place, inputs = Place(), made()
+    x, w = inputs.input.detach(), inputs.linear_weight.detach()[place.classes]
+
+    def loss() -> Tensor:
+        return lowtide.linear_cross_entropy(x, w, inputs.target, group=place.group)
+
+    expected = loss()
+    if place.rank == place.ranks - 1:
+        reached = SimpleNamespace(query=lambda: True)
+        differs = torch.tensor([False, True], device="cpu")
+        answer = equal_values._Answer(("row_weight", "target"), differs, reached)
+        equal_values._answers[place.group] = [answer]
+    message = raised(loss)
+    assert "target must be the same on all ranks" in message, message
+    assert "in an earlier call, whose results are NaN" in message
+    assert torch.equal(loss(), expected)
 
 
 def module_and_sequences() -> None:

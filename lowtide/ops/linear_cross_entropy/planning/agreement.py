@@ -104,13 +104,16 @@ def agree(call: OwnCall) -> Agreement:
     on_device = {name: each for name, each in given.items() if not each.is_cpu}
     equal["arguments on a device"] = [*on_device]
     equal |= call.equal | {name: _text_of(each) for name, each in given.items() if each.is_cpu}
-    equal_values.raise_differences(group)
     own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
     own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
     message: dict[str, Any] = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
+    message["differed"] = equal_values.differed(group)
     ranks = _exchange(group, message)
+    for each in ranks:
+        if each["differed"]:  # some hosts know it, and others are about to
+            equal_values.raise_difference(group, each["differed"])
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
     check_layout(layout, shard)

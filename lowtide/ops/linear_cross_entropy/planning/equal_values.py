@@ -2,13 +2,13 @@
 
 Each rank gathers a fingerprint of its tensors. If they differ, the call's results are NaN on all
 ranks: whoever asked for the comparison writes NaN, or a class that there is not, where `differ` is
-True. The answer reaches the hosts later. The group's next call behind that raises an error which
-says what differed.
+True. The answer reaches the hosts later. The group's next call behind that raises an error on all
+ranks which says what differed.
 
 Shapes: n numbers of a tensor; k tensors; P ranks.
 """
 
-from collections import defaultdict
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,8 @@ class _Answer(NamedTuple):
     reached: Any  # an event
 
 
-# Of each group, by name, the answers that no host has read yet.
-_answers: defaultdict[str, list[_Answer]] = defaultdict(list)
+# Of each process group, the answers that this host has not read yet.
+_answers: weakref.WeakKeyDictionary[Any, list[_Answer]] = weakref.WeakKeyDictionary()
 
 
 def differ(group: Group, tensors: dict[str, Tensor]) -> Tensor:
@@ -55,17 +55,23 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return factor_n.mul_(bits_n).sum()
 
 
-def raise_differences(group: Group) -> None:
-    """Raise if an earlier comparison of the group found a difference, as far as is known by now."""
-    answers = _answers[group.name]
+def differed(group: Group) -> list[str]:
+    """Return the names of what differed in an earlier call of the group, as far as this host knows by now."""
+    answers = _answers.get(group.group, []) if group.size > 1 else []
     if _captured():  # which lets nobody ask whether an event is reached
-        return
+        return []
     while answers and answers[0].reached.query():
         answer = answers.pop(0)
         names = [name for name, differs in zip(answer.names, answer.differ_k.tolist()) if differs]
         if names:
-            answers.clear()
-            raise ArgumentError(f"{sentence(names[0])} (this was an earlier call, whose results are NaN)")
+            return names
+    return []
+
+
+def raise_difference(group: Group, names: list[str]) -> None:
+    """Raise for what differed in an earlier call, and read no other answer of the group's calls so far."""
+    _answers.pop(group.group, None)
+    raise ArgumentError(f"{sentence(names[0])} (in an earlier call, whose results are NaN)")
 
 
 def sentence(name: str) -> str:
@@ -86,7 +92,7 @@ def _keep(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
     reached = torch.Event(differ_k.device.type)
     pinned_k.copy_(differ_k, non_blocking=True)
     reached.record()
-    _answers[group.name].append(_Answer(names, pinned_k, reached))
+    _answers.setdefault(group.group, []).append(_Answer(names, pinned_k, reached))
 
 
 def _captured() -> bool:
