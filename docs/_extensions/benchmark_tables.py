@@ -125,9 +125,9 @@ COLUMNS = {
     "operator": Column("", lambda record: record["operator"]),
     "host call": Column(
         "N, D, V",
-        lambda record: f"{record['tokens']}, {record['features']}, {record['classes']}"
-        if record["classes"]
-        else "",
+        lambda record: (
+            f"{record['tokens']}, {record['features']}, {record['classes']}" if record["classes"] else ""
+        ),
     ),
     "host forward": Column("forward", _number("forward_us", ",.0f")),
     "host backward": Column("backward", _number("backward_us", ",.0f")),
