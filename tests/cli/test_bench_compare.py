@@ -98,7 +98,7 @@ def test_columns_of_the_benchmarks(path):
     """A column is one of the case or the surroundings, or it is measured: rows are found by the first."""
     with path.open(newline="") as file:
         columns = set(csv.DictReader(file).fieldnames)
-    measured = ("_ms", "ms_p20", "ms_p80", "_host_us", "_tflops", "_bytes", "_error", "_ratio")
+    measured = ("_ms", "ms_p20", "ms_p80", "_us", "_tflops", "_bytes", "_error", "_ratio")
     measured += ("_over_torch", "_per_second", "step_loss", "largest_logit")
     about_the_case = {"head", "tied", "softcap", "source"}
     others = {

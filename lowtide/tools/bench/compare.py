@@ -11,12 +11,12 @@ CASE = (
     *("model", "case", "ranks", "batch", "batches", "length", "heads", "key_heads", "queries", "keys"),
     *("tokens", "features", "value_features", "classes", "dtype", "mode", "options", "optimizer"),
     *("checkpointing", "logits"),
-    *("workspace", "loss", "provider"),
+    *("workspace", "loss", "provider", "operator"),
 )
 """Columns that say what was measured: rows that agree in these are compared."""
 FIGURES = (
     *("ms", "ratio", "forward_ms", "forward_ratio", "backward_ms", "backward_ratio", "step_ratio"),
-    *("peak_bytes", "measured_bytes"),
+    *("peak_bytes", "measured_bytes", "forward_us", "backward_us"),
 )
 """Columns that are compared. Errors are left out: tests hold them to a budget."""
 SURROUNDINGS = ("card", "clocks", "torch", "triton", "lowtide")

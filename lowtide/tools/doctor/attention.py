@@ -151,7 +151,7 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "dropout, a soft cap": ({"dropout": 0.1}, {"softcap": 30.0}, {"softcap": 30.0, "dtype": torch.float32}),
     "the logsumexp": ({"with_logsumexp": True}, {"with_logsumexp": True, **_CAUSAL}),
-    "K ≠ E, but for those above": ({"E": 128}, {"E": 128, **_CAUSAL}),
+    "K ≠ E otherwise": ({"E": 128}, {"E": 128, **_CAUSAL}),
     "any of the last five, float64": (
         {"dtype": torch.float64, "bias": (1, 16, 1, 4096)},
         {"dtype": torch.float64, "window": (128, 0)},
