@@ -8,6 +8,7 @@ import torch
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.engines import row_loss_triton
+from lowtide.ops.linear_cross_entropy.operator import remembered_call
 from tests.support.loss import interpreted
 
 pytest.importorskip("triton")
@@ -23,7 +24,7 @@ CASES = {
     "half precision": ((12, 16, 40), {"dtype": BF16}, {}),
     "float16": ((12, 16, 40), {"dtype": torch.float16}, {}),
     "many options": ((12, 16, 40), {}, {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1}),
-    "several chunks": ((40, 16, 64), {}, {"workspace": 20_000}),
+    "several chunks": ((80, 16, 512), {}, {"workspace": 130_000}),
 }
 
 
@@ -41,17 +42,25 @@ def test_same_bits(device, monkeypatch, name):
         each.requires_grad_(place != options.get("frozen"))
     trained = [each for each in leaves if each.requires_grad]
     runs, run = [], recorded.Recording.run
+    plans, make_plan = [], remembered_call.make_plan
 
     def counted(self, tensors):
         runs.append(self)
         return run(self, tensors)
 
+    def planned(*call):
+        plans.append(make_plan(*call))
+        return plans[-1]
+
     monkeypatch.setattr(recorded.Recording, "run", counted)
+    monkeypatch.setattr(remembered_call, "make_plan", planned)
     found = []
     for _ in range(3):
         loss = lowtide.linear_cross_entropy(*leaves, target, backend="triton", **given)
         found.append((loss.detach(), *torch.autograd.grad(loss, trained)))
     assert len(runs) == 2
+    (plan,) = plans
+    assert (plan.rows < N) == (name == "several chunks")
     for results in found[1:]:
         assert all(map(torch.equal, results, found[0]))
 
