@@ -380,8 +380,8 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
     on = choose_device(device)
     shapes = SHAPES["cpu" if smoke else on]
     calls = 3 if smoke else CALLS
-    tables = [_Table(_Shape(str(shape)), 6, iter(host_rows(shape, on, calls))) for shape in shapes]
-    tables.append(_Table(_Shape("attention"), len(ATTENTION_CALLS[on]), iter(attention_host_rows(on, calls))))
+    tables = [_Table(_Shape(str(shape)), 6, host_rows(shape, on, calls)) for shape in shapes]
+    tables.append(_Table(_Shape("attention"), len(ATTENTION_CALLS[on]), attention_host_rows(on, calls)))
     _print(tables, on, smoke, out, HOST)
 
 

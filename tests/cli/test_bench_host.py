@@ -1,5 +1,6 @@
 import csv
 
+from lowtide.tools.bench import host
 from tests.support.commands import invoke
 
 OPERATORS = {
@@ -26,3 +27,21 @@ def test_smoke_run_times_each_operator(tmp_path):
         assert len(times) == 4
         assert all(0 < each < 1e6 for each in times)
     assert "microseconds of the host" in done.output
+
+
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
+    """A run that ends early keeps what it has measured."""
+    out, measured, measure = tmp_path / "host.csv", [], host._row
+
+    def stopped(*given):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(measure(*given))
+        return measured[-1]
+
+    monkeypatch.setattr(host, "_row", stopped)
+    done = invoke("bench", "host", "--smoke", "--device", "cpu", "--csv", out)
+    assert done.exit_code != 0
+    with out.open() as file:
+        assert [row["operator"] for row in csv.DictReader(file)] == [row.operator for row in measured]
+    assert len(measured) == 2

@@ -7,7 +7,7 @@ Legend: N tokens, D features, V classes; B sequences of M tokens, H heads of K f
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,24 +42,26 @@ class Attention(NamedTuple):
     H: int
     M: int
     K: int
-    bias: bool = False
-    """True for a bias [1, H, M, M] that is trained."""
+    bias: int = 0
+    """Batches of a trained bias [1 or B, H, M, M]; 0 for none."""
     causal: bool = False
     tracked: bool = True
 
 
-# Handed on to torch's kernels; windows of Swin; short sequences with the bias of T5; kernels of
-# lowtide for a mask. Batches are few: the host takes as long for them as for many.
+# Handed on to torch's kernels; windows of Swin; short sequences with the bias of T5, and with that of
+# DeBERTa, which nothing shares; kernels of lowtide for a mask. Batches are few: the host takes as long
+# for them as for many.
 ATTENTION_CALLS = {
     "cuda": {
         "handed on": Attention(1, 2, 64, 64),
         "handed on, no gradients": Attention(1, 2, 64, 64, tracked=False),
-        "windows with a bias": Attention(256, 8, 49, 32, bias=True),
-        "windows with a bias, no gradients": Attention(256, 8, 49, 32, bias=True, tracked=False),
-        "short sequences with a bias": Attention(16, 16, 512, 64, bias=True),
-        "causal with a bias": Attention(4, 16, 256, 64, bias=True, causal=True),
+        "windows with a bias": Attention(256, 8, 49, 32, bias=1),
+        "windows with a bias, no gradients": Attention(256, 8, 49, 32, bias=1, tracked=False),
+        "short sequences with a bias": Attention(16, 16, 512, 64, bias=1),
+        "short sequences with a bias each": Attention(16, 12, 512, 64, bias=16),
+        "causal with a bias": Attention(4, 16, 256, 64, bias=1, causal=True),
     },
-    "cpu": {"handed on": Attention(1, 2, 16, 16), "windows with a bias": Attention(2, 2, 16, 16, bias=True)},
+    "cpu": {"handed on": Attention(1, 2, 16, 16), "windows with a bias": Attention(2, 2, 16, 16, bias=1)},
 }
 WARM, CALLS = 5, 60
 
@@ -84,20 +86,18 @@ class HostRow:
         return False
 
 
-def host_rows(shape: tuple[int, int, int], device: str, calls: int = CALLS) -> list[HostRow]:
-    """Measure each operator at this shape, in turn with plain torch."""
+def host_rows(shape: tuple[int, int, int], device: str, calls: int = CALLS) -> Iterator[HostRow]:
+    """Measure each operator at this shape, in turn with plain torch; yield each row as it is measured."""
     dtype = DTYPES[device]
-    found = operators(*shape, dtype, device)
-    return [_row(name, shape, call, device, calls) for name, call in found.items()]
+    for name, call in operators(*shape, dtype, device).items():
+        yield _row(name, shape, call, device, calls)
 
 
-def attention_host_rows(device: str, calls: int = CALLS) -> list[HostRow]:
-    """Measure calls of attention, in turn with torch's function."""
-    rows = []
+def attention_host_rows(device: str, calls: int = CALLS) -> Iterator[HostRow]:
+    """Measure calls of attention, in turn with torch's function; yield each row as it is measured."""
     for name, case in ATTENTION_CALLS[device].items():
         call = attention(case, DTYPES[device], device)
-        rows.append(_row(name, (case.B * case.M, case.H * case.K), call, device, calls))
-    return rows
+        yield _row(name, (case.B * case.M, case.H * case.K), call, device, calls)
 
 
 def _row(name: str, shape: tuple[int, ...], call: Call, device: str, calls: int) -> HostRow:
@@ -115,14 +115,14 @@ def _row(name: str, shape: tuple[int, ...], call: Call, device: str, calls: int)
 
 def attention(case: Attention, dtype: torch.dtype, device: str) -> Call:
     """Return a call by lowtide, the same by torch, and the tensors that are trained."""
-    B, H, M, K, with_bias, causal, tracked = case
+    B, H, M, K, biases, causal, tracked = case
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device).to(dtype).requires_grad_(tracked)
 
     query, key, value = (normal(B, H, M, K) for _ in range(3))
-    bias = normal(1, H, M, M) if with_bias else None
+    bias = normal(biases, H, M, M) if biases else None
     leaves = [query, key, value, *(() if bias is None else (bias,))]
 
     def own() -> Tensor:
