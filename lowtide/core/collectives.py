@@ -10,8 +10,10 @@ to wait for all that the device still has to do.
 Each rank must issue the same collectives in the same order.
 """
 
+import copy
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -27,14 +29,18 @@ class Group:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.group = group_named(name) if name else None
+        self.group: Any = group_named(name) if name else None
         self.size: int = self.group.size() if self.group else 1
         self.rank: int = self.group.rank() if self.group else 0
 
     @property
     def of_hosts(self) -> "Group":
-        """Return the group of these ranks that moves tensors of the CPU."""
-        return self if self.size == 1 else Group(_between_hosts(self.group).group_name)
+        """Return the group of these ranks that gathers tensors of the CPU."""
+        if self.size == 1 or _moves_cpu_tensors(self.group):
+            return self
+        hosts = copy.copy(self)
+        hosts.group = _between_hosts(self.group)
+        return hosts
 
     def gather(self, tensor: Tensor) -> Wait:
         """Return the tensors of all ranks, [ranks, ...], which have the same shape on each."""
@@ -46,7 +52,10 @@ class Group:
             return lambda: out
         # Not every backend moves every dtype, but all move bytes.
         mine, all_ranks = (each.view(-1).view(torch.uint8) for each in (tensor, out))
-        work = _gather_into()(all_ranks, mine, group=self.group, async_op=True)
+        if isinstance(self.group, dist.ProcessGroup):
+            work = _gather_into()(all_ranks, mine, group=self.group, async_op=True)
+        else:  # a connection of hosts
+            work = self.group.allgather([[*all_ranks.chunk(self.size)]], [mine])
         return _after(work, out, tensor)
 
     def sum_(self, tensor: Tensor) -> Wait:
@@ -92,27 +101,31 @@ def _scatter_into() -> Any:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# For each group that moves tensors of a device alone, the group of its hosts.
+# For each group that moves tensors of a device alone, what connects its hosts.
 _of_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_made: Counter[tuple[int, ...]] = Counter()
+"""How many of these this process has made, by the ranks that they connect."""
+
+
+def _moves_cpu_tensors(group: Any) -> bool:
+    return any(each.startswith("cpu:") for each in dist.get_backend_config(group).split(","))
 
 
 def _between_hosts(group: Any) -> Any:
-    """Return a group of these ranks that moves tensors of the CPU: the group itself, or another.
+    """Return gloo's connection of the ranks of a group, whose first calls all make it together.
 
-    All ranks of the group take part in the first call, which makes the other one.
+    It is no group of torch's: each rank would name that by the number of groups that it is in, and
+    ranks with other numbers would wait for each other for ever.
     """
-    backends = dist.get_backend_config(group).split(",")
-    if any(each.startswith("cpu:") for each in backends):
-        return group
     if group not in _of_hosts:
-        device = torch.device(backends[0].split(":")[0])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        place = f"lowtide/hosts/{'_'.join(map(str, ranks))}/{_made[ranks]}"
+        store = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())
+        device = torch.device(dist.get_backend_config(group).split(":")[0])
         options = getattr(group._get_backend(device), "options", None)
-        _of_hosts[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=getattr(options, "_timeout", None),
-            backend="gloo",
-            use_local_synchronization=True,  # other ranks take no part
-        )
+        timeout = getattr(options, "_timeout", dist.default_pg_timeout)
+        _of_hosts[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        _made[ranks] += 1
     return _of_hosts[group]
 
 
