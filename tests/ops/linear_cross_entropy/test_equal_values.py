@@ -56,6 +56,17 @@ def test_fingerprint_of_sums_alike():
     assert fingerprint(target) != fingerprint(moved)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fingerprint_of_other_signs(dtype):
+    """The highest bit counts at each place, alone and beside that of another place."""
+    tensor = _drawn(dtype, (100,))
+    signs = torch.eye(100, dtype=dtype).mul_(-2).add_(1)
+    changed = [tensor, *(tensor * signs), *(tensor * signs[0] * signs[1:])]
+    assert len({fingerprint(each).item() for each in changed}) == 200
+    for number in tensor:
+        assert fingerprint(number) != fingerprint(-number)
+
+
 def test_fingerprint_of_numbers_alone():
     """NaN is NaN, and 0 is not -0: bits count."""
     nan, zero = torch.tensor(torch.nan), torch.tensor(0.0)

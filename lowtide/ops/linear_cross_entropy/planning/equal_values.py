@@ -19,7 +19,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition import head
 
 BY_ROW = (*head.BY_ROW, "ignored")  # and what distillation takes
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16}  # of others by their size in bytes; else 32 bits at a time
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # as in SplitMix64: odd, its bits are as if drawn
 
 
@@ -47,9 +47,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return an integer of the tensor's bits and their places, 0-d.
 
     It is the sum of each number's bits times a factor of its place, modulo 2^64. The factors are as
-    if drawn, so other tensors have the same sum with a probability of about 2^-64.
+    if drawn, and at most 32 bits are taken at a time: where only the highest of them differ, the sums
+    of other tensors are the same with a probability of 2^-32, and else with a smaller one.
     """
-    bits_n = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).flatten()
+    number = INTEGERS.get(tensor.element_size(), torch.int32)
+    bits_n = tensor.detach().flatten().contiguous().view(number)
     factor_n = torch.arange(1, len(bits_n) + 1, device=tensor.device).mul_(FACTOR)
     factor_n = (factor_n ^ (factor_n >> 29)).mul_(FACTOR)
     return factor_n.mul_(bits_n).sum()
