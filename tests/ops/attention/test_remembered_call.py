@@ -5,6 +5,7 @@ Shapes: B batches, M queries and keys, H heads, K features.
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
 recorded = pytest.importorskip("lowtide.core.recording.recorded")
+launch_forward = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_forward")
+launch_backward = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_backward")
 
 pytestmark = INTERPRETED
 
@@ -34,15 +37,32 @@ def interpreter(device):
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """For each run of a recording the number of its steps that launch."""
+    """For each run of a recording the kernels that it launches."""
     found, run = [], recorded.Recording.run
 
-    def counted(self, tensors):
-        found.append(sum(type(step).__name__ == "Start" for step, _ in self.steps))
+    def noted(self, tensors):
+        found.append([step.kernel.fn.__name__ for step, _ in self.steps if hasattr(step, "kernel")])
         return run(self, tensors)
 
-    monkeypatch.setattr(recorded.Recording, "run", counted)
+    monkeypatch.setattr(recorded.Recording, "run", noted)
     return found
+
+
+@pytest.fixture
+def launchers(monkeypatch):
+    """The launchers that ran, for a call or for its rehearsal."""
+    ran = []
+    for module, name in ((launch_forward, "forward"), (launch_backward, "backward")):
+        monkeypatch.setattr(module, name, _noting(ran, getattr(module, name)))
+    return ran
+
+
+def _noting(ran, launcher):
+    def noted(*given):
+        ran.append(launcher.__name__)
+        return launcher(*given)
+
+    return noted
 
 
 def case_of(device, **more):
@@ -90,6 +110,55 @@ def test_like_call_has_the_same_bits(device, recordings, name):
     check_twice(case_of(device, **CASES[name]))
     assert len(recordings) == 2  # forward and backward of the second call
     assert all(recordings)
+
+
+OWN_BIAS = {"bias": (1, 1, 1, 1)}
+HALF = {"dtype": torch.bfloat16}
+MANY_SMALL = {"launch_small_problems.FEWEST": 1}
+FEW_QUERIES = {"launch_few_queries.FEWEST_KEYS": 1, "launch_few_queries.PROGRAMS": 8}
+
+# What is launched in ways of its own: kernels that show it, the case, and what the launchers go by.
+KERNELS = {
+    "bias of its own": ({"query_gradient_kernel"}, OWN_BIAS | HALF, {}),
+    "bias of its own, causal": ({"query_gradient_kernel"}, OWN_BIAS | HALF | {"mask": CAUSAL}, {}),
+    "bias of its own, float32": ({"split_kernel", "bias_of_scores_kernel"}, OWN_BIAS, {}),
+    "padded": ({"query_gradient_kernel"}, HALF | {"padded": True}, {}),
+    "padded, float32": ({"split_kernel"}, {"padded": True}, {}),
+    "padded, few queries": (
+        {"few_queries_kernel", "merge_parts_kernel"},
+        HALF | {"M": 8, "N": 200, "G": 1, "padded": True},
+        FEW_QUERIES,
+    ),
+    "few queries": ({"few_queries_kernel", "merge_parts_kernel"}, HALF | {"M": 8, "N": 200}, FEW_QUERIES),
+    "wide tile": ({"problem_gradient_kernel"}, OWN_BIAS | HALF | {"N": 70}, MANY_SMALL),
+    "wide tile, padded": ({"problem_gradient_kernel"}, HALF | {"N": 70, "padded": True}, MANY_SMALL),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_like_call_runs_no_launcher(device, monkeypatch, recordings, launchers, name):
+    kernels, sizes, settings = KERNELS[name]
+    for each, value in settings.items():
+        monkeypatch.setattr(f"lowtide.ops.attention.triton_backend.{each}", value)
+    sizes = dict(sizes)
+    padded = sizes.pop("padded", False)
+    case = case_of(device, **sizes)
+    if padded:
+        N = case.key.shape[1]
+        valid_B111 = torch.tensor([N, 2 * N // 3], device=device).view(B, 1, 1, 1)
+        case = replace(case, bias=torch.arange(N, device=device) < valid_B111)
+    check_twice(case)
+    upstream = make_upstream(case)
+    expected = results(case, upstream)
+    assert launchers == ["forward", "backward"] * 2  # of the first call, and of the second's rehearsal
+    launchers.clear()
+    found = results(case, upstream)
+    for part, want in expected.items():
+        assert torch.equal(found[part], want), part
+        assert found[part].stride() == want.stride(), part
+    assert not launchers
+    assert len(recordings) == 6
+    assert kernels <= {*recordings[-2], *recordings[-1]}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
