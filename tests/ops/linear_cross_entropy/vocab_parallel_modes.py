@@ -16,6 +16,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -781,6 +782,17 @@ def compiled() -> None:
     doubled = replace(inputs, input=(2 * inputs.input.detach()).requires_grad_())
     actual = {"loss": loss.detach(), "input": x.grad / 2, "linear_weight": place.whole(w.grad)}
     check(actual, doubled)
+
+    def differs(group: Any) -> None:
+        if place.rank == 0:  # whose host has read an earlier call's answer, which others have not
+            raise ValueError("target of an earlier call")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equal_values, "raise_differences", differs)
+        message = raised(lambda: loss_of(x, w))
+    assert "target of an earlier call" in message
+    assert place.rank == 0 or "rank 0 of the group raised an error" in message
+    assert loss_of(x, w) == loss
 
 
 def segments() -> None:

@@ -88,7 +88,7 @@ class Agreement:
     """True, on the device, if a tensor that must be equal is not; None if the hosts have looked."""
 
 
-_count = 0  # of calls that agreed, so that `telling_errors` knows whether its call did
+_count = 0  # of calls that agreed or told an error, so that `telling_errors` knows whether its call did
 
 
 def agree(call: OwnCall) -> Agreement:
@@ -105,7 +105,9 @@ def agree(call: OwnCall) -> Agreement:
     equal["arguments on a device"] = [*on_device]
     equal |= call.equal | {name: _text_of(each) for name, each in given.items() if each.is_cpu}
     own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
-    own["rows"] = call.rows_for(call.tokens)
+    with telling_errors(shard.group):  # which a compiled graph has not around the call
+        equal_values.raise_differences(group)  # that reach one rank before another
+        own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
     message: dict[str, Any] = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
@@ -161,11 +163,13 @@ def _kept_on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
 @contextlib.contextmanager
 def telling_errors(name: str) -> Iterator[None]:
     """Tell the other ranks of an error of this block, if they wait for this one in `agree`."""
+    global _count
     before = _count
     try:
         yield
     except Exception as error:
         if _count == before:
+            _count += 1
             _tell(name, error)
         raise
 
