@@ -60,9 +60,9 @@ def doctor(
 
     Alone it prints which engine takes the loss here, what the CPU has for
     bfloat16 and how its threads wait, versions and devices, and which backend of
-    attention takes which calls. The commands below describe one call, and are answered by the
-    functions that choose when it runs; nothing is computed, but a CPU's
-    bfloat16 products are compiled where that is still to be done.
+    attention takes which calls. The commands below describe one call, and are
+    answered by the functions that choose when it runs; nothing is computed, but a
+    CPU's bfloat16 products are compiled where that is still to be done.
 
     With --selftest it runs calls instead, in less than a minute, and prints a
     report to paste into an issue: exit status 1 says that a result was wrong.
@@ -111,9 +111,7 @@ def attention(
     ] = None,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = AnyDevice.auto,
-    layout: Annotated[
-        Layout, typer.Option(help="BHMK is that of scaled_dot_product_attention.")
-    ] = Layout.BMHK,
+    layout: Annotated[Layout, typer.Option(help="BHMK is that of torch's SDPA.")] = Layout.BMHK,
     mask: Annotated[Mask | None, typer.Option(help="A mask of attn_bias.", show_default="none")] = None,
     bias: Annotated[
         str | None, typer.Option(help="Shape of a bias, as 1,H,M,N or 1,16,1,4096.", show_default="none")
@@ -189,8 +187,8 @@ def linear_cross_entropy(
         typer.Option(
             min=1,
             max=MOST_SIZE,
-            help="That the classes are divided over: a DTensor, group=, or lowtide.shard_head, which is "
-            "with --tokens-sharded.",
+            help="That the classes are divided over: a DTensor, group=, or shard_head, which is with "
+            "--tokens-sharded.",
         ),
     ] = 1,
     tokens_sharded: Annotated[

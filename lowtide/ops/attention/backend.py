@@ -104,7 +104,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     if options.dropout:
         return "its dropout depends on the kernel"
     if operands.bias is not None:
-        return "its biases are dense"
+        return "it is given no bias: of one torch's kernels form no gradient, or one as large as all scores"
     if window is not None:
         return "it takes no window"
     size = sizes(operands)

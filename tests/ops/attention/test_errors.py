@@ -30,6 +30,7 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"query": Q.to("meta")}, ValueError, "query must have data, got a tensor on meta"),
         ({"value": KV.to("meta")}, ValueError, r"value must be on query's device \(cpu\), got meta"),
         ({"attn_bias": "causal"}, TypeError, "a mask of lowtide.attn_bias or None, got str"),
+        ({"attn_bias": [KV, KV]}, TypeError, "got list; add them into one tensor, .* With padding"),
         ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(...\)"),
         (
             {"attn_bias": create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")},

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import lowtide
 from tests.support.loss import fused, make_inputs, smallest_workspace
@@ -246,6 +247,17 @@ def test_class_weight_of_module_not_tensor():
 def test_target_out_of_range_no_grad(reduction):
     with torch.no_grad(), pytest.raises(IndexError, match="got 9"):
         call(target=torch.tensor([0, 9, 0, 0]), reduction=reduction)
+
+
+@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+def test_target_out_of_range_on_a_rank():
+    """Its weight may be a part of the head, as `weight.to_local()` is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(IndexError, match="or group= if the weight is a rank's part of a divided head"):
+            call(target=t.clamp(min=0) + 3)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

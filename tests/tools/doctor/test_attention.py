@@ -87,7 +87,7 @@ def test_named_engine_runs(call, monkeypatch):
 
 
 def test_reasons():
-    assert "its biases are dense" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
+    assert "it is given no bias" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
     assert "it takes no window" in replace(SMALL, window=(1, 0)).choice().reason
     for_cuda = Call(device="cuda", K=512).choice()
     assert "at most 256 features" in for_cuda.reason

@@ -20,6 +20,10 @@ from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
+# What is to be done with several tensors of one call: there is a page on it.
+ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
+TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
+
 
 class Band(NamedTuple):
     """Hold the diagonals that are seen: -left <= j - i - offset <= right; None is no limit.
@@ -67,7 +71,7 @@ class AttentionBias:
         if not isinstance(bias, Tensor):
             raise ArgumentTypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
         if self.bias is not None:
-            raise ArgumentError("this mask has a bias already; add the two tensors first")
+            raise ArgumentError(TWO_BIASES)
         other = copy.copy(self)
         other.bias = bias
         return other
@@ -117,7 +121,7 @@ class LowerTriangularMask(AttentionBias):
         Shapes and errors are those of :meth:`AttentionBias.add_bias`.
         """
         if self.bias is not None:
-            raise ArgumentError("this mask has a bias already; add the two tensors first")
+            raise ArgumentError(TWO_BIASES)
         return LowerTriangularMaskWithTensorBias(bias)
 
 

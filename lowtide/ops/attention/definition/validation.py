@@ -12,7 +12,13 @@ from torch.nn import Parameter
 
 from lowtide.core.checks import DTYPES, check_choice, check_devices
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, is_from_torch, window_band
+from lowtide.ops.attention.definition.masks import (
+    ONE_TENSOR,
+    AttentionBias,
+    Band,
+    is_from_torch,
+    window_band,
+)
 from lowtide.ops.attention.definition.operands import Operands, sizes
 
 Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]
@@ -75,6 +81,8 @@ def check_bias(name: str, attn_bias: object) -> None:
     hint = ""
     if isinstance(attn_bias, type):
         hint = f"; make one: {attn_bias.__name__}(...)"
+    elif isinstance(attn_bias, (list, tuple)):
+        hint = f"; add them into one tensor, {ONE_TENSOR}"
     elif type(attn_bias).__name__ == "BlockMask":
         hint = "; call torch's flex_attention with it, or pass what it shows as a bool tensor or such a mask"
     raise ArgumentTypeError(

@@ -6,6 +6,7 @@ That on shapes is chosen by what would make the call fit.
 import math
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 # What to do in place of an argument that Liger, Cut Cross-Entropy or torch has, or a model's config.
@@ -100,5 +101,9 @@ def _same_order(given: Sequence[int], expected: Sequence[int]) -> bool:
 
 def for_class(value: int) -> str:
     """Advise on an entry of a target that is no class."""
-    larger = "" if value < 0 else "the head may have fewer classes than the tokenizer; "
-    return f"; {larger}pass ignore_index={value} if these rows are not to count"
+    advice = f"pass ignore_index={value} if these rows are not to count"
+    if value < 0:
+        return f"; {advice}"
+    if dist.is_available() and dist.is_initialized():
+        advice += ", or group= if the weight is a rank's part of a divided head"
+    return f"; the head may have fewer classes than the tokenizer; {advice}"
