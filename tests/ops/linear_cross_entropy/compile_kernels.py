@@ -502,6 +502,24 @@ BUILDS = {
         {"target_N_ptr": I64, "ignored_N_ptr": "*i1", "class_N_ptr": I64, "order_N_ptr": I64,
          **dict.fromkeys(("N", "V", "chunk"), I32), "BLOCK": 32, "WIDTH": 128}, warps=4,
     ),
+    "first references of ranks": Build(
+        "ops.linear_cross_entropy.engines.excluded_part_stats_triton", "_first_references_kernel",
+        {**dict.fromkeys(("logit_C_ptr", "sampled_C_ptr", "reference_C_ptr"), F32), "place_C_ptr": I64,
+         "ignored_C_ptr": "*i1", "C": I32, "BLOCK_C": 128}, warps=4,
+    ),
+    "what ranks send": Build(
+        "ops.linear_cross_entropy.engines.excluded_part_stats_triton", "_pack_kernel",
+        {**dict.fromkeys((f"{name}_ptr" for name in (
+            "max_C", "sum_C", "logit_C", "smooth_logit_C", "out_KC"
+        )), F32), "place_C_ptr": I64, "ignored_C_ptr": "*i1", "C": I32, "BLOCK_C": 128}, warps=4,
+    ),
+    "merge of ranks": Build(
+        "ops.linear_cross_entropy.engines.excluded_part_stats_triton", "_merge_kernel",
+        {**dict.fromkeys((f"{name}_ptr" for name in (
+            "parts_PKC", "own_KC", "total_weight", "max_C", "sum_C", "target_logit_C", "nll_C",
+            "smooth_nll_C", "factor_C",
+        )), F32), "ignored_C_ptr": "*i1", **dict.fromkeys(("P", "K", "C"), I32), "BLOCK_C": 128}, warps=4,
+    ),
     "coefficients": Build(
         "ops.linear_cross_entropy.engines.exponentials.row_coefficients", "_coefficients_kernel",
         {**dict.fromkeys((f"{name}_C_ptr" for name in (

@@ -10,7 +10,7 @@ from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 triton_formulas = pytest.importorskip(
-    "lowtide.ops.linear_cross_entropy.engines.exponentials.part_stats_triton",
+    "lowtide.ops.linear_cross_entropy.engines.excluded_part_stats_triton",
     reason="needs Triton",
     exc_type=ImportError,
 )

@@ -12,6 +12,7 @@ row_math_triton     those that kernels share, in Triton
 gradients           memory for the gradients, and the factors still to be applied to them
 part_stats          statistics of parts of the classes, gathered from the ranks and merged
 excluded_part_stats the same of those that exclude the target
+excluded_part_stats_triton   the same for a loss, in one Triton launch each
 token_order         the tokens of all ranks, and sums of input gradients over the ranks
 row_loss            the loss of each row, and the coefficients of its gradient
 row_loss_triton     the same in one Triton launch each, where the backend is Triton

@@ -65,7 +65,7 @@ def begin_merge(
 
     That returns exp(r_p - r), [C]. `logit_C` are the target's logits, read where `row`, by
     `own_places`, has a target. `smooth_logit_C` is sum_v w_v z_v of this rank's classes.
-    `formulas`: the module that has `pack` and `merge`, this one or part_stats_triton.py.
+    `formulas`: the module that has `pack` and `merge`, this one or excluded_part_stats_triton.py.
     """
     own_KC = formulas.pack(part, logit_C, row, first_class, smooth_logit_C)
     gathered = gather_parts(own_KC[None], agreement)

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import product, product_of_rows, sum_of_products
-from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
+from lowtide.ops.linear_cross_entropy.engines import (
+    excluded_part_stats,
+    excluded_part_stats_triton,
+    sharded_walk,
+)
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
     no_classes,
     own_places,
 )
-from lowtide.ops.linear_cross_entropy.engines.exponentials import part_stats_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
     ExponentialsEngine,
     OfTokens,
@@ -99,6 +102,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
                     if chunk.exp_CV is not None:
                         term.rows_of_product(product_CD, product_CD, *of_gradient)
                     dx.begin_sum(product_CD, rows)
+            del products, product_CD  # free each when it is summed
             if targets is None:
                 continue
             class_C, order_C = targets[0][rows], targets[1][rows]
@@ -110,7 +114,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             if db is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], chunk.exp_CV)[0])
                 self._add_bias_targets(db.tensor, target_weight_coef_N, (class_C, order_C))
-            del tokens, chunk, products, x_CD, target_rows, of_chunk  # free them before the next chunk
+            del tokens, chunk, x_CD, target_rows, of_chunk  # free them before the next chunk
         for dx in summed:
             if dx is not None:
                 dx.finish()
@@ -152,7 +156,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
             raw_C, logit_C, slope_C = self._own_target_logits(linear, tokens, row, marks)
             if take_stats:
                 sampled_C = self._sampled_maxima(tokens)
-                references_C = part_stats_triton.first_references(logit_C, sampled_C, row)
+                references_C = excluded_part_stats_triton.first_references(logit_C, sampled_C, row)
                 part = replace(stat.each(torch.empty_like), max_N=references_C)
                 part = replace(part, grad_dot_logit_N=stat.grad_dot_logit_N)
             tiles = [self._tiles(tokens, row, part, out_CB=exp_CV, classes=slice(0, self.V))]
@@ -167,7 +171,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         if smooth_logit_C is not None and self.transform.scale is not None:
             smooth_logit_C = smooth_logit_C * self.transform.scale
         return chunk, begin_merge(
-            part_stats_triton if stat.mean_N is None else excluded_part_stats,
+            excluded_part_stats_triton if stat.mean_N is None else excluded_part_stats,
             stat,
             part,
             logit_C,

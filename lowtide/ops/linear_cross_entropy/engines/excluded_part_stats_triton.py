@@ -21,7 +21,7 @@ NAN_TOO = tl.constexpr(tl.PropagateNan.ALL)
 
 @remember_launches
 @triton.jit
-def _references_kernel(
+def _first_references_kernel(
     logit_C_ptr, sampled_C_ptr, place_C_ptr, ignored_C_ptr, reference_C_ptr, C, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """Write each row's first reference, and -inf as logits of other ranks' targets."""
@@ -106,7 +106,7 @@ def _merge_kernel(
 
 def first_references(logit_C: Tensor, sampled_C: Tensor, row: RowCoefs) -> Tensor:
     reference_C, C = sampled_C.new_empty(sampled_C.shape), sampled_C.shape[0]
-    _references_kernel[(cdiv(C, BLOCK_C),)](
+    _first_references_kernel[(cdiv(C, BLOCK_C),)](
         logit_C, sampled_C, row.target_N, row.ignored_N, reference_C, C, BLOCK_C=BLOCK_C
     )
     return reference_C
