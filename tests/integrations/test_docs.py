@@ -28,7 +28,7 @@ def test_page_model_counts():
         for name in ("README.md", "docs/howto/transformers.md", "docs/start/any_model.md")
     )
     assert f"{fused} of {len(rows)} architectures of Transformers train so unchanged" in readme
-    assert f"of {attending} of {len(rows)} architectures" in readme
+    assert f"{attending} of {len(rows)} architectures of Transformers take" in readme
     assert all(f"{fused} of the {len(rows)} language models" in page for page in pages)
 
 
