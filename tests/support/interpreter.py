@@ -4,6 +4,7 @@ Triton 3.5 without its refusal of strides which are aligned.
 A Triton without the names below is left as it is: then the tests take longer, that is all (decision 0031).
 """
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 
+@functools.cache  # what is replaced twice takes twice as long
 def leave_out_what_has_no_effect() -> None:
     if hasattr(interpreter, "_get_np_dtype"):
         _look_up_a_type_once()
