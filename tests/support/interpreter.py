@@ -5,6 +5,7 @@ A Triton without the names below is left as it is: then the tests take longer, t
 """
 
 import functools
+import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import torch
 import triton
 from triton.language import core, semantic
 from triton.runtime import interpreter
+
+MOST_NUMBERS = 10_000
 
 
 @functools.cache  # what is replaced twice takes twice as long
@@ -27,6 +30,10 @@ def leave_out_what_has_no_effect() -> None:
         _compare_and_make_types_once()
     if hasattr(semantic, "TritonSemantic"):
         _leave_operands_that_fit(semantic.TritonSemantic)
+    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "interpreter_semantic"):
+        _find_builtins_once()
+    if hasattr(interpreter, "_validate_np_data_size") and hasattr(interpreter, "TensorHandle"):
+        interpreter.TensorHandle.__post_init__ = lambda self: None  # compares sizes of what NumPy returned
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
         _replace_the_language_once_a_launch()
         if not torch.cuda.is_available():
@@ -77,6 +84,30 @@ def _replace_the_language_once_a_launch() -> None:
             done.clear()
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_afresh
+
+
+def _find_builtins_once() -> None:
+    """Each launch goes through all names of the language, and each call of a builtin through two functions
+    that look for one argument."""
+    found, scoped = {}, interpreter.interpreter_semantic
+
+    def called(member):
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*arguments, **named):
+            named["_semantic"] = scoped
+            return function(*arguments, **named)
+
+        return call
+
+    def replace_builtins(language, builder, scope):
+        if id(language) not in found:  # these are modules and classes, which stay
+            members = inspect.getmembers(language, core.is_builtin)
+            found[id(language)] = [(name, called(member)) for name, member in members]
+        for name, call in found[id(language)]:
+            scope.set_attr(language, name, call)
+
+    interpreter._patch_builtin = replace_builtins
 
 
 def _leave_tensors_where_they_are() -> None:
@@ -151,11 +182,12 @@ def _compare_and_make_types_once() -> None:
 
 def _leave_operands_that_fit(owner) -> None:
     """Operands that have one type and shape are asked dozens of times which they have. Whether they are left
-    as they are depends on the names of their types alone."""
+    as they are depends on the names of their types alone; and what becomes of a number, on it and on the type
+    of the other operand."""
     cast, broadcast, check = (
         getattr(owner, name) for name in ("cast", "broadcast_impl_value", "binary_op_type_checking_impl")
     )
-    fitting = set()
+    fitting, numbers = set(), {}
 
     def left(self, input, dst_ty, *options):
         key = input.type.name, dst_ty.name
@@ -167,9 +199,25 @@ def _leave_operands_that_fit(owner) -> None:
         return result
 
     def both_left(change):
+        def change_number(self, lhs, rhs, *options, **named):
+            left_one = isinstance(lhs, core.tensor)
+            kept, number = (lhs, rhs) if left_one else (rhs, lhs)
+            if not isinstance(kept, core.tensor) or type(number) not in (bool, int, float):
+                return change(self, lhs, rhs, *options, **named)
+            # By its text: 0.0 is equal to -0.0, and 1 to True.
+            key = change, left_one, kept.type.name, repr(number), options, *named.items()
+            if key not in numbers:
+                both = change(self, lhs, rhs, *options, **named)
+                if both[not left_one] is not kept:
+                    return both
+                if len(numbers) >= MOST_NUMBERS:
+                    numbers.clear()
+                numbers[key] = both[left_one]
+            return (kept, numbers[key]) if left_one else (numbers[key], kept)
+
         def change_both(self, lhs, rhs, *options, **named):
             if not (isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)):
-                return change(self, lhs, rhs, *options, **named)
+                return change_number(self, lhs, rhs, *options, **named)
             key = change, lhs.type.name, rhs.type.name, options, *named.items()
             if key in fitting:
                 return lhs, rhs
