@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.core.kernels import devices
+from lowtide.core.kernels.backend import reason_against
 from lowtide.memory import peak_memory
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
@@ -259,8 +259,8 @@ def test_the_simulation_refuses_what_mps_lacks(device):
 def test_old_macos_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 15)
-    assert "macOS 15" in devices.reason_against(torch.device("mps"))
-    assert devices.reason_against(torch.device("xpu")) is None
+    assert "macOS 15" in reason_against(torch.device("mps"))
+    assert reason_against(torch.device("xpu")) is None
     with pytest.raises(ValueError, match=r"input cannot be on mps:0: before macOS 15 .*; move it"):
         of_loss.Call(8, 16, 32, device="mps").describe()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.core.kernels import devices
+from lowtide.core.kernels.backend import reason_against
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -58,7 +58,7 @@ def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
     device = named[first].device
     if device.type == "meta" and not meta:
         raise ArgumentError(f"{first} must have data, got a tensor on meta; move it to another device")
-    if reason := devices.reason_against(device):
+    if reason := reason_against(device):
         raise ArgumentError(f"{first} cannot be on {device}: {reason}; move it")
     for name, tensor in named.items():
         if tensor.device != device:

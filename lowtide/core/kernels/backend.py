@@ -1,4 +1,4 @@
-"""Tell what a device can run: Triton kernels, or the Gluon ones (engines/gemm/gluon.py).
+"""Tell what a device can run: calls at all, Triton kernels, or the Gluon ones (engines/gemm/gluon.py).
 
 Two functions count on the host what a kernel's grid needs. Triton's own of these names serve
 kernels as well, and take 2 microseconds a call (decision 0023).
@@ -75,6 +75,14 @@ def marked_constant(function: Function) -> Function:
     return function
 
 
+def reason_against(device: torch.device) -> str | None:
+    """Return why no call can be right on the device, or None."""
+    if device.type == "mps" and _macos_is_old():
+        # pytorch/pytorch issue 104832
+        return "before macOS 15 torch leaves out the results of products that it should write into slices"
+    return None
+
+
 @marked_constant
 def reason_against_triton(device: torch.device, dtype: torch.dtype, argument: str) -> str | None:
     """Return why Triton kernels cannot run on the device of this argument in this dtype, or None."""
@@ -91,6 +99,12 @@ def reason_against_triton(device: torch.device, dtype: torch.dtype, argument: st
         if device.type != "cpu" or not interprets:
             return f"its kernels run on CUDA tensors, and {argument} is on {device}"
     return f"its kernels sum in float32, and {argument} is float64" if dtype == torch.float64 else None
+
+
+@marked_constant
+def _macos_is_old() -> bool:
+    mps = torch.backends.mps
+    return mps.is_available() and not mps.is_macos_or_newer(15, 0)
 
 
 def cdiv(total: int, step: int) -> int:

@@ -9,8 +9,6 @@ but what the caller passes, since mps has no such numbers.
 import torch
 from torch import Tensor
 
-from lowtide.core.kernels.backend import marked_constant
-
 
 def counted_as(device_type: str) -> str:
     """Return "cuda" or "cpu", the device whose sizes divide a call."""
@@ -22,23 +20,9 @@ def runs_plain_torch(device_type: str) -> bool:
     return device_type not in ("cpu", "cuda", "meta")
 
 
-def reason_against(device: torch.device) -> str | None:
-    """Return why no call can be right on the device, or None."""
-    if device.type == "mps" and _macos_is_old():
-        # pytorch/pytorch issue 104832
-        return "before macOS 15 torch leaves out the results of products that it should write into slices"
-    return None
-
-
 def frexp(number: Tensor) -> tuple[Tensor, Tensor]:  # 0-d
     """Return mantissa and exponent, by the CPU where the device may lack the operation, as mps does."""
     if not runs_plain_torch(number.device.type):
         return torch.frexp(number)
     mantissa, exponent = torch.frexp(number.cpu())
     return mantissa.to(number.device), exponent.to(number.device)
-
-
-@marked_constant
-def _macos_is_old() -> bool:
-    mps = torch.backends.mps
-    return mps.is_available() and not mps.is_macos_or_newer(15, 0)

@@ -31,7 +31,7 @@ from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
 ROOM = 64

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.head import Reduction, capped, compute_dtype
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.head import Reduction, VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 
 __all__ = ["DistillationOptions", "Heads", "Reduction", "Side"]

@@ -22,13 +22,12 @@ from lowtide.core.kernels.devices import counted_as
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, padded
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
 from lowtide.ops.linear_cross_entropy.planning.memory_model import STATISTICS_OF_PART
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
-from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 
 # Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a

@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.data_sharded import (
     own_part,
     place_of,
 )
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.sharding import TENSORS, ShardedCall, sharded_call
 
 

@@ -20,12 +20,8 @@ from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import (
-    VocabShard,
-    classes_of_rank,
-    greatest,
-    least,
-)
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank, greatest, least
 from lowtide.ops.linear_cross_entropy.planning import agreement
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale")

@@ -11,9 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Options, scale_of
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Options, VocabShard, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     choose_engine,
     make_plan,
@@ -21,10 +20,10 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
     with_graph_facts,
 )
 from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives
 from lowtide.tools.environment import dtype_name, present

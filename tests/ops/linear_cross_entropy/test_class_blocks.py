@@ -30,9 +30,8 @@ from lowtide.core.matmul import blocks
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks, padded
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
 from tests.ops.linear_cross_entropy.test_exponentials import OPTIONS
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms

@@ -10,7 +10,7 @@ from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.step_time import step_seconds
-from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
 pytest.importorskip("triton")
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.core import collectives
 from lowtide.ops.linear_cross_entropy import dispatch
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.planning import equal_values
 from tests.ops.linear_cross_entropy.vocab_parallel_ranks import room
 from tests.support.budgets import dense

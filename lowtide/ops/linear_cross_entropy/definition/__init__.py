@@ -2,8 +2,8 @@
 
 Modules, in import order (a module imports only from those above it):
 
-vocab_shard  the classes that a rank holds
-head         a head's tensors and the options of the loss
+head         a head's tensors, the options of the loss, and the classes that a rank holds
+vocab_shard  how the classes are divided over the ranks of a mesh
 advice       what to do about shapes and classes that do not fit
 validation   check the arguments of a call
 reference    the dense definition in torch, with all logits at once

@@ -6,7 +6,11 @@ A head is a sum of linear terms: the weight, and those that an adapter adds (LoR
 x W^T + (s x A^T) B^T). The head of a K-dimensional loss has one term, and a weight for each
 position. Nothing here reads a tensor's data.
 
-Shapes: N tokens, D_k features of term k, V classes, P positions.
+A head whose classes are divided over the ranks of a group is called sharded: each rank has the
+weight's rows [V_r, D] of its own classes, and the same slice of the bias, of class weights and of
+class probabilities.
+
+Shapes: N tokens, D_k features of term k, V classes, of which rank r holds V_r; P positions.
 """
 
 import math
@@ -17,10 +21,40 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
-
 Reduction = Literal["mean", "sum", "none"]
 Backend = Literal["auto", "triton", "torch", "reference"]
+
+
+class VocabShard(NamedTuple):
+    """Hold the place of one rank's classes, in the order of the operators' schema."""
+
+    group: str = ""
+    """The name of the process group; "" for one process alone."""
+    ranks: int = 1
+    first_class: int = 0
+    num_classes: int = 0
+    """V, the classes of all ranks together; 0 for a head that is not sharded."""
+    tokens_sharded: bool = False
+    """True if each rank has tokens of its own, whose losses count together."""
+    segments: int = 0
+    """Divide the classes into so many parts, whose statistics are added in order; 0 for none."""
+
+    @property
+    def segment_classes(self) -> int:
+        """Return the classes of a segment; the last ones may be smaller or empty."""
+        return -(-self.num_classes // self.segments)
+
+    @property
+    def parts(self) -> int:
+        """Return how many parts the statistics of a row are merged from."""
+        return self.segments or self.ranks
+
+    def parts_of(self, first_class: int, classes: int) -> list[slice]:
+        """Return the slices of a rank's own classes whose statistics are kept apart."""
+        if not self.segments:
+            return [slice(0, classes)]
+        size = self.segment_classes
+        return [slice(start, min(start + size, classes)) for start in range(0, classes, size)]
 
 
 class Arguments(NamedTuple):

@@ -22,9 +22,10 @@ from lowtide.ops.linear_cross_entropy.planning.operands import (
     operand_access,
     unreadable,
 )
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan, WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
+from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 
 # A single GEMM over all tokens forms the rows of the target classes again. This pays from so many

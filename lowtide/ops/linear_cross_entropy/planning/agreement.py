@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of
-from lowtide.ops.linear_cross_entropy.definition.vocab_shard import VocabShard
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, VocabShard, rows_of
 from lowtide.ops.linear_cross_entropy.planning import equal_values
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 

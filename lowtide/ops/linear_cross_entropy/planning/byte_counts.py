@@ -13,13 +13,24 @@ Shapes: N tokens, D features, V classes.
 
 from dataclasses import dataclass
 
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
-
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
 # Target classes whose rows of the gradient are formed at a time with a single GEMM over all tokens.
 TARGETS = 512  # decision 0016
+
+
+def padded(columns: int, multiple: int = 8) -> int:
+    """Return the columns of a buffer whose rows begin at whole vectors of 16 bytes.
+
+    They do so in float32 and in half precision (decision 0053). Tensor maps require it.
+    """
+    return -(-columns // multiple) * multiple
+
+
+def padded_classes(classes: int, device: str) -> int:
+    """Return the columns of a buffer of logits, which is padded on CUDA."""
+    return padded(classes) if device == "cuda" else classes
 
 
 @dataclass(frozen=True, slots=True)

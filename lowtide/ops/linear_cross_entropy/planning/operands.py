@@ -56,19 +56,6 @@ def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
     return (*(False for _ in head.inputs), not by_rows, *(False for _ in head.weights[1:]))
 
 
-def padded(columns: int, multiple: int = 8) -> int:
-    """Return the columns of a buffer whose rows begin at whole vectors of 16 bytes.
-
-    They do so in float32 and in half precision (decision 0053). Tensor maps require it.
-    """
-    return -(-columns // multiple) * multiple
-
-
-def padded_classes(classes: int, device: str) -> int:
-    """Return the columns of a buffer of logits, which is padded on CUDA."""
-    return padded(classes) if device == "cuda" else classes
-
-
 def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 

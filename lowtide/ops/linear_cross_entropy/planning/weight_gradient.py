@@ -14,7 +14,7 @@ instead: as exact, at the price of one more GEMM.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.plan import WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 
 # With more tokens, two chunks with a packed sum on the Gluon pipeline take as long as one GEMM over
 # all tokens, and a quarter to a third less memory: few rows of targets are formed again, and the

@@ -68,7 +68,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import TritonFloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 Targets = tuple[Tensor, Tensor]
 """Target classes in order, with ignored rows last under a class of their own; and their rows."""

@@ -10,7 +10,7 @@ Shapes: V classes; C tokens of a chunk, B classes of a block; R tokens that are 
 
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 
 class ExponentialsMemory:

@@ -17,8 +17,8 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import (
     with_packed_sum,
 )
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
-from lowtide.ops.linear_cross_entropy.planning.plan import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
+from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 # Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to

@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
-from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded_classes
 
 
 class LogitsEngine(LossEngine):

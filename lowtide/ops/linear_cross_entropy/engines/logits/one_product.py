@@ -30,9 +30,8 @@ from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradien
 from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, SoftmaxStats, TileColumns
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import even_rows
-from lowtide.ops.linear_cross_entropy.planning.operands import padded_classes
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 WIDTH, WARPS = 4096, 4

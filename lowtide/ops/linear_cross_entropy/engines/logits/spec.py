@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
-from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, padded_classes
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import triton_unsupported_reason
 
 # Fewest rows of float32 logits that the weight gradient's memory has to hold, or all tokens. With

@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softm
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
-from lowtide.ops.linear_cross_entropy.planning.operands import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 
 class SoftTargetsEngine(LossEngine):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks
 from lowtide.ops.linear_cross_entropy.planning.division import cost_model
-from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
 MOST_ROWS = 4096  # most tokens of a chunk of the first sweep
 PRODUCT_ROWS = (512, 1024, 2048)  # most rows of one dX GEMM that are tried

@@ -10,8 +10,6 @@ time, as most of it overlaps the GEMM. The constants are fitted to 1,144 kernels
 
 import functools
 
-from lowtide.core.kernels.backend import PRODUCT_ROWS
-
 MULTIPROCESSORS = 132
 # Seconds of a tile of 128 x 256 per step of its inner dimension: 0.73 PFLOP/s (decision 0035).
 SECONDS = 11.9e-9
@@ -39,7 +37,7 @@ def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
     return START + _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
 
 
-def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int = PRODUCT_ROWS) -> float:
+def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) -> float:
     """Return the seconds of a GEMM with a float32 result that is computed `most` rows at a time.
 
     It takes as long if the result is added to a sum.

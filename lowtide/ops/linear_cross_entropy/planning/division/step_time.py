@@ -6,7 +6,7 @@ Shapes: N tokens, D features, V classes.
 from lowtide.core.kernels.backend import is_large_gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS, ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
-from lowtide.ops.linear_cross_entropy.planning.plan import Tiling, WeightGradient
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_bytes
 
 # Bytes that the small kernels of a chunk move per row and feature: rows of X gathered, scaled and added

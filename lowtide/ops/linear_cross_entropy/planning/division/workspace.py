@@ -6,7 +6,7 @@ large enough.
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
-from lowtide.ops.linear_cross_entropy.planning.plan import Tiling
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
