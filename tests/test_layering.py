@@ -144,6 +144,11 @@ def test_the_chain_of_packages_is_short():
     assert max(chains(graph).values()) <= DEEPEST
 
 
+def test_the_chain_of_modules_below_the_loss_is_short():
+    graph = {name: imported(name, at_the_top=True) & NAMES.keys() for name in NAMES}
+    assert chains(graph)["lowtide.ops.linear_cross_entropy.api"] <= DEEPEST
+
+
 def test_folders_are_small():
     for path in {path.parent for path in MODULES}:
         assert len([*path.glob("*.py")]) <= 14, path

@@ -7,13 +7,17 @@ Shapes: n tokens of this rank, N of all ranks with those that fill up ranks that
 features; C tokens of a chunk, of which c are of one rank.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from lowtide.core.collectives import Group, Wait
 from lowtide.core.matmul import Operand
-from lowtide.ops.linear_cross_entropy.engines.gradients import InputRows
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.engines.gradients import InputRows
 
 
 class TokenOrder:
@@ -76,7 +80,7 @@ class SummedRows:
     """
 
     def __init__(
-        self, rows: InputRows, group: Group, order: TokenOrder | None, sum_dtype: torch.dtype
+        self, rows: "InputRows", group: Group, order: TokenOrder | None, sum_dtype: torch.dtype
     ) -> None:
         self.rows, self.group, self.order, self.sum_dtype = rows, group, order, sum_dtype
         self.waiting: tuple[slice, Wait] | None = None
