@@ -103,14 +103,17 @@ def linear_cross_entropy(
         typer.Option("--sweep", help="Shapes along this axis, through one --case; repeatable."),
     ] = None,
     logits: Annotated[
-        Logits, typer.Option(help="Of random tensors, or of a trained head on held-out text.")
+        Logits, typer.Option(help="Logits of random tensors, or of a trained head on held-out text.")
     ] = Logits.random,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="For trained logits: the --out of lowtide train.")
+        Path | None, typer.Option(help="For trained logits: the directory --out of lowtide train.")
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Its --data, if it was given one.", show_default="Python's standard library"),
+        typer.Option(
+            help="For trained logits: the --data of lowtide train, if given.",
+            show_default="Python's standard library",
+        ),
     ] = None,
     tp: TensorParallel = None,
     fsdp: FullySharded = None,
@@ -118,20 +121,20 @@ def linear_cross_entropy(
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
-    """Time fused linear + cross-entropy against its floor, the matrix products of every exact method.
+    """Time fused linear + cross-entropy against its floor: the matrix products that any exact method needs.
 
     Each row is one provider on one case: its median time, the ratio to the
     floor timed in turn with it, its peak memory beyond inputs, loss and
     gradients, and its errors against products in a wider dtype.
 
     With --tp each rank has all tokens and its part of the classes, whose
-    products are its floor. The rows are lowtide's and torch's loss_parallel:
-    rank 0's times, and the largest peak and errors of all ranks.
+    products are its floor. The providers are lowtide and torch's loss_parallel.
+    A row shows rank 0's times, and the largest peak and errors of all ranks.
 
     With --fsdp each rank has tokens of its own and its part of a float32 head.
     FSDP2 gathers the head for the loss, eager or lowtide's, and sums its
-    gradient; after lowtide.shard_head it stays divided. The floor is the same
-    for all: a rank's tokens by all classes.
+    gradient; after lowtide.shard_head the head stays divided. The floor is the
+    same for all: the products of a rank's tokens with all classes.
     """
     on = choose_device(device)
     with joined(on):
@@ -187,7 +190,10 @@ def heads_(
         ),
     ] = None,
     workspaces: Annotated[
-        str, typer.Option(help="Of lowtide, between commas: default, or bytes as 256MiB.", metavar="SIZES")
+        str,
+        typer.Option(
+            help="lowtide's workspaces, between commas: default, or a size such as 256MiB.", metavar="SIZES"
+        ),
     ] = "default,256MiB",
     provider: Annotated[Names, _names("An implementation, as lowtide-256MiB or eager")] = None,
     device: DeviceOption = Device.auto,
@@ -202,9 +208,9 @@ def heads_(
 
     Each row of the CSV is one provider on one head and number of tokens, with
     the engine that `lowtide doctor` names. Ratios are to the aligned floor: the
-    three products of features and classes rounded up to multiples of 8. The
-    floor of the operands as they are, for which cuBLAS has slower kernels, is
-    beside it. Errors are against float64 where that takes seconds at most.
+    three products with features and classes rounded up to multiples of 8. A
+    second column has the floor of the unpadded operands, for which cuBLAS has
+    slower kernels. Errors are against float64, where that takes seconds at most.
     """
     on = choose_device(device)
     chosen = _choose(HEADS, heads.split(",") if heads else None, smoke, "--heads")

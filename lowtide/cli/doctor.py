@@ -35,9 +35,9 @@ class DType(str, Enum):
         return getattr(torch, self.value)  # type: ignore[no-any-return]
 
 
-Dtype = Annotated[DType, typer.Option(help="Of the tensors.")]
+Dtype = Annotated[DType, typer.Option(help="The dtype of the tensors.")]
 Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
-Backend = Annotated[str, typer.Option(help="As the call is told.")]
+Backend = Annotated[str, typer.Option(help="The argument of the call.")]
 DeviceOption = Annotated[AnyDevice, typer.Option(help="Auto: the GPU if there is one.")]
 
 MOST_SIZE = 2**31 - 1
@@ -53,19 +53,19 @@ def doctor(
         bool, typer.Option("--selftest", help="Run fifty calls, and compare them with torch in float64.")
     ] = False,
     device: Annotated[
-        AnyDevice, typer.Option(help="Of --selftest. Auto: the GPU if there is one.")
+        AnyDevice, typer.Option(help="The device of --selftest. Auto: the GPU if there is one.")
     ] = AnyDevice.auto,
 ) -> None:
-    """Say what this machine has, and which way a call takes on it.
+    """Say what this machine has, and which engine or backend runs a call on it.
 
-    Alone it prints which engine takes the loss here, what the CPU has for
-    bfloat16 and how its threads wait, versions and devices, and which backend of
-    attention takes which calls. The commands below describe one call, and are
-    answered by the functions that choose when it runs; nothing is computed, but a
-    CPU's bfloat16 products are compiled where that is still to be done.
+    Without a command, doctor prints which engine runs the loss here, what the CPU
+    has for bfloat16 and how its threads wait, versions and devices, and which
+    backend of attention runs which calls. The commands below describe one call.
+    They ask the functions that also choose when the call runs. They compute
+    nothing, but may compile a CPU's bfloat16 products.
 
-    With --selftest it runs calls instead, in less than a minute, and prints a
-    report to paste into an issue: exit status 1 says that a result was wrong.
+    With --selftest, doctor runs calls in less than a minute, and prints a report
+    to paste into an issue. Exit status 1 means that a result was wrong.
     """
     if not selftest:
         refuse_given(context, ["device"], "goes together with --selftest; commands have their own")
@@ -95,34 +95,42 @@ def doctor(
 @app.command("attention")
 def attention(
     context: typer.Context,
-    batch: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="B.")] = 1,
-    queries: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="M, of each sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="B: sequences.")] = 1,
+    queries: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="M: queries in a sequence.")] = 4096,
     keys: Annotated[
-        int | None, typer.Option(min=0, max=MOST_SIZE, help="N.", show_default="as many as queries")
+        int | None,
+        typer.Option(min=0, max=MOST_SIZE, help="N: keys in a sequence.", show_default="as many as queries"),
     ] = None,
-    heads: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="H, of queries.")] = 16,
+    heads: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="H: heads of the queries.")] = 16,
     key_heads: Annotated[
         int | None, typer.Option(min=0, max=MOST_SIZE, show_default="as many as heads")
     ] = None,
-    features: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="K, of a head.")] = 64,
+    features: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="K: features of a head.")] = 64,
     value_features: Annotated[
         int | None,
-        typer.Option(min=0, max=MOST_SIZE, help="E, of a value.", show_default="as many as features"),
+        typer.Option(
+            min=0, max=MOST_SIZE, help="E: features of a value.", show_default="as many as features"
+        ),
     ] = None,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = AnyDevice.auto,
-    layout: Annotated[Layout, typer.Option(help="BHMK is that of torch's SDPA.")] = Layout.BMHK,
+    layout: Annotated[
+        Layout, typer.Option(help="The layout of the tensors; BHMK is that of torch's SDPA.")
+    ] = Layout.BMHK,
     mask: Annotated[Mask | None, typer.Option(help="A mask of attn_bias.", show_default="none")] = None,
     bias: Annotated[
         str | None, typer.Option(help="Shape of a bias, as 1,H,M,N or 1,16,1,4096.", show_default="none")
     ] = None,
-    bias_gradient: Annotated[bool, typer.Option(help="Whether the bias needs one.")] = True,
+    bias_gradient: Annotated[bool, typer.Option(help="Whether the bias needs a gradient.")] = True,
     dropout: Annotated[float, typer.Option(help="Rate of dropout.")] = 0.0,
     softcap: Softcap = None,
     window: Annotated[
-        tuple[int, int] | None, typer.Option(help="Left and right; -1 is no limit.", show_default="none")
+        tuple[int, int] | None,
+        typer.Option(
+            help="Keys seen to the left and right of a query; -1 for no limit.", show_default="none"
+        ),
     ] = None,
-    logsumexp: Annotated[bool, typer.Option("--logsumexp", help="Ask for it as well.")] = False,
+    logsumexp: Annotated[bool, typer.Option("--logsumexp", help="Return the logsumexp as well.")] = False,
     backend: Backend = "auto",
 ) -> None:
     """Show which backend memory_efficient_attention takes for a call, and why."""
@@ -166,29 +174,32 @@ def linear_cross_entropy(
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = AnyDevice.auto,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
-    gradients: Annotated[bool, typer.Option(help="Whether the call needs them.")] = True,
+    gradients: Annotated[bool, typer.Option(help="Whether the call needs gradients.")] = True,
     softcap: Softcap = None,
-    label_smoothing: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    label_smoothing: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
     logit_scale: Annotated[float | None, typer.Option(show_default="none")] = None,
-    z_loss: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    z_loss: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
     weight: Annotated[bool, typer.Option("--weight", help="With class weights.")] = False,
     row_weight: Annotated[
-        bool, typer.Option("--row-weight", help="With weights of rows, which no plan depends on.")
+        bool, typer.Option("--row-weight", help="With weights of rows; they change no plan.")
     ] = False,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
-    autocast: Annotated[DType | None, typer.Option(help="Of the products.", show_default="none")] = None,
+    autocast: Annotated[
+        DType | None, typer.Option(help="Autocast to this dtype.", show_default="none")
+    ] = None,
     probabilities: Annotated[
-        DType | None, typer.Option(help="Of a target of class probabilities.", show_default="class indices")
+        DType | None,
+        typer.Option(help="The dtype of targets that are probabilities.", show_default="class indices"),
     ] = None,
     ranks: Annotated[
         int,
         typer.Option(
             min=1,
             max=MOST_SIZE,
-            help="That the classes are divided over: a DTensor, group=, or shard_head, which is with "
-            "--tokens-sharded.",
+            help="Ranks that the classes are divided over, by a DTensor, by group=, or by shard_head (then "
+            "with --tokens-sharded).",
         ),
     ] = 1,
     tokens_sharded: Annotated[
@@ -197,19 +208,22 @@ def linear_cross_entropy(
     segments: Annotated[
         int | None,
         typer.Option(
-            min=1, max=MOST_SIZE, help="Of the classes, for the same bits on any ranks.", show_default="none"
+            min=1,
+            max=MOST_SIZE,
+            help="Segments of the classes; the bits then depend on no number of ranks.",
+            show_default="none",
         ),
     ] = None,
     log_probs: Annotated[
-        bool, typer.Option("--log-probs", help="Of linear_log_probs, differentiated by log_prob.")
+        bool, typer.Option("--log-probs", help="Describe linear_log_probs with a gradient of log_prob.")
     ] = False,
 ) -> None:
     """Show how linear_cross_entropy computes a call, and in what pieces.
 
     Options have the names of the function's arguments. A z-loss, row weights
-    and a logit scale are part of the coefficients of a row: they change none of
-    what is shown, but what --tokens-sharded moves. With --ranks it says what a
-    rank holds, and which collectives move how many bytes.
+    and a logit scale are part of the coefficients of a row. They change only the
+    bytes that --tokens-sharded moves. With --ranks the command says what a rank
+    holds, and which collectives move how many bytes.
     """
     call = of_loss.Call(
         tokens,
@@ -242,7 +256,7 @@ def linear_cross_entropy(
 
 
 def _selftest(device: str) -> int:
-    """Print machine, cases and the sum of them as plain text; return the exit status."""
+    """Print the machine, each case and a summary as plain text; return the exit status."""
     started, wrong = time.monotonic(), 0
     for name, value in environment().items():
         print(f"{name}: {value}")
@@ -269,12 +283,12 @@ def _print(console: Console, title: str, found: Mapping[str, str]) -> None:
 def _console() -> Console:
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # A file has no width, and sentences should not be wrapped in it.
+        console.width = 160  # Output to a file has no width, and its sentences should not be wrapped.
     return console
 
 
 def _device(device: AnyDevice) -> str:
-    """Return the device, which may be asked about on a machine without it."""
+    """Return the device to describe; this machine need not have it."""
     return choose_any_device(device) if device is AnyDevice.auto else device.value
 
 

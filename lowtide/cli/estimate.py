@@ -32,34 +32,39 @@ def estimate(
             help="A config.json, the directory of one, demo-cpu or demo-cuda; or a file that --csv wrote."
         ),
     ],
-    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences of a step, on each rank.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences in a step, on each rank.")] = 1,
     length: Annotated[
         list[int] | None,
-        typer.Option(min=2, max=MOST_TOKENS, help="Tokens of a sequence; repeatable.", show_default="8192"),
+        typer.Option(min=2, max=MOST_TOKENS, help="Tokens in a sequence; repeatable.", show_default="8192"),
     ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="Of weights and products; autocast: float32 and bfloat16.",
-            show_default="bfloat16; of the demo what that has",
+            help="The dtype of weights and products; autocast: float32 weights, bfloat16 products.",
+            show_default="bfloat16; the demo's own",
         ),
     ] = None,
     optimizer: Annotated[Optimizer, typer.Option(help="Fused where torch has it.")] = Optimizer.adamw,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Keep one hidden state a layer, and compute it again.")
+        bool, typer.Option("--checkpointing", help="Keep one hidden state per layer, and recompute the rest.")
     ] = False,
     workspace: Annotated[int | None, workspace_option("For lowtide's loss")] = None,
     fsdp: Annotated[
         int,
-        typer.Option(min=1, max=MOST, metavar="RANKS", help="FSDP2 over so many ranks, layer by layer."),
+        typer.Option(
+            min=1,
+            max=MOST,
+            metavar="RANKS",
+            help="Divide the parameters over so many ranks by FSDP2, layer by layer.",
+        ),
     ] = 1,
     shard_head: Annotated[
-        bool, typer.Option("--shard-head", help="With lowtide.shard_head where the loss is lowtide's.")
+        bool, typer.Option("--shard-head", help="Apply lowtide.shard_head, if the loss is lowtide's.")
     ] = False,
     tp: Annotated[
         int,
         typer.Option(
-            min=1, max=MOST, metavar="RANKS", help="Tensor parallelism over so many ranks, by the tp_plan."
+            min=1, max=MOST, metavar="RANKS", help="Divide layers over so many ranks by the tp_plan."
         ),
     ] = 1,
     out: Annotated[

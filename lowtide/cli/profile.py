@@ -1,6 +1,6 @@
 """Implement `lowtide profile`: record the memory of a script or of training steps over time.
 
-The record is written as a picture and for PyTorch's viewer.
+The command writes the record as a picture, and as a file for PyTorch's viewer.
 """
 
 from pathlib import Path
@@ -43,31 +43,37 @@ def profile(
     arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     step: Annotated[
         str | None,
-        typer.Option(help="Instead of a script, steps of this model, as lowtide estimate takes them."),
+        typer.Option(
+            help="Record steps of this model instead of a script; names are those of lowtide estimate."
+        ),
     ] = None,
-    loss: Annotated[Loss, typer.Option(help="Of the steps.")] = Loss.lowtide,
-    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences of a step.")] = 1,
-    length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens of a sequence.")] = 1024,
+    loss: Annotated[Loss, typer.Option(help="The loss of the steps.")] = Loss.lowtide,
+    batch: Annotated[int, typer.Option(min=1, max=MOST, help="Sequences in a step.")] = 1,
+    length: Annotated[int, typer.Option(min=2, max=MOST_TOKENS, help="Tokens in a sequence.")] = 1024,
     dtype: Annotated[
         Dtype | None,
-        typer.Option(help="Of weights and products.", show_default="bfloat16; of the demo what that has"),
+        typer.Option(help="The dtype of weights and products.", show_default="bfloat16; the demo's own"),
     ] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="Of the steps.")] = Optimizer.adamw,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="In the steps.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="How many, after one that is not recorded.")] = 3,
+    optimizer: Annotated[Optimizer, typer.Option(help="The optimizer of the steps.")] = Optimizer.adamw,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Checkpoint the layers in the steps.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one that is not recorded.")] = 3,
     device: DeviceOption = Device.auto,
     out: Annotated[
         Path,
-        typer.Option(parser=output_directory, metavar="DIRECTORY", help="A directory for both files."),
+        typer.Option(
+            parser=output_directory, metavar="DIRECTORY", help="The directory that both files are written to."
+        ),
     ] = Path("runs/profile"),
 ) -> None:
     """Record every allocation, and write memory.png and memory.pickle.
 
-    pytorch.org/memory_viz opens memory.pickle in the browser. On CUDA it is the
-    history of the caching allocator, on the CPU that of torch's allocations.
-    Time is the host's, which hands out memory ahead of a GPU; with
-    CUDA_LAUNCH_BLOCKING=1 it waits for it. Ctrl-C ends the recording, and what
-    was recorded is written.
+    pytorch.org/memory_viz opens memory.pickle in the browser. On CUDA the file
+    holds the history of the caching allocator, on the CPU that of torch's
+    allocations. Times are those of the host, which allocates memory before a GPU
+    uses it; with CUDA_LAUNCH_BLOCKING=1 the host waits for the GPU. Ctrl-C ends
+    the recording, and both files are written with the record so far.
     """
     if (script is None) == (step is None):
         raise UserError("give either a script or --step MODEL")
@@ -85,7 +91,7 @@ def profile(
         setting = Setting(model, batch, length, dtype or usual_dtype(model), optimizer, checkpointing)
         record, status = run_steps(setting, loss, steps, chosen)
         label, title = loss.value, f"Memory of {steps} training steps, {batch} x {length:,} tokens"
-    # The CPU's events say nothing of earlier allocations.
+    # On the CPU the record begins with the first event: memory allocated before is not in it.
     before = " beyond what was held before" if step and chosen == "cpu" else ""
     if status == INTERRUPTED:
         Console().print("interrupted; what follows was recorded until then")
@@ -100,10 +106,10 @@ def profile(
 
 
 def write(record: Record, label: str, title: str, before: str, out: Path, files: Path) -> None:
-    """Print the peak and write both files to `files`, which the user knows as `out`.
+    """Print the peak and write both files to the directory `files`, which is named `out` in messages.
 
-    Each result is printed as soon as it is there: a user who interrupted a run does not wait for a
-    picture.
+    Each result is printed as soon as it is computed, so that a user who interrupted a run need not
+    wait for the picture.
     """
     lines = {
         place: timeline(record.snapshot, place) for place in range(len(record.snapshot["device_traces"]))

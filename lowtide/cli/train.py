@@ -52,24 +52,26 @@ def train(
     depth: Annotated[int | None, typer.Option(min=1, max=MOST, show_default="2, GPU 8")] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=2, max=MOST_TOKENS, help="Tokens of a sequence.", show_default="256, GPU 1024"),
+        typer.Option(min=2, max=MOST_TOKENS, help="Tokens in a sequence.", show_default="256, GPU 1024"),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, max=MOST, help="Sequences of a step.", show_default="12, GPU 16")
+        int | None, typer.Option(min=1, max=MOST, help="Sequences in a step.", show_default="12, GPU 16")
     ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Steps in all, those before a resumption included.", show_default="50, GPU 500"
+            min=1, help="Steps in all, including those before a resumption.", show_default="50, GPU 500"
         ),
     ] = None,
     save_every: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Steps between checkpoints: what a killed run can lose.", show_default="25, GPU 100"
+            min=1,
+            help="Steps between checkpoints; a killed run loses at most so many.",
+            show_default="25, GPU 100",
         ),
     ] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="One matrix for embedding and head.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", help="Use one matrix for embedding and head.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1)] = 0,
 ) -> None:
     """Train a small GPT, end with a sample of its text, and measure what the loss step costs.

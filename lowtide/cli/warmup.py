@@ -20,13 +20,15 @@ def warmup(
         list[str],
         typer.Option(metavar="N,D,V", help="Tokens, features and classes of a call; repeatable."),
     ],
-    dtype: Annotated[DType, typer.Option(help="Of input and weight.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="The dtype of input and weight.")] = DType.bfloat16,
     device: DeviceOption = Device.auto,
-    autocast: Annotated[DType | None, typer.Option(help="Of the products.", show_default="none")] = None,
+    autocast: Annotated[
+        DType | None, typer.Option(help="Autocast to this dtype.", show_default="none")
+    ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
     softcap: Softcap = None,
-    label_smoothing: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
-    z_loss: Annotated[float, typer.Option(help="As the call is told.")] = 0.0,
+    label_smoothing: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
+    z_loss: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
     reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
 ) -> None:

@@ -1,10 +1,10 @@
-"""Apply the factor that all rows share (1/n, the upstream gradient), with one rounding.
+"""Apply the factor that all rows share (1/n times the upstream gradient), with one rounding.
 
 A gradient kept in half precision is rounded before the upstream gradient is known. So the factor is
-split in two. Most of it is applied as the gradient is rounded. What remains for backward is a power
-of two, which rounds nothing further. (An upstream gradient that is no power of two rounds once
-more.) The split also keeps float16 away from the ends of its range, which 1/n or a loss scale could
-reach.
+split in two. The first part is applied when the gradient is rounded. The second part, a power of
+two, is left for backward: a product with it is exact. (An upstream gradient that is not a power of
+two causes a second rounding.) The split also keeps float16 numbers away from the ends of their
+range, which 1/n or a loss scale could reach.
 """
 
 import math
@@ -19,7 +19,7 @@ from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 from lowtide.core.kernels.devices import frexp
 
-# A float16 gradient is formed with its largest row near 2^14, and kept with it near 1.
+# A float16 gradient is formed so that its largest row is near 2^14, and kept so that it is near 1.
 FP16_EXPONENT = 14
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
@@ -27,7 +27,7 @@ FP16_ROOM = 10
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """Hold a gradient on its way: an accumulator, or a rounded accumulator, and its factors."""
+    """Hold an unfinished gradient: an accumulator, rounded or not, its applied and its remaining factor."""
 
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
@@ -43,10 +43,10 @@ class PendingGradient:
 
 
 def outputs_of(gradients: Iterable[PendingGradient]) -> list[Tensor]:
-    """Return what an operator returns of gradients: for each its tensor and the remaining factor.
+    """Return the gradients as an operator's outputs: for each its tensor and its remaining factor.
 
-    An empty factor stands for 1. Gradients may share a factor, but an operator's outputs share no
-    memory: all but the first of them return a copy.
+    An empty factor stands for 1. Gradients may share a factor, but the outputs of an operator may
+    share no memory. So all gradients but the first return a copy of a shared factor.
     """
     outputs, returned = [], set()
     for each in gradients:
@@ -61,12 +61,12 @@ def finish_gradient(
 ) -> Tensor:
     """Return the gradient of `like` in a backward pass: tensor * factor * grad_output, rounded once.
 
-    tensor and factor are an operator's outputs; no factor, too, stands for 1.
+    tensor and factor are an operator's outputs; a factor of None, too, stands for 1.
     """
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
         whole = grad_output if factor is None or not factor.numel() else factor * grad_output
         return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
-    # A freed graph's tensors may be overwritten; a retained one's will be read again.
+    # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read again.
     in_place = not torch_private.keeps_graph()
     return finish_eagerly(tensor, factor, grad_output, like, backend, in_place=in_place)
 
@@ -74,7 +74,10 @@ def finish_gradient(
 def finish_eagerly(
     tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str, *, in_place: bool
 ) -> Tensor:
-    """Return the same where no graph is traced, in the tensor's memory if `in_place` and it can be."""
+    """Return the gradient as `finish_gradient` does, where no graph is traced.
+
+    With `in_place` the result takes the tensor's memory, if its dtype allows it.
+    """
     first, second = (grad_output, None) if factor is None or not factor.numel() else (factor, grad_output)
     return scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place).reshape(like.shape)
 
@@ -86,9 +89,10 @@ def finish_gradients(
     needs_grad: Sequence[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each tensor, or None, from an operator's outputs: two for each.
+    """Return the gradient of each tensor, or None, from an operator's outputs.
 
-    The second of two may be None in place of a tensor without numbers.
+    The outputs are a tensor and a remaining factor for each gradient; a factor of 1 may be None or
+    an empty tensor.
     """
     each = iter(outputs)
     return tuple(
@@ -100,7 +104,7 @@ def finish_gradients(
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest coefficient near 2^14; None if no float16."""
+    """Return the power of two that brings the largest coefficient near 2^14; None without float16."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
@@ -112,9 +116,9 @@ def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtyp
 def split_factor(
     factor: Tensor, dtype: torch.dtype, headroom: int | Tensor = FP16_EXPONENT
 ) -> tuple[Tensor, Tensor | None]:
-    """Split `factor` into what is applied when a gradient is rounded to dtype, and what remains.
+    """Split `factor` into one that is applied when a gradient is rounded to dtype, and the remaining one.
 
-    The second is a power of two, to be applied in backward; it is None where nothing remains.
+    The remaining factor is a power of two, which backward applies; None stands for 1.
     """
     if dtype != torch.float16:
         return factor, None
@@ -127,9 +131,10 @@ def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
     """Return the exponent that `split_factor` takes for the float16 gradient of an input.
 
     The rows of that gradient are weighted sums of the weight's rows. The factors of a sum are
-    scaled to near 2^14 at most, and add up to at most about 4 times that. So the largest number of
-    the weight bounds the gradient, and the exponent brings this bound into float16's range. It also
-    keeps a gradient from being rounded to 0 if the weight is small or the factors are.
+    scaled so that the largest is near 2^14, and add up to at most about 4 times that. So the
+    largest number of the weight bounds the gradient, and the exponent brings this bound into
+    float16's range. It also keeps a gradient from being rounded to 0 if the weight or the factors
+    are small.
     """
     if weight_VD.numel() == 0:
         return FP16_EXPONENT
@@ -139,8 +144,9 @@ def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
 def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
     """Return the exponent that `split_factor` takes for the float16 gradient of a weight.
 
-    A number of that gradient is a sum over all rows of the input, with factors up to 2^14. Few rows
-    leave room in the range for numbers that are small beside the largest factor.
+    A number of that gradient is a sum over all rows of the input, with factors up to 2^14. The
+    fewer the rows, the smaller this sum is at most, and the less it is scaled down, so that numbers
+    that are small beside the largest factor are not rounded to 0.
     """
     if input.numel() == 0:
         return FP16_EXPONENT
@@ -165,8 +171,8 @@ def scale_into(
 ) -> None:
     """Write factor * second * tensor to out, computed in factor's dtype and rounded once to out's.
 
-    out may be the tensor itself. No second factor stands for 1. `spent`: the tensor is not read
-    again and may be overwritten.
+    out may be the tensor itself. A second factor of None stands for 1. `spent` says that the tensor
+    is not read again, and may be overwritten.
     """
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
@@ -205,7 +211,7 @@ def scaled(
     second: Tensor | None = None,
     in_place: bool,
 ) -> Tensor:
-    """Return factor * second * tensor, rounded once to dtype; no factor, or no second, stands for 1.
+    """Return factor * second * tensor, rounded once to dtype; a factor of None stands for 1.
 
     The result is in the tensor's own memory if `in_place` and its dtype allow it.
     """

@@ -1,4 +1,4 @@
-"""Check and reduce the arguments of losses on log-probabilities."""
+"""Check the arguments of losses on log-probabilities, and reduce the losses of the rows."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""`lowtide train --parallel` under torchrun: real processes, whose losses are one process's."""
+"""`lowtide train --parallel` under torchrun, in real processes: the losses equal those of one process."""
 
 import argparse
 import csv
@@ -71,8 +71,8 @@ def test_losses_are_one_process(tmp_path, parallel):
 @pytest.mark.parametrize("device", [on_cards(2)])
 @pytest.mark.parametrize("parallel", ["data", "tensor", "shard_head"])
 def test_losses_on_cards(tmp_path, device, parallel):
-    """Where autocast rounds the products of a rank and of one process each in its own way, losses are as near
-    as the eager loss of one process is."""
+    """Autocast rounds the products of a rank and those of one process differently. The losses of the ranks
+    must be as close to those of one process as the losses of an eager run are."""
     done = train(tmp_path, "--parallel", parallel, "--steps", "20", device=device)
     assert done.returncode == 0, done.stderr
     eager = train(tmp_path, "--loss", "eager", "--steps", "20", device=device, ranks=1)
@@ -109,7 +109,7 @@ def test_resumed_run_is_the_whole_one(tmp_path, options):
     ],
 )
 def test_errors_are_told_once(tmp_path, arguments, said):
-    """In a line, and in the report that torchrun ends with: torchrun itself starts the ranks here."""
+    """An error is told in one line, and in torchrun's final report: torchrun itself starts the ranks here."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -4,6 +4,6 @@ import torch
 
 @pytest.fixture
 def on_device(device):
-    """What a test makes is there."""
+    """A test's tensors are made on the device."""
     with torch.device(device):
         yield

@@ -1,4 +1,4 @@
-"""Keep the state that a chunk is computed in: random numbers and autocast."""
+"""Keep the random generators' states and the autocast settings, to compute a chunk again in them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ class Replay:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Let the generators go on afterwards from where they are now."""
+        """Restore the generators' present states on leaving."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's alone
             for device in self.devices:
@@ -46,7 +46,7 @@ class Replay:
     def chunk(self, place: int) -> Iterator[None]:
         """Draw the same random numbers every time a chunk is computed.
 
-        The first time, the generators go on from where they are, and their states are kept.
+        The first time, the generators continue from their present states, which are kept.
         """
         if place not in self.states:
             if not (self.on_cuda and torch.cuda.is_current_stream_capturing()):
@@ -66,7 +66,7 @@ class Replay:
         return first is not None and self._state(first) is not first
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Return the generators' states, or the last ones if they are the same: 5 KB each."""
+        """Return the generators' states; if they are equal to `last`, return that, since each takes 5 KB."""
         others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         now = (torch.get_rng_state(), *others)
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now

@@ -1,7 +1,8 @@
 """Turn text into tokens: the sources of Python's standard library, or the user's own files.
 
-A byte-level BPE tokenizer is trained first. It and the token ids are cached under a name made of
-the text and the vocabulary size, so that a changed text or vocabulary never uses an old cache.
+A byte-level BPE tokenizer is trained first. The tokenizer and the token ids are cached under a name
+that depends on the text and the vocabulary size. So a changed text or vocabulary never uses an old
+cache.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def batch(ids: Tensor, *, rows: int, context: int, seed: int, step: int) -> tupl
 
     They depend on (seed, step) alone, so that a resumed run reads the same data.
     """
-    # A generator uses 32 bits of its seed: runs of two seeds coincide only after a million steps.
+    # A generator uses 32 bits of its seed. With this stride, runs of two seeds read the same windows
+    # only after a million steps.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - context, (rows, 1), generator=generator)
     windows = ids[starts + torch.arange(context + 1)].long()
@@ -78,7 +80,7 @@ def read_standard_library() -> list[str]:
     if not sources:
         raise UserError(f"this Python keeps no sources in {root}: give text of your own with --data PATH")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
-    # The end of the text is held out, and should not be the end of the alphabet.
+    # Shuffle: the end of the text is held out, and should not be the files last in the alphabet.
     random.Random(0).shuffle(texts)
     return texts
 

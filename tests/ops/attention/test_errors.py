@@ -94,7 +94,7 @@ def test_errors(change, error, message):
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        ([(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)], {}, "as many heads, .* enable_gqa=True"),
+        ([(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)], {}, "the same number of heads, .* enable_gqa=True"),
         ([(8,), (2, 8), (2, 8)], {}, r"query must have shape \[..., H, L, E\]"),
         ([(2, 4, 5, 8)] * 3, {"attn_mask": torch.zeros(1, 1, 1, 1, 5)}, "must broadcast to 4 dim"),
         (
@@ -114,7 +114,7 @@ def test_errors_of_sdpa_signature(shapes, options, message):
     ("key", "value", "bias", "message"),
     [
         ((2, 7, 3, 1, 8), (2, 7, 3, 1, 8), None, r"key must have shape \[B, N, 2, 1 or 3, ...\]"),
-        ((2, 7, 2, 1, 8), (2, 7, 2, 3, 8), None, "as many heads to a group, got 1 and 3"),
+        ((2, 7, 2, 1, 8), (2, 7, 2, 3, 8), None, "the same number of heads in a group, got 1 and 3"),
         ((2, 7, 2, 1, 8), (2, 7, 2, 1, 8), (2, 1, 3, 5, 7), "1, 1 or 2, 3 in the places of G and H"),
     ],
 )

@@ -64,7 +64,7 @@ BIASES = [
 @pytest.mark.parametrize(("M", "N"), [(37, 37), (20, 61), (61, 20)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(device, name, M, N, backend):
-    """With more queries than keys some see nothing: 0, and finite gradients."""
+    """With more queries than keys, some queries see no key: their results are 0, their gradients finite."""
     run(make_case(M=M, N=N, mask=MASKS[name], device=device), backend)
 
 
@@ -166,7 +166,7 @@ FEATURELESS = {
 @pytest.mark.parametrize(("K", "E"), [(0, 5), (0, 1), (3, 0), (0, 0)])
 @pytest.mark.parametrize("name", FEATURELESS)
 def test_no_features(device, name, K, E, backend):
-    """Scores are 0 and their biases; of values without features only the logsumexp is left."""
+    """Without features of keys a score is its bias; without features of values only the logsumexp is left."""
     run(make_case(**{"B": 2, "G": 2, "K": K, "E": E, "device": device} | FEATURELESS[name]), backend)
 
 
@@ -195,7 +195,7 @@ def test_extreme_scores(device, spread):
 
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9])
 def test_rows_masked_with_large_number(device, fill):
-    """As in torch: they attend to all, evenly, and that is not nothing."""
+    """As in torch, such a row attends to all keys evenly, and its result is not 0."""
     case = make_case(device=device)
     bias = torch.zeros(1, 1, 37, 53, device=device)
     bias[:, :, 3] = fill
@@ -207,7 +207,7 @@ def test_bias_of_other_dtype(device, dtype):
     case = make_case(dtype=dtype, device=device)
     bias = torch.randn(1, 4, 1, 53, device=device, requires_grad=True)
     case = type(case)(case.query, case.key, case.value, bias)
-    # What the result is rounded to cannot matter to the logsumexp: it is as exact as that of float32.
+    # The result is rounded to the query's dtype, but the logsumexp is as exact as with float32 operands.
     upstream = (None, make_upstream(case)[1])
     found, wide = (differentiate(ours, each, upstream) for each in (case, case.to(torch.float32)))
     exact = differentiate(dense, case.to(torch.float64), upstream)

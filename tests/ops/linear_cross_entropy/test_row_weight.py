@@ -46,7 +46,7 @@ from tests.support.loss import (
 pytestmark = [
     # Triton's interpreter computes with numpy, which warns of inf - inf.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    # Of torch.jit and others, imported by torch.func.jvp, the compiler and the exporter.
+    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are deprecated.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -55,7 +55,7 @@ OPERATORS = torch.ops.lowtide
 
 
 def weighted(*sizes, kind="plain", **changes):
-    """Inputs of a kind, with row weights, and its options."""
+    """Make inputs of a kind with row weights, and return them with the kind's options."""
     made, options = {**KINDS, "plain": ({}, {})}[kind]
     return make_inputs(*sizes, row_weight=True, **made | changes), options
 
@@ -243,7 +243,7 @@ def test_no_valid_rows(device, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weights", DTYPES)
 def test_weights_of_other_dtype(device, weights, reduction):
-    """The loss keeps its own."""
+    """The loss keeps its own dtype."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs, _ = weighted(device=device, dtype=dtype)
         inputs = replace(inputs, row_weight=inputs.row_weight.to(weights))
@@ -285,7 +285,7 @@ def test_leading_dimensions_and_strides(device, kind, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("positions", [(), (2,)])
 def test_no_classes(device, positions, reduction):
-    """Rows of 0, whatever they weigh."""
+    """Without classes the loss of a row is 0, whatever its weight."""
     x, w = torch.randn(3, 2, device=device), torch.randn(0, *positions, 2, device=device)
     row_weight = torch.tensor([torch.nan, 0.5, 2.0], device=device)
     row_weight = row_weight.view(3, *(1 for _ in positions)).expand(3, *positions)
@@ -335,7 +335,7 @@ def test_positions(device, reduction, positions, probabilities, backend):
 
 
 def test_products(device):
-    """Three for a mean and a sum; four where each row has an upstream gradient of its own."""
+    """A mean or sum takes three products, and four if each row has an upstream gradient of its own."""
     inputs, _ = weighted(37, 19, 63, device=device)
 
     def products(reduction):
@@ -350,7 +350,7 @@ def test_products(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_memory(device, reduction, dtype, probabilities):
-    """Vectors of N numbers alone, within the workspace; the plan is the same."""
+    """Row weights add only vectors of N numbers, within the workspace, and leave the plan as it is."""
     N, D, V = 512, 4, 64
     inputs = make_inputs(N, D, V, device=device, dtype=dtype, probabilities=probabilities, row_weight=True)
     plain, peaks = replace(inputs, row_weight=None), []
@@ -526,7 +526,7 @@ def gradients(module, arguments):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """The compiler and the exporter have their own torch.empty: conftest.py's would be traced."""
+    """Restore torch.empty for the compiler and the exporter, which would trace conftest.py's."""
     monkeypatch.undo()
     torch.compiler.reset()
     yield

@@ -1,6 +1,6 @@
 """Bring the callers' tensors into the computation's layout, [B, H, M, K], and results back.
 
-Results and operands are views. Where strides allow none, they are copies of O(M K) numbers.
+Results and operands are views. Where strides allow no view, they are copies of O(M K) numbers.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features, E of values.
 """
@@ -72,7 +72,7 @@ def from_xformers(
             )
     if key.shape[3] != value.shape[3]:
         raise ArgumentError(
-            "key and value must have as many heads to a group, got "
+            "key and value must have the same number of heads in a group, got "
             f"{key.shape[3]} and {value.shape[3]}; expand one of them"
         )
     needs_gradient = torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
@@ -101,8 +101,8 @@ def from_torch(
     if not enable_gqa:
         if not all(size == 1 or size == max(heads) for size in heads):
             raise ArgumentError(
-                f"query, key and value must have as many heads, got {heads}; pass enable_gqa=True where "
-                "several query heads share a key head"
+                f"query, key and value must have the same number of heads, got {heads}; "
+                "pass enable_gqa=True if several query heads share a key head"
             )
         heads = [max(heads)] * 3
     own = tuple(

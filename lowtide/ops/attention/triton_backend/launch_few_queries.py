@@ -1,4 +1,4 @@
-"""Launch the kernels of a few queries of many keys (kernels/few_queries.py).
+"""Launch the kernels for few queries with many keys (kernels/few_queries.py).
 
 Shapes: P parts; B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of
 values.
@@ -13,7 +13,8 @@ from lowtide.ops.attention.triton_backend.launch import KernelCall
 
 # With fewer keys there is little to divide among programs.
 FEWEST_KEYS = 1024
-# Programs that an H200 runs at once: where key heads are fewer, each has as many parts as fill them.
+# Programs that an H200 runs at once. If there are fewer key heads, the keys of each are divided into
+# parts, as many as make so many programs.
 PROGRAMS = 264
 # Rows of a program that merges parts.
 ROWS = 8
@@ -22,7 +23,8 @@ ROWS = 8
 def is_few(call: KernelCall) -> bool:
     """Return True if the kernels take this call: all queries of a key head are one tile.
 
-    Where heads share no keys and are many, the kernel of any call reads each key once as well.
+    They gain nothing where there are many heads and none shares its keys: there the general kernel
+    reads each key once, too.
     """
     size, tile = call.size, call.find_tile("few queries")
     if tile is None or call.pieces > 1 or size.N < FEWEST_KEYS or 0 in size[:5]:

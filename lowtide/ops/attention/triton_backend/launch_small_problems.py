@@ -1,4 +1,4 @@
-"""Launch the kernels of many small problems (small_problems.py), and of a short bias (short_bias.py).
+"""Launch the kernels for many small problems (small_problems.py) and for a short bias (short_bias.py).
 
 Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
 """
@@ -17,20 +17,21 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
 from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 
-# With fewer problems the card is idle for the most part, whatever a program takes.
+# With fewer problems most multiprocessors of the card are idle, however fast a program is.
 FEWEST = 264
-# Programs of forward and of backward. Two programs of backward fit a multiprocessor of an H200.
+# The most programs of forward and of backward. An H200's multiprocessor runs two of backward at once.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
-# Programs for a bias that batches share and that has fewer tiles: several runs sum parts of it.
+# The most programs for the gradient of a bias that batches share and that has fewer tiles: each run
+# of programs sums over a part of the batches.
 BIAS_PROGRAMS = 528
 
 
 def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool = False) -> bool:
     """Return True if the kernel takes this call: many problems of one tile each.
 
-    Where TF32 is allowed, float32 has other kernels. grad_bias: the bias needs a gradient. Then the
-    bias must differ between queries and between keys, and must not be shared by the heads of a
-    batch alone.
+    Where TF32 is allowed, other kernels take float32. grad_bias says that the bias needs a
+    gradient. Such a bias must have several rows of queries and columns of keys, and the heads may
+    share it only if the batches do, too.
     """
     B, H, G, _, _, _, _ = call.size
     bias = call.bias
@@ -42,7 +43,7 @@ def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool 
 
 
 def _tile(call: KernelCall, kernel: str) -> Tile | None:
-    """Return the tile that has all scores of a problem, or None if there is none."""
+    """Return the tile that holds all scores of a problem, or None if a problem is too large."""
     for name in (kernel, f"wide {kernel}"):
         tile = call.find_tile(name)
         if tile is not None and call.size.M <= tile.M and call.size.N <= tile.N:

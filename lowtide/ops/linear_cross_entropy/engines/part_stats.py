@@ -22,9 +22,8 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 def gather_parts(mine_p: Tensor, agreement: Agreement) -> Callable[[], Tensor]:
     """Begin to gather [p, ...] of each rank; return a function that waits and returns [P, ...].
 
-    The parts are in the order of their classes.
-
-    Each rank sends as many parts as the rank with the most has.
+    The gathered parts are in the order of their classes. Each rank sends as many parts as the rank
+    that has most.
     """
     wait = agreement.group.gather(mine_p)
 
@@ -47,9 +46,9 @@ def begin_merge(
 
     Return a function that merges all parts into `out`.
 
-    `own` are the parts among this rank's classes, each with the number of its first class among
-    all. `take_stats` takes the statistics of such a part. `target_logit_C` is 0 where the target is
-    another rank's.
+    `own` lists the parts of this rank's classes, each with the number of its first class among all
+    classes. `take_stats` computes the statistics of one part. `target_logit_C` is 0 in rows whose
+    target belongs to another rank.
     """
     wanted = [each.name for each in fields(out) if getattr(out, each.name) is not None]
     # The target's logit takes the place of its distance from the log-sum-exp.
@@ -122,7 +121,7 @@ def merge_stats(
         mean_PC = (sum_PC * (parts.mean_N + shift_PC)).masked_fill_(absent_PC, 0)
         torch.div(mean_PC.sum(0), out.sum_N, out=out.mean_N)
     if out.argmax_N is not None:
-        # The first class of several; NaN counts as the largest, as in torch.
+        # Of several largest logits, take the first class. NaN counts as the largest, as in torch.
         largest_PC = (parts.max_N == max_C) | parts.max_N.isnan()
         none = torch.iinfo(torch.long).max
         out.argmax_N.copy_(parts.argmax_N.masked_fill(~largest_PC, none).amin(0))

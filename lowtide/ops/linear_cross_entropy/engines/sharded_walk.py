@@ -1,8 +1,9 @@
 """Walk over chunks of tokens where the classes of a row are on several ranks.
 
 A chunk's statistics are gathered while the logits of the next chunk are computed, and its input
-gradient is summed while the next chunk's products run. So two chunks of logits exist at a time. In
-each chunk the input gradient goes first: the weight gradient's product hides its sum.
+gradient is summed over the ranks while the next chunk's products run. So two chunks of logits exist
+at a time. In each chunk the input gradient is computed before the weight gradient, so that it can be
+summed over the ranks meanwhile.
 
 Shapes: C tokens of a chunk, D features, V classes of this rank.
 """
@@ -25,7 +26,7 @@ Begun = tuple[Any, Callable[[], Any] | None]
 def walk_tokens(
     engine: ShardedEngine, coefs: Any, stats: Any, gradients: Gradients, take_stats: bool
 ) -> None:
-    """Compute what `Engine.walk_tokens` does, from this rank's classes and the other ranks'."""
+    """Compute what `Engine.walk_tokens` does, where each rank has a part of the classes."""
     plan, agreement, order = engine.plan, engine.plan.agreement, engine.order
     assert agreement is not None
     summed = [
@@ -34,8 +35,9 @@ def walk_tokens(
     ]
     sums = [choose_accumulator(plan, k, dw) for k, dw in enumerate(gradients.weights)]
     gradient = any(each is not None for each in (*summed, *sums, gradients.bias, gradients.scale))
-    # On some ranks dW may be formed by blocks of classes. Their statistics are gathered all the same;
-    # and without statistics a rank that has no gradient to form here has none to sum, nor have others.
+    # This rank may form dW by blocks of classes, elsewhere, and other ranks may not. It takes part here
+    # if statistics are gathered. Otherwise it leaves if it forms no gradient here: then no rank sums an
+    # input gradient, which all ranks would form here.
     if not take_stats and not gradient:
         return
     in_turn = [*chunks_of(engine)]
@@ -79,7 +81,7 @@ def chunks_of(engine: ShardedEngine) -> Iterator[slice]:
 
 
 def tokens_ahead(engine: ShardedEngine, in_turn: list[slice]) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield each chunk and its tokens; those of the next one are gathered meanwhile."""
+    """Yield each chunk and its tokens, while the tokens of the next chunk are gathered."""
     order = engine.order
 
     def begin(rows: slice) -> list[Callable[[], Tensor]]:
@@ -90,17 +92,18 @@ def tokens_ahead(engine: ShardedEngine, in_turn: list[slice]) -> Iterator[tuple[
         tokens = [wait() for wait in ahead]
         ahead = begin(in_turn[place + 1]) if place + 1 < len(in_turn) else []
         yield rows, tokens
-        del tokens  # free them before others arrive
+        del tokens  # free them before the next chunk's arrive
 
 
 def merged_chunks(
     engine: ShardedEngine, in_turn: list[slice], begin: Callable[[int, slice, list[Tensor]], Begun]
 ) -> Iterator[tuple[slice, list[Tensor], Any, Any]]:
-    """Yield each chunk with its tokens, what `begin` returned of it, and what its merge returned.
+    """Yield each chunk with its tokens, its logits, and the result of merging its statistics.
 
-    `begin` takes the chunk's number, its rows and its tokens. It returns the chunk's logits, or what
-    an engine has in their place, and what waits for the statistics of all ranks and merges them;
-    None if there are none to take. The next chunk is begun before a chunk is merged.
+    `begin` takes the chunk's number, its rows and its tokens. It returns two things: the chunk's
+    logits, or what an engine computes instead; and a function that waits for the statistics of all
+    ranks and merges them, or None if no statistics are taken. `begin` is called for the next chunk
+    before a chunk is merged.
     """
     before: tuple[slice, list[Tensor], Any, Callable[[], Any]] | None = None
     for place, (rows, tokens) in enumerate(tokens_ahead(engine, in_turn)):

@@ -1,4 +1,4 @@
-"""Show and write rows of attention's benchmark."""
+"""Show the rows of attention's benchmark as tables, and write them as records."""
 
 from collections.abc import Sequence
 

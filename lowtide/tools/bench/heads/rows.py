@@ -1,4 +1,4 @@
-"""Measure every provider on one head and number of tokens, and name the way that lowtide takes.
+"""Measure every provider on one head and number of tokens, and name the engine that lowtide chooses.
 
 Legend: N tokens, D features, V classes.
 """
@@ -28,7 +28,7 @@ class HeadCase(Case):
 @dataclass(frozen=True)
 class HeadRow(Row):
     case: HeadCase
-    engine: str = ""  # As `lowtide doctor` names it; "" for others than lowtide.
+    engine: str = ""  # Named as in `lowtide doctor`; "" if the provider is not lowtide.
     chunks: str = ""
     predicted_ratio: float = math.nan
     """The ratio to the aligned floor that `lowtide doctor` predicts."""
@@ -47,7 +47,7 @@ def head_cases(heads: Iterable[Head], tokens: Sequence[int], device: str) -> lis
 
 
 def head_providers(workspaces: Iterable[int | None]) -> list[Provider]:
-    """Return lowtide with each workspace, then torch's own and the peers."""
+    """Return lowtide with each workspace, then torch's own losses and those of other packages."""
     ours = [lowtide_provider(f"lowtide{_suffix(size)}", size) for size in workspaces]
     names = {*SWEPT, "compile-aot-eager"}
     return ours + [each for each in PROVIDERS if each.name in names and each.distribution != "lowtide"]

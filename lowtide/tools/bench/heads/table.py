@@ -1,7 +1,7 @@
-"""Show rows of the heads as one table, write them as a CSV, and draw its records.
+"""Show the rows of the benchmark of heads as one table, write them as a CSV, and draw the CSV.
 
-Ratios are to the aligned floor: the three products of features and classes rounded up to multiples
-of 8. The floor of the operands as they are stands beside it.
+Ratios are to the aligned floor: the three products with features and classes rounded up to
+multiples of 8. The table also has the floor of the unpadded operands.
 """
 
 import math
@@ -88,7 +88,7 @@ def _figures(row: HeadRow) -> Figures:
 
 
 def _floor(rows: Iterable[HeadRow], name: str) -> float:
-    """Return the median over the providers, each of which was timed in turn with the floor."""
+    """Return the median of the floor's times; it was timed in turn with each provider."""
     return quantiles([getattr(row.figures, name) for row in rows], 0.5)[0]
 
 

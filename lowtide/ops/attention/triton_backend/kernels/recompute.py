@@ -1,9 +1,9 @@
-"""Compute the gradients of attention in Triton from scores that are computed again.
+"""Compute the gradients of attention in Triton from recomputed scores.
 
 The mathematics is in torch_backend/backward.py. One kernel computes the gradient of queries,
-another those of keys and values. So each gradient is summed in one program, in a fixed order,
-without atomics; each score is computed twice. A program writes a block of features (tile_sizes.py
-has the sizes). The scores are sums over all features, whatever the block.
+another those of keys and values. So one program sums each gradient, in a fixed order and without
+atomics, but each score is computed twice. A program writes a block of features (tile_sizes.py has
+the sizes). For each block, it sums the scores over all features.
 """
 
 import triton
@@ -48,11 +48,12 @@ def delta_kernel(
     out_strides, low_strides, grad_output_strides, lse_strides, H, M, E, tiles,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write row_terms [B, H, 2 or 3, M]: what the tiles of backward read of each row.
+    """Write row_terms [B, H, 2 or 3, M]: the numbers of each row that the tiles of backward read.
 
-    This is delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its log2_sum.
-    They are computed here once and not for each tile. A logarithm of -inf becomes 0, since all
-    scores of its row are -inf. In half precision o has a low half (operands.allocate_low).
+    These are delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its
+    log2_sum. They are computed here once, instead of in each tile. A logarithm of -inf becomes 0,
+    since all scores of its row are -inf. In half precision o has a low half
+    (operands.allocate_low).
     """
     E, grad_output_strides = multiple(E, CUT_E), multiples(grad_output_strides, CUT_E)
     out_strides, low_strides = multiples(out_strides, CUT_E), multiples(low_strides, CUT_E)
@@ -103,8 +104,8 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """Write a tile of dq, for one block of features.
 
-    grad_bias [B, H, M, N]: the gradients of the softmax's input of all keys that some query of the
-    tile sees, which are those of a bias that no batches and no heads share.
+    grad_bias [B, H, M, N] receives the gradients of the softmax's input, for all keys that some
+    query of the tile sees. They are the gradients of a bias that neither batches nor heads share.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -194,15 +195,16 @@ def key_value_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dk and dv, or of one of them, and what is stored of its scores.
+    """Write a tile of dk, of dv, or of both, and store the gradients of its scores for a strip.
 
     Tiles are transposed, [keys, queries]; row_first and row_end say which queries see a key.
 
-    bias_sum [B, H, N]: the sums of dz over the queries, which are the gradient of a bias that is
-    the same for all queries. grad_scores, grad_z: where the tiles of a strip are stored
-    (strips.py), after the soft cap's slope and before it. PIECES: the number of pieces of query,
-    key, value and grad_output (bf16_split.py); operands have the strip's heads alone if they are
-    several. Products of three pieces are summed apart, as in tiles.add_product.
+    bias_sum [B, H, N] receives the sums of dz over the queries, which are the gradient of a bias
+    that is the same for all queries. For a strip (strips.py), grad_scores receives the tiles after
+    multiplication by the soft cap's slope, and grad_z those before it. PIECES is the number of
+    pieces of query, key, value and grad_output (bf16_split.py). With several pieces, the operands
+    hold the strip's heads only, and products of three pieces are summed separately, as in
+    tiles.add_product.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -214,7 +216,7 @@ def key_value_gradient_kernel(
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
-    operand_g = unit // B  # in operands of the strip's heads alone
+    operand_g = unit // B  # the group's index in operands that hold only the strip's heads
     if PIECES == 1:
         operand_g = g
     key_ptr = head(key_ptr, key_strides, b, operand_g)
@@ -245,7 +247,7 @@ def key_value_gradient_kernel(
         first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
             low, whole_low, whole_high, high, BLOCK_M
         )
-        if not STORES:  # what is stored is read for every key that the intervals show
+        if not STORES:  # stored tiles are read later for all keys in the intervals, so none is skipped
             wholes, rest = tiles_if_shown(head_bias_ptr, bias_strides, j, N, wholes, rest, COLUMN_BIAS)
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):

@@ -1,11 +1,11 @@
 """Compute the gradients of attention in Triton from stored gradients of scores, strip by strip.
 
-strips.py decides what is stored: the gradients of the scores and, where query and key have many
-features, the weights. These lie as [heads, keys, queries], the queries next to each other and
-padded to a multiple of 16. With many features `scores_kernel` writes both; else the kernel that
-computes the gradients of key and value does (recompute.py). The other kernels read them here and
-compute no score again. A place whose query does not see its key may never have been written; what
-is read there is discarded.
+strips.py decides what is stored: the gradients of the scores and, if query and key have many
+features, the weights too. The layout is [heads, keys, queries], in which the queries of a key are
+contiguous and padded to a multiple of 16. With many features `scores_kernel` writes both. Otherwise
+the kernel that computes the gradients of key and value (recompute.py) writes the gradients of the
+scores. The other kernels of this file read what is stored, and recompute no score. An element whose
+query does not see its key may never have been written, so its value is read but discarded.
 
 Shapes: I rows of a matrix, F features of any operand.
 """
@@ -40,7 +40,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     weights,
 )
 
-# Arguments that differ from strip to strip; no kernel is compiled anew for their values.
+# Arguments that differ from strip to strip. Triton does not specialise a kernel on their values.
 OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
 
 
@@ -48,7 +48,7 @@ OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
 def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
     """Load the tile [keys, queries] of keys start_n + n and queries i.
 
-    ptr says where the tile's keys begin. MASKED: scores that the mask hides become 0.
+    ptr points to the first of the tile's keys. MASKED: scores that the mask hides become 0.
     """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tl.load(ptrs, mask=(i < strides[1])[None, :], other=0.0)
@@ -82,10 +82,10 @@ def scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights and the gradients of scores of one tile, of one head of the strip.
+    """Write the weights and the score gradients of one tile, for one head of the strip.
 
-    bias_sum [heads of the strip, tiles_m, keys of the strip]: the sums of dz over the queries of a
-    tile. They add up to the gradient of a bias that is the same for all queries.
+    bias_sum [heads of the strip, tiles_m, keys of the strip] receives the sums of dz over the
+    queries of a tile. They add up to the gradient of a bias that is the same for all queries.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -161,14 +161,15 @@ def query_of_scores_kernel(
 ):  # fmt: skip
     """Write dq = scale ds k over a strip's keys, for one block of features.
 
-    ADD: add to what is there. grad_query has the strip's heads; so has the key, if it is in PIECES.
+    ADD: add to the previous values. grad_query holds the strip's heads only; so does the key, if it
+    is in several PIECES.
     """
     K, key_strides = multiple(K, CUT_K), multiples(key_strides, CUT_K)
     grad_query_strides = multiples(grad_query_strides, CUT_K)
     heads = groups * B * R
     program = tl.program_id(0)
     own = program // BLOCKS_K % heads
-    # The last tile first: under a causal mask it sees most keys.
+    # Begin with the last tile, which sees most keys under a causal mask.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
     b, g, r = own // R % B, own // R // B, own % R
     first_operand_g = first_group if PIECES == 1 else 0
@@ -210,8 +211,8 @@ def sum_over_queries(
 ):  # fmt: skip
     """Write the product of one key head's stored scores and x.
 
-    It is summed over the queries of the key head's query heads. A program has some keys and one
-    block of features.
+    The product is summed over the queries of all query heads that share the key head. A program
+    computes it for a tile of keys and one block of features.
     """
     F, x_strides, out_strides = multiple(F, CUT), multiples(x_strides, CUT), multiples(out_strides, CUT)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -286,9 +287,9 @@ def bias_of_scores_kernel(
 ):  # fmt: skip
     """Write a tile of the bias's gradient, the sum of dz over the batches or heads that share it.
 
-    One program computes a tile, in a fixed order. own: batches and heads of the bias in the strip.
-    loops: numbers of batches and heads that share it. tile_counts: tiles of queries and of keys.
-    ADD_BIAS: add to what is there.
+    One program computes a tile, in a fixed order. own: the numbers of batches and heads that the
+    bias has in the strip. loops: the numbers of batches and heads that share each of them.
+    tile_counts: the numbers of tiles of queries and of keys. ADD_BIAS: add to the previous values.
     """
     tile_n, tile_m = tl.program_id(0) % tile_counts[1], tl.program_id(0) // tile_counts[1] % tile_counts[0]
     place = tl.program_id(0) // (tile_counts[1] * tile_counts[0])

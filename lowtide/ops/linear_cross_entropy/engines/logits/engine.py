@@ -24,9 +24,10 @@ class LogitsEngine(LossEngine):
         return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
 
     def logits_into(self, buffer_CV: Tensor, chunks: list[Tensor]) -> None:
-        """Write the products of a chunk, from which its logits are made.
+        """Write the products of a chunk; bias, scale and soft cap later turn them into logits.
 
-        Those of a segment are products of their own, whose bits depend on no other classes.
+        Each segment of the classes has a product of its own, so that its bits do not depend on the
+        other classes.
         """
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
             for part in self.parts:
@@ -47,7 +48,7 @@ class LogitsEngine(LossEngine):
     def begin_stats(
         self, z_CV: Tensor, coefs: RowCoefs, stats: SoftmaxStats, rows: slice
     ) -> Callable[[], None]:
-        """Take the statistics of this rank's classes, and begin to gather those of all."""
+        """Take the statistics of this rank's classes, and begin to gather those of all ranks."""
         agreement = self.plan.agreement
         assert agreement is not None
 
@@ -61,7 +62,7 @@ class LogitsEngine(LossEngine):
         return begin_merge(stats, self._own_targets(z_CV, coefs.target_N), own, take, agreement, weight_P)
 
     def _own_targets(self, z_CV: Tensor, target_C: Tensor) -> Tensor:
-        """Return the logit of each row's target, 0 where it is another rank's."""
+        """Return the logit of each row's target, or 0 if another rank has the target."""
         if self.V == 0:
             return z_CV.new_zeros(z_CV.shape[0])
         place_C = target_C - self.first_class

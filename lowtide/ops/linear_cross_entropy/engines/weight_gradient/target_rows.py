@@ -2,8 +2,8 @@
 
 The targets are sorted by class, so that one program adds all rows of a class, in a fixed order.
 
-Shapes: N tokens, D features, P pairs of them, V classes; B classes of a block; T sums that are
-formed apart; lower case = one tile.
+Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T classes whose
+sums are formed in a buffer of their own; lower case = one tile.
 """
 
 import triton
@@ -53,7 +53,7 @@ def _with_target_rows(
         other=0.0,
     )
     sum_d += tl.load(target_weight_coef_N_ptr + row) * factor * x_d.to(tl.float32)
-    # Most classes have only that row. A frequent class may have thousands, taken BLOCK_N at a time.
+    # Most classes have a single row. A frequent class may have thousands, added BLOCK_N at a time.
     start = first + 1
     after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
     same = ((start < N) & (after == target)).to(tl.int32)
@@ -99,8 +99,9 @@ def _add_target_rows_kernel(
     """Add factor target_weight_coef[n] x[n] of the rows n with target v to sum[v].
 
     Grid: (T, D / BLOCK). With low_VP_ptr the sum is packed as in packed_triton.py. The program at
-    the first row of a class adds all its rows. With sum_TD, the previous sum is read from there, at
-    the place of that row, for the targets from first_target on. T = N without sum_TD.
+    the first row of a class adds all rows of that class. With sum_TD, it reads the previous sum
+    from sum_TD, at the place of that first row, for the targets from first_target on. Without
+    sum_TD, T = N.
     """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
@@ -159,7 +160,7 @@ def _round_block_kernel(
                      + sum over rows n with target v of target_weight_coef[n] x[n]
                      - class_weight[v] smoothing_coef)
 
-    first_V is where each class begins among the sorted targets; N for a class that is no target.
+    first_V says where each class begins among the sorted targets; N if the class is not a target.
     """
     target = first_class + tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -236,7 +237,7 @@ def round_block(
 ) -> None:
     """Round the sum of the block of classes from first_class on into the weight gradient."""
     (B, D), N = sum_BD.shape, class_N.shape[0]
-    block = block_width(D)  # half as wide, the kernel reached half of the memory's speed
+    block = block_width(D)  # with half this width the kernel reached half of the memory's speed
     _round_block_kernel[(B, cdiv(D, block))](
         sum_BD,
         x,
