@@ -41,7 +41,9 @@ class Deferral:
         self._parallel = transformers_forward(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
-        vars(head).pop("forward", None)  # The plain class's own, or known; check_head refuses others.
+        vars(head).pop(
+            "forward", None
+        )  # It is the class's own forward, or a known one: check_head refuses others.
 
     @property
     def fused(self) -> int:
@@ -61,10 +63,10 @@ class Deferral:
         self._watch.end()
         own = vars(self.head).get("forward")
         if own == MethodType(self._class.forward, self.head):  # type: ignore[attr-defined]
-            del self.head.forward  # Hooks that were added and removed meanwhile leave it behind.
+            del self.head.forward  # Hooks that were added and removed since leave this attribute.
         if type(self.head) is self._class:
             self.head.__class__ = self._plain
-        else:  # A class was derived from this one, as fully_shard does.
+        else:  # Another class was derived from the deferred one, as by fully_shard.
             for name in ("forward", "__reduce_ex__", "lowtide_deferral"):
                 delattr(self._class, name)
         self._class = None
@@ -105,10 +107,10 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         return eager(self, counts.on(args[0], reason), *args[1:], **kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Reduce to the plain class: a copy is not deferred, a pickle loads without lowtide."""
+        """Reduce to the plain class, so that a copy is not deferred and a pickle loads without lowtide."""
         reduced: Any = plain.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         function, arguments, *rest = reduced
-        # pickle allows __newobj__ only of the object's own class.
+        # pickle allows __newobj__ only for the object's own class.
         if function.__name__ == "__newobj__":
             function, arguments = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
         return function, tuple(plain if each is type(self) else each for each in arguments), *rest
@@ -130,7 +132,7 @@ def _reason_against(head: nn.Module) -> str | None:
 def defer_logits(
     model: nn.Module, *, head: nn.Module | None = None, workspace: int | None = None
 ) -> Deferral:
-    """Compute the model's losses without its logits, from its own, unmodified code.
+    """Compute the model's losses without logits; the model's own code stays unmodified.
 
     The deferral is active in training mode only. It also covers a training loop that computes the
     loss outside the model.
@@ -146,9 +148,10 @@ def defer_logits(
     The operator of :func:`lowtide.linear_cross_entropy` computes the loss in `F.cross_entropy`
     (class indices or probabilities, weight, label_smoothing, ignore_index, any reduction; class
     dimension last or second), in :class:`torch.nn.CrossEntropyLoss`, and in `F.nll_loss` of a
-    log-softmax. Some heads the operator would compute in fewer digits than torch (a float32 adapter
-    beside a bfloat16 head, float64), or not at all (a vector behind a scale, a product with a
-    vector). Their loss is computed from the recorded operations, one chunk of rows at a time.
+    log-softmax. The operator would compute some heads in fewer digits than torch (a float32 adapter
+    beside a bfloat16 head, float64), and others not at all (a vector added after a scale, a product
+    with a vector). The loss of these heads is computed from the recorded operations, one chunk of
+    rows at a time.
 
     These are computed in chunks as well: `logsumexp`, `gather`, `log_softmax` + `gather`, `argmax`,
     `max`, `topk`, and `sum` and `mean` over the classes. `logsumexp` and `log_softmax` + `gather`
@@ -156,9 +159,9 @@ def defer_logits(
     operation materialises the logits once, exactly as the model would have computed them, and gives
     one :class:`RealLogitsWarning` that names the operation.
 
-    Operands keep the values that they had when they were recorded. A number, or a number a class,
-    is copied. Hidden states and weight are shared; using the logits is an error if these have been
-    changed in place since.
+    Operands keep the values that they had when they were recorded. A number, or a vector [V], is
+    copied. Hidden states and weight are shared; it is an error to use the logits after one of these
+    has been changed in place.
 
     Args:
         model: any module, bare or within DistributedDataParallel, FSDP2 or torch.compile.
@@ -167,8 +170,8 @@ def defer_logits(
             the only :class:`torch.nn.Linear` with as many outputs as an embedding of the model has
             rows.
         workspace: bytes that each fused loss may hold beyond hidden states, weight, results and
-            gradients. None takes the default of :func:`lowtide.linear_cross_entropy`. A loss by
-            chunks also holds the sum of the weight's gradient.
+            gradients. None takes the default of :func:`lowtide.linear_cross_entropy`. A loss that is
+            computed in chunks also holds the sum of the weight's gradient.
 
     Returns:
         A :class:`Deferral`, which counts fused losses. Call its `undo()`, or use it as a context
@@ -184,8 +187,8 @@ def defer_logits(
     name of torch or of another library is patched.
 
     Precision: that of the operators. Products are summed in float32, so half-precision logits are
-    not rounded, and the loss, logsumexp and picked log-probabilities are then float32. Other dtypes
-    follow torch, with autocast as it was where the head was called.
+    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other dtypes are
+    those of torch, under the autocast that was on when the head was called.
 
     Memory: O(workspace), never N V. Hidden states and weight live as long as the logits do.
 

@@ -1,21 +1,23 @@
-"""Measure one row of the benchmark: an entry on a case, timed in turn with the floor.
+"""Measure one row of the benchmark: a provider on a case, timed in turn with the floor.
 
-The floor is what no exact method can avoid: the step's own products (logits, dX, dW), chunk by
-chunk, back to back, in the dtype of the inputs. Half precision on a processor without units for it
-is taken in float32, which is much faster there (one try decides). Floor and entry alternate in one
-process, so that both have the same clocks, and the median of the rounds' ratios can be compared
-between runs and cards. `peak_bytes` is the peak beyond inputs, loss and gradients. Errors are
-relative Frobenius norms against products in float64, or in float32 for half precision where float64
-would take too long.
+The floor is the work that no exact method can avoid: the step's own products (logits, dX, dW), chunk
+by chunk, back to back, in the dtype of the inputs. On a processor without units for half precision,
+the floor of half precision is computed in float32, if one try shows that this is faster. Floor and
+provider alternate in one process, so that both run at the same clocks, and the median of the rounds'
+ratios can be compared between runs and cards. `peak_bytes` is the peak beyond inputs, loss and
+gradients. Errors are relative Frobenius norms against products in float64, or in float32 for half
+precision where float64 would take too long.
 
-Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. A second
-floor, that of the next multiples of 8, takes its turn as well. Otherwise the two floors are one.
+Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. Then a
+second floor, with both rounded up to multiples of 8, is timed in turn as well. Otherwise the two
+floors are the same.
 
-If the classes are divided over ranks, the floor is that of this rank's own classes; under FSDP2, of
-this rank's own tokens and all classes, which is as much.
+If the classes are divided over ranks, the floor is the products of all tokens with this rank's
+classes. Under FSDP2 it is the products of this rank's tokens with all classes, which is as much work.
 
-A plain entry, if given, takes its turn between the two, and shows what each entry costs over it.
-Entries then compute different things; instead of errors, all results are checked to be finite.
+If a plain call is given, it is timed between the floor and each provider, and shows how much more
+time the provider takes. Providers then compute different things, so they have no errors; instead,
+all results are checked to be finite.
 
 Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
@@ -43,13 +45,13 @@ from lowtide.tools.ranks import from_first
 ALIGNMENT = 8
 FLOOR_CHUNK = 4096
 TRUTH_CHUNK = 1024
-MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half of a card whose float64 is not cut down.
-MOST_FLOAT64_WEIGHTS = 1 << 31  # 32 GiB, with their gradient.
+MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half on a card with full float64 speed.
+MOST_FLOAT64_WEIGHTS = 1 << 31  # With their gradient they take 32 GiB.
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
-SWEEP_BUDGET_MS = 300.0  # A sweep measures that many more shapes.
-CYCLES_PER_MS = 2e6  # Of a card's clock, or a little more.
-SLOW_MS = 20_000.0  # A provider that takes as long for one step is timed once.
+SWEEP_BUDGET_MS = 300.0  # It is smaller, since a sweep measures many shapes.
+CYCLES_PER_MS = 2e6  # Cycles of a card's clock in a millisecond, or a little more.
+SLOW_MS = 20_000.0  # A provider whose step takes this long is timed once.
 
 ResultT = TypeVar("ResultT")
 
@@ -67,8 +69,8 @@ class Figures:
     floor_ms: float
     ratio: float
     peak_bytes: int
-    errors: tuple[float, ...]  # Of the loss and, in a step, of dX and dW.
-    aligned_floor_ms: float = math.nan  # Of features and classes rounded up to multiples of 8.
+    errors: tuple[float, ...]  # Errors of the loss and, in a step, of dX and dW.
+    aligned_floor_ms: float = math.nan  # With features and classes rounded up to multiples of 8.
     aligned_ratio: float = math.nan
     plain_ms: float | None = None
     over_plain: float | None = None  # 0.05 is 5 % more time.
@@ -81,7 +83,7 @@ class Row:
     provider: Entry
     figures: Figures | None  # None if the provider did not run; `reason` says why.
     reason: str = ""
-    failed: bool = False  # It raised an error other than Unavailable, which is by design.
+    failed: bool = False  # True if it raised an error other than Unavailable.
 
 
 def rows(
@@ -95,7 +97,7 @@ def rows(
     torch.set_float32_matmul_precision("highest")
     bench = cache(partial(_Bench, case, mode, plain, budget_ms))
     for provider in providers:
-        if case.ranks > 1:  # an error ends this rank, and torchrun the others, which would wait for it
+        if case.ranks > 1:  # an error ends this rank; torchrun then ends the others, which wait for it
             yield Row(case, mode, provider, bench().measure(provider.call(case, bench().inputs)))
             continue
         outcome = attempted(lambda: bench().measure(provider.call(case, bench().inputs)), case.device)  # noqa: B023
@@ -105,7 +107,7 @@ def rows(
 def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, str, bool]:
     """Return the result of a provider, or None; why there is none; and whether it failed.
 
-    A peer's error is its row, not the end of the run.
+    An error of another package is shown in its row, and does not end the run.
     """
     outcome: tuple[ResultT | None, str, bool]
     try:
@@ -116,7 +118,7 @@ def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, 
         outcome = None, f"does not fit in memory: {_one_line(error)}", False
     except Exception as error:
         outcome = None, _one_line(error), True
-    # Only here, without the exception, does nothing refer to the provider's tensors any more.
+    # Free memory only here: the exception is gone, and with it the last reference to the tensors.
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -124,7 +126,7 @@ def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, 
 
 
 class _Bench:
-    """Share inputs, the floor, and the exact results or the plain call among a case's entries."""
+    """Share inputs, the floor, and the exact results or the plain call among a case's providers."""
 
     def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
         self.case, self.mode = case, mode
@@ -141,7 +143,7 @@ class _Bench:
             self.beside["plain"] = partial(self.step, self.plain)
             # Compile and tune it before it is timed, with or without a row of its own.
             self.step(self.plain)
-        if case.ranks > 1:  # The last: no rank's step waits for another's floor.
+        if case.ranks > 1:  # Time it last, so that no rank's step waits for another's floor.
             together = torch.zeros(1, device=case.device)
             self.beside["ranks"] = partial(dist.all_reduce, together)
 
@@ -175,7 +177,7 @@ class _Bench:
         return replace(figures, plain_ms=plain_median, over_plain=over - 1)
 
     def step(self, call: Call) -> tuple[Tensor, ...]:
-        """Return outputs and gradients, or outputs alone; `.grad` accumulates nothing."""
+        """Return outputs and gradients, or outputs alone, and leave `.grad` unchanged."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
             outputs = call.run()
         if self.mode is Mode.FORWARD or not call.leaves:
@@ -256,7 +258,7 @@ def aligned(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Inputs:
 def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:
     """Return a function that computes the products alone.
 
-    The logits stand in for their own gradient: equal in size, random, nowhere zero.
+    The logits take the place of their gradient: they have its size, are random and nowhere zero.
     """
     dtype = products_dtype(input_ND.detach(), weight_VD.detach())
     x_ND, w_VD = input_ND.detach().to(dtype), weight_VD.detach().to(dtype)
@@ -280,7 +282,7 @@ def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
 def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
     """Return the operands' dtype, or float32 for half precision on a CPU that is faster with it.
 
-    The products of a corner decide.
+    This is decided by timing products of a corner of the operands.
     """
     if x_ND.is_cuda or x_ND.dtype not in (torch.float16, torch.bfloat16):
         return x_ND.dtype
@@ -301,8 +303,8 @@ def alternate(
 ) -> list[list[float]]:
     """Return the milliseconds of each call in each round.
 
-    CUDA is timed between events, so that the host may run ahead. Each round begins `lead_ms` later
-    on the card than on the host, so that a call which takes the host longer does not wait for it.
+    CUDA is timed between events, so that the host may run ahead. The card begins each round `lead_ms`
+    later than the host, so that it need not wait for the host where that takes longer.
     """
     calls = tuple(calls)
     rounds_of_marks = []
@@ -327,9 +329,9 @@ def alternate(
 
 
 def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the microseconds after which each call is back, in the median of the rounds.
+    """Return the microseconds until each call returns, as the median of the rounds.
 
-    The card has nothing else to do when a round begins, and no call waits for it.
+    The card is idle when a round begins, and no call waits for it.
     """
     calls = tuple(calls)
     spans: list[list[float]] = [[] for _ in calls]
@@ -358,7 +360,7 @@ def quantiles(values: list[float], *levels: float) -> list[float]:
 def ratio(spans: list[float], to: list[float]) -> float:
     """Return the median of the rounds' ratios.
 
-    Clocks drift between rounds by more than the differences that are compared.
+    Ratios are taken within a round, since clocks drift between rounds by more than what is compared.
     """
     (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
     return median

@@ -27,14 +27,14 @@ from tests.ops.chunked_loss.helpers import (
     roundings_of,
 )
 
-# Of torch.jit, which torch.func.jvp imports.
+# torch.func.jvp imports torch.jit, which warns that it is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 chunked = functools.partial(chunked_loss, chunk_size=5)
 
 
 def functional(loss_of, head, labels, mode="gradient_in_forward", loss_fn=cross_entropy):
-    """The loss as a function of the hidden states and of the head's parameters, and both."""
+    """Return the loss as a function of the hidden states and the head's parameters, and these two."""
     options = {"mode": mode} if loss_of is chunked else {}
 
     def loss(hidden, parameters):
@@ -122,7 +122,7 @@ def test_transforms_value_per_row(device, transform):
 
 
 def over(loss_of, head, mode):
-    """Of one element of a batch: hidden states, labels, parameters."""
+    """Return the loss of one element of a batch as a function of hidden states, labels and parameters."""
 
     def loss(hidden, labels, parameters):
         return functional(loss_of, head, labels, mode)(hidden, parameters)
@@ -165,7 +165,7 @@ def test_vmap(device, transform, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_transforms_of_module(device, mode):
-    """By what nn.Module.forward has, functional_call around all of it."""
+    """The loss is inside nn.Module.forward, and torch.func.functional_call is around the module."""
 
     class Model(nn.Module):
         def __init__(self, loss_of):
@@ -259,7 +259,7 @@ def test_transforms_dropout_mask(device, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_transforms_closure(mode):
-    """It would have no derivative, and nobody would know."""
+    """A tensor in the closure of the head would silently get no derivative, so it is an error."""
     head, hidden, labels = make("linear")
 
     def reached(weight):
@@ -303,7 +303,7 @@ def test_transforms_workspace_not_measured():
 
 
 def test_transforms_outer_graph(device):
-    """Backward through what torch.func gave."""
+    """Backward goes through a result of torch.func."""
     head, hidden, labels = make(device=device)
     results = []
     for loss_of in (chunked, dense):

@@ -1,6 +1,6 @@
-"""Measures, as two processes, the steps that `lowtide estimate --fsdp 2` and `--tp 2` foretell.
+"""Measures, in two processes, the steps that `lowtide estimate --fsdp 2` and `--tp 2` predict.
 
-As four processes it measures that of both together.
+In four processes it measures the step with both options.
 
 A scenario is (loss, model, dtype, optimizer, options).
 """
@@ -21,7 +21,7 @@ from tests.support.ranks import RANKS
 
 
 def parsed(kind):
-    """(setting, loss) of a scenario; `workspace` is one of 1 MiB; `by transformers` is its tp_plan="auto"."""
+    """Return (setting, loss) of a scenario; "workspace" means 1 MiB, "by transformers" tp_plan="auto"."""
     loss, model, dtype, optimizer, *options = kind.split(", ")
     setting = Setting(
         model,
@@ -39,17 +39,19 @@ def parsed(kind):
 
 
 def seeded(setting):
-    """The model and tokens that every rank has."""
+    """Return the model and the tokens that every rank has."""
     torch.manual_seed(0)
     model = build(setting)
     return model, torch.randint(model.classes, (setting.batch, setting.length))
 
 
 def divided_by_transformers(setting):
-    """The model as Transformers' own functions divide it."""
+    """Return the model as Transformers' own functions divide it."""
     model = build(setting)
     module = saved_and_loaded(model.module).train()
-    for each in filter(is_dtensor, module.parameters()):  # on the CPU they are views of what was loaded
+    for each in filter(
+        is_dtensor, module.parameters()
+    ):  # on the CPU they are views of the tensors that were loaded
         each._local_tensor.data = each._local_tensor.data.clone()
 
     def loss(tokens_BT):
@@ -59,7 +61,7 @@ def divided_by_transformers(setting):
 
 
 def run(kind, rank):
-    """The bytes that this rank holds at the peak of a step; the loss, if that is asked for."""
+    """Return the bytes that this rank holds at the peak of a step, or the loss, if that is asked for."""
     setting, loss = parsed(kind)
     if "first loss" in kind:
         return first_loss(setting, loss)
@@ -94,5 +96,5 @@ def peak_of(setting, loss):
             with peak_memory("cpu") as peak:
                 step()
             peaks.append(peak.bytes)
-    # Now and then, on a busy machine, gloo releases what it has sent only after the peak.
+    # On a busy machine gloo sometimes releases the memory of a message only after the peak.
     return sum(held.values()) + min(peaks)

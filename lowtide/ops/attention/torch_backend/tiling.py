@@ -1,4 +1,4 @@
-"""Cut the scores into tiles, address a tile's operands, and find the tiles that a mask leaves.
+"""Divide the scores into tiles, address a tile's operands, and find the tiles that a mask leaves visible.
 
 A tile has some heads (a chunk), some rows of queries and some columns of keys.
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Sizes
 
-# Scores in a tile. It stays in a core's own cache from one pass to the next, and is large enough
-# that calling a torch operation costs little beside it.
+# Scores in a tile. A tile of this size stays in a core's own cache from one pass to the next, and is
+# large enough that the call of a torch operation takes little time beside it.
 TILE = 1 << 18
-# A tile's sides, if there are as many queries (of all R heads) and keys: products of this size run
-# at full speed.
+# A tile's sides, if there are so many queries (of all R heads) and keys. Products of this size run at
+# full speed.
 SIDE = 512
 
 
@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
         return tensor_BHMX[self.batches, self.heads, rows]
 
     def packed(self, tensor_BHMX: Tensor, rows: slice) -> Tensor:  # [c, r, X]
-        """Return these rows in the dtype of the products; a key head's query heads are stacked."""
+        """Return these rows in the dtype of the products, with the query heads of a key head stacked."""
         part = self.of_rows(tensor_BHMX, rows)
         dtype = self.dtype if part.is_floating_point() else part.dtype
         return part.to(dtype).reshape(self.c, self.R * part.shape[2], part.shape[3])
@@ -75,7 +75,7 @@ class Chunk(NamedTuple):
         return tile_crX.view(batches, heads, rows.stop - rows.start, tile_crX.shape[2])
 
     def keys(self, tensor_BGNX: Tensor, columns: slice) -> Tensor:  # [c, n, X]
-        """Return these keys, or their values, in the dtype of the products."""
+        """Return the rows of key or value in these columns, in the dtype of the products."""
         part = tensor_BGNX[self.batches, self.groups, columns]
         return part.to(self.dtype).reshape(self.c, part.shape[2], part.shape[3])
 
@@ -88,8 +88,8 @@ class Chunk(NamedTuple):
 def tile_shape(size: Sizes) -> TileShape:
     """Return a tile's size for this call.
 
-    It is square where both sides are long, longer where the other side is short, and has several
-    heads where both are short.
+    A tile is square if there are many queries and many keys. If there are few of one, it is longer
+    along the other. If there are few of both, it has several heads.
     """
     columns = max(1, min(size.N, SIDE))
     rows = max(1, min(size.M * size.R, TILE // columns))

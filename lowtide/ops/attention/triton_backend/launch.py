@@ -23,9 +23,9 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, sha
 
 # Dropout keys that one program computes.
 DROPOUT_KEYS = 1024
-# Numbers of 16 bits that a thread loads at once, at most.
+# The most numbers of 16 bits that a thread loads at once.
 VECTOR = 8
-# The fields that are cut where a strip has some of the batches.
+# The fields of which a strip takes a slice, if it has only some of the batches.
 WITH_BATCHES = (
     *("query", "key", "value", "bias", "row_key", "grad_output", "grad_logsumexp", "row_terms"),
     *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
@@ -42,7 +42,7 @@ class Scalars(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """Hold what kernels of scores are compiled for (tiles.py)."""
+    """Hold the constants that kernels of scores are compiled for (tiles.py)."""
 
     softcap: float
     precision: str
@@ -72,10 +72,10 @@ class KernelCall(NamedTuple):
     scalars: Scalars
     switches: Switches
     step: int
-    """Divides features and strides, so that kernels may assume it (tiles.multiple)."""
-    # Of backward alone.
+    """A divisor of features and strides, which kernels rely on (tiles.multiple)."""
+    # The following fields are for backward only.
     grad_output: Tensor | None = None
-    """Gradient of the result; in pieces where query is."""
+    """Gradient of the result, in pieces if the query is."""
     grad_logsumexp: Tensor | None = None
     row_terms: Tensor | None = None
     """Holds what delta_kernel writes per row, [B, H, 2 or 3, M]."""
@@ -83,7 +83,7 @@ class KernelCall(NamedTuple):
     """The queries that see a key, row_first <= i < row_end, [N]."""
     row_end: Tensor | None = None
     grad_query: Tensor | None = None
-    """Memory for a gradient; None for one that is not asked for."""
+    """Memory for a gradient; None if the gradient is not needed."""
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
     grad_bias: Tensor | None = None
@@ -93,7 +93,7 @@ class KernelCall(NamedTuple):
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """Return what the kernels load tiles of features from."""
+        """Return the tensors from which kernels load tiles of features."""
         return self.query, self.key, self.value, self.grad_output
 
     @property
@@ -104,7 +104,7 @@ class KernelCall(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return what every kernel of scores is compiled for."""
+        """Return the constants that every kernel of scores is compiled for, by name."""
         return {
             "SOFTCAP": self.switches.softcap, "PRECISION": self.switches.precision,
             "BASE_2": self.switches.base_2, "COLUMN_BIAS": self.switches.column_bias,
@@ -126,15 +126,16 @@ class KernelCall(NamedTuple):
         return H, self.size.R, M, N, K, E
 
     def of_batches(self, batches: slice) -> "KernelCall":
-        """Return the part of these batches; what all batches share stays as it is."""
+        """Return the call of these batches; tensors that all batches share stay as they are."""
         tensors = ((name, getattr(self, name)) for name in WITH_BATCHES)
         own = {name: x[batches] for name, x in tensors if x is not None and x.shape[0] > 1}
         return self._replace(**own)
 
     def split(self, heads: slice, key_heads: slice, loaded_once: Sequence[str] = ()) -> "KernelCall":
-        """Return the call with the operands of some heads in pieces; one piece has all heads.
+        """Return the call with operands of these heads only, split into pieces.
 
-        loaded_once: what the kernels split themselves, since a program loads it once.
+        If operands are not split, the call stays as it is, with all heads. loaded_once names operands
+        that kernels split themselves, since a program loads them once.
         """
         if self.pieces == 1:
             return self
@@ -178,8 +179,8 @@ def kernel_call(operands: Operands, options: Options) -> KernelCall:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
     pieces = piece_count(query.dtype)
-    # Rows of pieces are padded, so Triton knows enough of them. Of float32 operands that are read
-    # whole the kernels are told nothing either.
+    # Rows of pieces are padded, so Triton knows their alignment. Kernels that read float32 operands
+    # whole are not told the alignment either.
     step = 1 if pieces > 1 else step_of((query, key, value), size.K, size.E)
     return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
 
@@ -199,9 +200,9 @@ def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
-    """Return the largest number up to VECTOR that divides the features, and where each row begins.
+    """Return the largest number up to VECTOR that divides the features and the offset of each row.
 
-    If 16 divides the features this is 1. Triton sees that for itself, of contiguous rows too.
+    If 16 divides the features this is 1, since Triton detects that itself, for contiguous rows too.
     """
     if not any(each % 16 for each in features):
         return 1
@@ -214,7 +215,7 @@ def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
 
 
 def strides_of(tensor: Tensor | None) -> Strides:
-    """Return the strides that a kernel takes: of pieces the first stride comes last; None has 0."""
+    """Return the strides that a kernel takes: those of pieces have the first one last; None has zeros."""
     if tensor is None:
         return 0, 0, 0, 0
     strides = tensor.stride()

@@ -2,17 +2,17 @@
 
 Rank p has a reference r_p near the largest logit of its classes, and the sum S_p of exp(z - r_p)
 over them without the target. One rank has the target, and so its logit z_t. A chunk's statistics
-move as one tensor: these three numbers of each row, and what the options add. Then with r the
-largest of z_t and all r_p
+move as one tensor: these three numbers of each row, and further ones that options need. Then with r
+the largest of z_t and all r_p
 
     S = sum_p S_p exp(r_p - r),   e = exp(z_t - r),   loss = log(1 + S) if r = z_t
 
 z_t is saved with the merged statistics, so that backward gathers nothing.
 
-The exponentials that a rank has stored are relative to r_p, so its c has a further factor
-exp(r_p - r).
+The exponentials that a rank has stored are relative to r_p, so its coefficient c of a row has a
+further factor exp(r_p - r).
 
-Shapes: N tokens; C tokens of a chunk; P ranks; K numbers of a row that move.
+Shapes: N tokens; C tokens of a chunk; P ranks; K numbers of a row that ranks exchange.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,16 @@ from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 
 
 def own_places(coefs: RowCoefs, first_class: int, classes: int) -> RowCoefs:
-    """Return the coefficients with each target's place among this rank's classes, -1 for none."""
+    """Return the coefficients with each target as a place among this rank's classes; -1 elsewhere."""
     place_N = coefs.target_N - first_class
     return replace(coefs, target_N=place_N.masked_fill_((place_N < 0) | (place_N >= classes), -1))
 
 
 def first_references(logit_C: Tensor, sampled_C: Tensor, row: RowCoefs) -> Tensor:
-    """Return the target's logit, or the largest of a few classes where the target is another rank's.
+    """Return each row's first reference: the target's logit, or a large one if another rank has the target.
 
-    There its logit becomes -inf, in place. `row` is by `own_places`.
+    That is the largest logit of a few sampled classes. In such rows `logit_C` becomes -inf, in place.
+    `row` comes from `own_places`.
     """
     elsewhere_C = row.target_N < 0
     logit_C.masked_fill_(elsewhere_C, -torch.inf)
@@ -61,11 +62,12 @@ def begin_merge(
     smooth_logit_C: Tensor | None = None,
     total_weight: Tensor | int = 0,
 ) -> Callable[[], Tensor]:
-    """Begin to gather this rank's statistics; return what merges those of all ranks into `out`.
+    """Begin to gather this rank's statistics; return a function that merges those of all ranks.
 
-    That returns exp(r_p - r), [C]. `logit_C` are the target's logits, read where `row`, by
-    `own_places`, has a target. `smooth_logit_C` is sum_v w_v z_v of this rank's classes.
-    `formulas`: the module that has `pack` and `merge`, this one or excluded_part_stats_triton.py.
+    The function writes to `out`, and returns exp(r_p - r), [C]. `row` comes from `own_places`.
+    `logit_C` has the targets' logits; only rows whose target is on this rank are read.
+    `smooth_logit_C` is sum_v w_v z_v of this rank's classes. `formulas` is the module that has `pack`
+    and `merge`: this one or excluded_part_stats_triton.py.
     """
     own_KC = formulas.pack(part, logit_C, row, first_class, smooth_logit_C)
     gathered = gather_parts(own_KC[None], agreement)
@@ -81,8 +83,8 @@ def pack(
 ) -> Tensor:  # [K, C]
     """Return the numbers of each row that this rank sends."""
     own_C = row.target_N >= 0
-    # Where all of a rank's exponentials are 0, its reference says nothing. An infinite one does: some
-    # logit is infinite, and the loss is NaN.
+    # If all of a rank's exponentials are 0, ignore its reference. But keep an infinite one: it means
+    # that some logit is infinite, so that the loss is NaN.
     absent_C = (part.max_N == -torch.inf) | row.ignored_N
     if part.mean_N is None:
         absent_C |= (part.sum_N == 0) & (part.max_N < torch.inf)
@@ -132,7 +134,7 @@ def merge(
         moved_PC = (mean_PC + sum_PC * shift_PC).masked_fill_(none_PC, 0)
         torch.div((factor_PC * moved_PC).sum(0) + of_target_C, total_C, out=out.mean_N)
         argmax_PC = number_PC.contiguous().view(INTEGERS[out.max_N.dtype]).long()
-        # The first class of several; NaN counts as the largest, as in torch.
+        # Of several largest logits, take the first class. NaN counts as the largest, as in torch.
         first_PC = (reference_PC == largest_C) | reference_PC.isnan()
         most = torch.iinfo(torch.long).max
         out.argmax_N.copy_(argmax_PC.masked_fill_(~first_PC, most).amin(0))

@@ -1,7 +1,8 @@
 """Hold an order of a call's rows in which ignored ones come last, made on the device.
 
-How many rows count is known on the device alone. Kernels read it there and end early, so that
-ignored rows take no time and nobody waits for the device. counted_rows_triton.py makes the order.
+Only the device knows how many rows count. Kernels read this number there and end after so many
+rows. So ignored rows take no time, and the host does not wait for the device.
+counted_rows_triton.py makes the order.
 
 Shapes: N tokens; C tokens of a chunk.
 """
@@ -12,16 +13,16 @@ from torch import Tensor
 
 
 class CountedChunk(NamedTuple):
-    """Hold what kernels take to find the rows of a chunk; all rows count without a count."""
+    """Hold the arguments by which kernels find the rows of a chunk; without a number, all rows count."""
 
     row_C: Tensor | None = None
     number: Tensor | None = None  # [1]
     first_place: int = 0
 
     def of(self, matrix: Tensor, rows: slice) -> Tensor:
-        """Return what a kernel takes with the chunk's rows of a matrix [N, ...]: the whole of it.
+        """Return the matrix [N, ...], in which kernels find the chunk's rows by their order.
 
-        If all rows count, kernels take the rows themselves.
+        If all rows count, return the chunk's rows alone.
         """
         return matrix[rows] if self.row_C is None else matrix
 
