@@ -71,7 +71,7 @@ def in_options(said: str, parameters: list[Any]) -> str:
         if option is not None:
             said = re.sub(rf"^{argument}(?= )", option, said)
             said = re.sub(rf"\b{argument}='(\w+)'", rf"{option} \1", said)
-    return re.sub(r", or None for (the default|none)", "", said)  # what is left out
+    return re.sub(r", or None for (the default|none)", "", said)  # an option is left out instead
 
 
 def describe(error: OSError) -> str:

@@ -90,14 +90,15 @@ def joined(device: str) -> Iterator[None]:
 
 
 def from_first(run: Callable[[], ResultT]) -> ResultT:
-    """Return what `run` returns on rank 0, to all ranks.
+    """Return the result of `run` on rank 0, on all ranks.
 
-    Its error is rank 0's alone, so that it is told once; the other ranks end without one.
+    If it fails, only rank 0 raises its error, so that it is told once. The other ranks end without
+    one.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return run()
     error: Exception | None = None
-    told: list[Any] = [True, None]  # whether it failed, and the result
+    told: list[Any] = [True, None]  # True if rank 0 failed, and the result
     if is_first():
         try:
             told = [False, run()]

@@ -1,4 +1,4 @@
-"""The command line in this process, where nothing is asked of the process itself."""
+"""Runs the command line in this process, for tests that do not depend on the process itself."""
 
 import functools
 
@@ -14,5 +14,5 @@ def invoke(*arguments):
 
 
 def said(done):
-    """All that was printed, in one line: boxes and broken lines aside."""
+    """Return all that was printed as one line, without boxes and line breaks."""
     return " ".join(done.output.replace("│", " ").split())

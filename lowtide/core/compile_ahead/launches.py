@@ -100,13 +100,13 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
         return None
     device, rehearsals = driver.active.get_current_device(), _rehearsals.get()
     key = device, wanted.kind
-    # A graph that is being captured bears no other thread's calls of CUDA.
+    # While a graph is captured, no other thread may call CUDA.
     if key not in _compiled and rehearsals and not torch.cuda.is_current_stream_capturing():
-        with contextlib.suppress(Exception):  # what is wrong with a call, it says itself
+        with contextlib.suppress(Exception):  # the call itself raises its errors
             _compile(device, rehearsals.pop()())
     compiling = _compiled.setdefault(key)
     if compiling is not None:
-        compiling.exception()  # waits; what the thread failed at, the launch will too
+        compiling.exception()  # waits; where the thread failed, the launch fails too and raises
     return kernel[grid](*arguments, **constants)
 
 

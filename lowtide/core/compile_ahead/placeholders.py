@@ -116,7 +116,7 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     is_new = not tensors or func._schema.name.startswith("aten::new_")
     if (is_view or is_new) and not other_sizes:
         return _run(func, args, kwargs, "meta", _meta_of)
-    if func is torch.ops.aten.mm.dtype:  # which the CPU does not have
+    if func is torch.ops.aten.mm.dtype:  # the CPU has no such operator
         (rows, _), (_, columns), dtype = args[0].shape, args[1].shape, args[2]
         return torch.empty(rows, columns, dtype=dtype, device="meta")
     large = sorted({size for each in tensors for size in each.shape if size > 1})

@@ -49,7 +49,7 @@ class Source:
     text: bytes
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    functions: tuple[str, ...]  # that the library must have
+    functions: tuple[str, ...]  # names of functions that the library must have
     depends_on: str  # other things the library depends on, besides the compiler
 
 

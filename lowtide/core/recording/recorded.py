@@ -114,7 +114,7 @@ class Recording(NamedTuple):
 
 def record(function: Callable[..., Results], tensors: Results) -> Recording | None:
     """Return a recording of function(*tensors), or None if it cannot be recorded."""
-    with contextlib.suppress(Exception):  # what is wrong with a call, it says itself
+    with contextlib.suppress(Exception):  # the call itself raises its errors
         given = [None if each is None else placeholder_of(each) for each in tensors]
         notes, results = rehearse_steps(function, given)
         return _Recorder(given, notes, results).recording()

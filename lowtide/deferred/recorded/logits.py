@@ -162,7 +162,7 @@ class DeferredLogits(Proxy):
     def grad(self) -> Any:
         raise RuntimeError(f"grad: {NO_GRADIENT}")
 
-    # What the hooks of tensor parallelism ask of a DTensor: the deferred logits are those of all ranks.
+    # The hooks of tensor parallelism read these from a DTensor; deferred logits are those of all ranks.
 
     @property
     def device_mesh(self) -> Any:

@@ -2,7 +2,8 @@
 
     Trainer(..., callbacks=[TransformersDeferralCallback()])
 
-`lowtide.defer_logits(model)` before the Trainer is made does the same, but does not end.
+`lowtide.defer_logits(model)` before the Trainer is made does the same, but does not end with the
+training.
 """
 
 from typing import Any
@@ -15,10 +16,10 @@ from lowtide.integrations.callback import DeferralCallback
 
 
 class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
-    """Defer the model's logits while it trains; they are real again afterwards.
+    """Defer the model's logits while the Trainer trains it; afterwards they are real again.
 
-    Evaluation in between has real logits, because the model is in eval mode. The trainers of TRL
-    need `lowtide.integrations.trl.TRLDeferralCallback`.
+    An evaluation during training has real logits, because the model is then in eval mode. The
+    trainers of TRL need `lowtide.integrations.trl.TRLDeferralCallback`.
 
     Args:
         workspace: bytes that each fused loss may hold; None for the default of
@@ -35,7 +36,7 @@ class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
                 "logits of each to the first; start one process a GPU (torchrun, accelerate launch), or let "
                 "it see one GPU (CUDA_VISIBLE_DEVICES)"
             )
-        self._undo()  # After a run that ended in an error.
+        self._undo()  # An earlier run may have ended in an error.
         self.deferral = defer_logits(model, workspace=self.workspace)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -26,7 +26,7 @@ from lowtide.ops.attention.remembered import signature
 
 Window = tuple[int | None, int | None]
 
-# What to do in place of an argument that torch, FlashAttention, FlexAttention or xformers has.
+# Advice for an argument that torch, FlashAttention, FlexAttention or xformers has.
 INSTEAD_OF = {
     "q": "pass query",
     "k": "pass key",

@@ -49,7 +49,7 @@ class Sum:
         """Add g_CV^T x_CD, a float32 product for half precision."""
         wide = sum_dtype(g_CV.dtype)
         widen = {} if wide == g_CV.dtype else {"out_dtype": wide}
-        if not len(g_CV):  # of no rows cuBLAS writes nothing, not zeros
+        if not len(g_CV):  # without rows cuBLAS writes nothing, instead of zeros
             self.add(torch.zeros(g_CV.shape[1], x_CD.shape[1], dtype=wide, device=g_CV.device))
         elif self.total is None:
             self.total = torch.mm(g_CV.t(), x_CD, **widen)

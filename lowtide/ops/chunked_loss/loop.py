@@ -20,7 +20,7 @@ from lowtide.ops.chunked_loss.isolation import isolated
 from lowtide.ops.chunked_loss.job import Job, Tensors
 from lowtide.ops.chunked_loss.operators import Operators
 
-Gradients = dict[int, Tensor | None]  # by their place among the job's tensors
+Gradients = dict[int, Tensor | None]  # keys are places among the job's tensors
 Result = TypeVar("Result")
 
 

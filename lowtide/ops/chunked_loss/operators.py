@@ -168,7 +168,7 @@ def _cross_entropy(
         return None
     ignored_C = target == ignore_index
     target_C = target.masked_fill(ignored_C, 0)
-    # As torch does, on the device.
+    # Check the targets on the device, as torch does.
     torch._assert_async(((target_C >= 0) & (target_C < input.shape[1])).all())
     losses_C: Tensor = CrossEntropy.apply(input, target_C, ignored_C)
     return losses_C if reduction == "none" else losses_C.sum()

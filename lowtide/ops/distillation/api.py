@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What to do in place of an argument that Liger has.
+# Advice for an argument that Liger has.
 INSTEAD_OF = dict.fromkeys(
     ("shift_labels", "labels", "true_labels", "target", "ignore_index"), "pass ignored=labels == -100"
 )

@@ -141,7 +141,7 @@ class DistillationEngine(Engine):
             of(b, *b.shape, summed=True, zero=True) if grad_b and b is not None else None,
         )
 
-    # What the walk calls.
+    # The walk (engines/engine.py) calls these.
 
     def walk_tokens(self, coefs: Tensor, stats: Statistics, gradients: Gradients, take_stats: bool) -> Any:
         if self.plan.agreement is None:

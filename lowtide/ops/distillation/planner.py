@@ -87,7 +87,7 @@ def _memory(
 ) -> tuple[int, ByteCounts, str, int]:
     """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
     device, sum_dtype = counted_as(heads.device.type), options.sum_dtype
-    V = max(heads.classes, 1)  # of divided heads a rank may have none
+    V = max(heads.classes, 1)  # if heads are divided, a rank may have no classes
     D, number = heads.student_input.shape[-1], sum_dtype.itemsize
     N = heads.rows if rank_tokens is None else rank_tokens
     if options.tokens_sharded:

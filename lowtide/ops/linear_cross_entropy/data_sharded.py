@@ -238,7 +238,7 @@ class _MeanOfOwnLosses(torch.autograd.Function):
         return gradient, None
 
 
-# Of each group, the number of its next loss; the same on all ranks, which make the same calls.
+# For each group, the number of its next loss. Ranks make the same calls, so it is the same on all.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -248,7 +248,7 @@ class _MeanOfLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
         ctx.group, ctx.number = group, next(_numbers[group.group_name])
-        return mean.clone()  # as the result of an FSDP2 unit a view would lose hooks to `loss += ...`
+        return mean.clone()  # not a view: if an FSDP2 unit returned one, `loss += ...` would lose its hooks
 
     @staticmethod
     @once_differentiable

@@ -37,7 +37,7 @@ from lowtide.ops.linear_cross_entropy.operator import (
 
 
 class LogProbs(NamedTuple):
-    """Hold four results a row, float32 (float64 for float64); 0, 0, 0, -1 for ignored rows."""
+    """Hold four results per row, in float32 (float64 for float64); ignored rows have 0, 0, 0 and -1."""
 
     log_prob: Tensor
     """The target's log-probability: z_t - logsumexp(z)."""
@@ -46,7 +46,7 @@ class LogProbs(NamedTuple):
     logsumexp: Tensor
     """log sum_v exp(z_v)."""
     argmax: Tensor
-    """The class with the largest logit, int64; the first of several."""
+    """The class with the largest logit, int64; of several such classes the first."""
 
 
 @breaks_old_graphs
@@ -83,7 +83,7 @@ def run(head: Head, labels: Labels, options: Options) -> Tensor:
     else:
         loss = autograd.linear_cross_entropy(head, labels, options)
     target, class_weight = labels.target, labels.class_weight
-    if target.is_floating_point():  # a product of the two, and as wide
+    if target.is_floating_point():  # a product with probabilities has the wider of the two dtypes
         loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
         loss = loss if class_weight is None else loss.to(torch.promote_types(loss.dtype, class_weight.dtype))
     return loss.view(head.leading) if options.reduction == "none" else loss
@@ -125,9 +125,9 @@ def refuse_sharded_by_definition(head: Head, labels: Labels, options: Options) -
 
 
 def _by_definition(head: Head, options: Options) -> bool:
-    """Return True if the dense reference runs: it is asked for, or no logits take memory.
+    """Return True if the dense reference runs: it is asked for, or its logits take no memory.
 
-    They take none if there are no classes or no data (meta tensors).
+    They take none if there are no classes, or if tensors have no data (meta tensors).
     """
     return (
         options.backend == "reference"

@@ -53,7 +53,7 @@ def call_of(
     probabilities = target.is_floating_point()
     _check_shapes(input, linear_weight, target, linear_bias, sharded=arguments.shard is not None)
     N, D = input.shape[0], linear_weight.shape[-1]
-    check_arguments(  # of one position, and there may be none
+    check_arguments(  # in the shapes of one position; there may be no position at all
         (input,),
         (_like(linear_weight, V, D),),
         _like(target, N, V) if probabilities else _like(target, N),
@@ -95,7 +95,7 @@ def _check_shapes(
         raise ArgumentError(f"linear_bias must have shape {[V, *dims]}, got {list(linear_bias.shape)}")
     if (
         V == 0 and not sharded and target.numel() and not target.is_floating_point() and len(dims) != 2
-    ):  # as torch has it
+    ):  # the same condition as in torch
         raise ArgumentError("linear_weight must have at least one class where target holds class indices")
 
 

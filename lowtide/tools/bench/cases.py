@@ -157,7 +157,7 @@ CASES = (
     Case("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
     Case("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
     Case("B-4096", 4096, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
-    # Of two cards of --tp 2 each has the classes that one of eight has in B.
+    # With --tp 2, each of two cards has as many classes as each of eight cards has in B.
     Case("B-classes-32064", 16384, 4096, 32064, torch.bfloat16, "cuda", by_name=True),
     Case("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),
     Case("B-2048", 2048, 4096, 128256, torch.bfloat16, "cuda"),

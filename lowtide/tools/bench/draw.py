@@ -28,7 +28,7 @@ COLUMNS = (
     *("case", "mode", "provider", "status", "card", "torch", "lowtide", "dtype", *AXES),
     *(*MEASURED, "loss_error"),
 )
-VARIANTS = ("-", "--", ":", "-.")  # Of one kind, which has one colour.
+VARIANTS = ("-", "--", ":", "-.")  # Line styles of the providers of one kind, which share a colour.
 LABEL_POINTS = 9.5
 
 
@@ -41,8 +41,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweeps:
-    center: dict[str, int]  # By axis.
-    lines: dict[str, dict[str, list[Point]]]  # By axis, by provider, in order of size.
+    center: dict[str, int]  # The size along each axis.
+    lines: dict[str, dict[str, list[Point]]]  # Points by axis and provider, in order of size.
     absent: list[str]  # Providers without a point.
     source: str
 
@@ -50,7 +50,7 @@ class Sweeps:
 class Measure(NamedTuple):
     title: str
     value: Callable[[Point], float]
-    ticks: Sequence[float]  # Of a logarithmic axis; none for an axis that begins at 0.
+    ticks: Sequence[float]  # Ticks of a logarithmic axis; empty for an axis that begins at 0.
     number: Callable[[float], str]
 
 
@@ -256,7 +256,7 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
     Places that are too near move apart from their middle.
     """
-    # Of each group: the sum of the places that its first would like, and their number.
+    # For each group of places with the least gap: the sum of the starts that they ask for, and their number.
     groups: list[list[float]] = []
     for number, place in enumerate(places):
         groups.append([place - number * gap, 1])

@@ -32,7 +32,7 @@ SHAPES = {
     "cpu": ((16, 64, 256),),
 }
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-HEADS = 4  # of attention, whose sequences have N tokens and D features in all
+HEADS = 4  # heads of attention; its sequences have N tokens, and D features over all heads
 
 
 class Attention(NamedTuple):

@@ -135,7 +135,7 @@ class _Bench:
         self.inputs = own_inputs(case, whole)
         self.plain = plain.call(case, self.inputs) if plain else None
         self.truth = None if plain else own_results(case, exact(*whole, mode, case.softcap))
-        # What takes its turn before each entry.
+        # These calls are timed in turn, before each provider.
         self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode)}
         if any(size % ALIGNMENT for size in self.inputs[1].shape):
             self.beside["aligned"] = floor(*aligned(*self.inputs), mode)

@@ -81,7 +81,7 @@ def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> H
     tokens_BT = corpus.valid[: sequences * T].long().view(sequences, T)
     target_N = corpus.valid[1 : sequences * T + 1].long()
     model = model.to(device)
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # As it was trained.
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # The dtype of training.
         hidden = [model(tokens_BT[i : i + 8].to(device)).flatten(0, 1).cpu() for i in range(0, sequences, 8)]
     return Head(torch.cat(hidden)[:tokens], model.head.weight.detach().cpu(), target_N[:tokens])
 

@@ -1,7 +1,6 @@
 """Define a small GPT: pre-norm blocks, rotary positions, causal SDPA, a GELU MLP, a head.
 
-The head may be tied. `forward` stops at the hidden states: this package is about what happens
-between them and the loss.
+The head may be tied. `forward` returns the hidden states, from which lowtide computes the loss.
 """
 
 # Shapes: B sequences, T tokens of each, D width, H attention heads, K width of one, V vocabulary.
@@ -69,8 +68,8 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise each block as the identity; each product keeps the size of its input.
 
-        Adam's steps have one size: from much smaller weights a rounding error soon grows into
-        another loss curve.
+        Adam's steps have the same size for all weights. With much smaller weights, a rounding error
+        would soon lead to another loss curve.
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
@@ -97,6 +96,6 @@ def generate(model: GPT, prompt: list[int], count: int, context: int, seed: int)
     for _ in range(count):
         hidden_BTD = model(torch.tensor([tokens[-context:]], device=device))
         probabilities_V = F.softmax(model.head(hidden_BTD[0, -1]).float() / 0.8, dim=-1)
-        # On the CPU, so that one seed gives one text on every device.
+        # Draw on the CPU, so that a seed gives the same text on every device.
         tokens.append(int(torch.multinomial(probabilities_V.cpu(), 1, generator=generator)))
     return tokens

@@ -17,7 +17,7 @@ from lowtide.tools.figures import COLORS, INK
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAIR = COLORS["eager"], COLORS["lowtide"]  # what is compared with, and ours
+PAIR = COLORS["eager"], COLORS["lowtide"]  # colours of the two losses compared
 
 
 def seconds_per_step(run: Run) -> float:

@@ -35,7 +35,7 @@ class Step:
     number: int
     loss: float
     seconds: float
-    # Of the loss step, in those steps that measure it: measuring costs time.
+    # Peak memory of the loss; None in steps that do not measure it, since measuring takes time.
     peak_bytes: int | None
 
 

@@ -1,4 +1,4 @@
-"""Report what lowtide finds: versions, devices, and what is switched on."""
+"""Report the environment of lowtide: versions, devices and torch's settings."""
 
 import platform
 
@@ -15,7 +15,7 @@ OTHERS = (
 
 
 def environment() -> dict[str, str]:
-    """Return each fact by its name, in the order of reading."""
+    """Return each fact by its name, in the order in which they are shown."""
     return {
         "lowtide": lowtide.__version__,
         "python": platform.python_version(),
@@ -62,7 +62,7 @@ def _float32_products() -> str:
 
 
 def _sdpa() -> str:
-    """Return the kernels that are switched on; whether one supports a call only it can tell."""
+    """Return the names of torch's attention kernels that are switched on, whichever calls they support."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,

@@ -295,7 +295,7 @@ def _plain_attention(
 
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-LENGTHS = (60, 100)  # Of two sequences in a row of M.
+LENGTHS = (60, 100)  # Lengths of two sequences, which lie in one row of M tokens.
 
 
 def _same_sequence(i: Tensor, j: Tensor) -> Tensor:

@@ -21,5 +21,5 @@ def shard(module: nn.Module, setting: Setting, loss: Loss) -> None:
     shards_head = setting.shard_head and loss is Loss.lowtide
     try:
         shard_layers(module, mesh_of(setting, "fsdp"), shards_head=shards_head)
-    except (ArgumentError, ArgumentTypeError) as reason:  # of the head
+    except (ArgumentError, ArgumentTypeError) as reason:  # the head cannot be sharded
         raise UserError(f"{setting.model}: --shard-head: {reason}") from reason

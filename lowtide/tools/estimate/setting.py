@@ -59,7 +59,7 @@ class Setting:
     checkpointing: bool = False
     workspace: int | None = None  # In bytes, for lowtide.
     fsdp: int = 1  # Ranks of FSDP2.
-    shard_head: bool = False  # Of lowtide.
+    shard_head: bool = False  # True to apply lowtide.shard_head.
     tp: int = 1  # Ranks of tensor parallelism.
 
     @property

@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):
         self.phase, self.when = "", ""
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.peak = dict(self.held)
-        self._known = WeakIdKeyDictionary()  # Of a storage: [category, bytes].
+        self._known = WeakIdKeyDictionary()  # For each storage: [category, bytes].
         for tensor in (*module.parameters(), *module.buffers()):
             self.put(tensor, WEIGHTS)
         for parameter in (each for each in module.parameters() if each.requires_grad):

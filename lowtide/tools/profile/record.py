@@ -66,7 +66,7 @@ def as_snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
     Earlier allocations are not in it: the profiler does not tell when they end.
     """
     trace: list[dict[str, Any]] = []
-    blocks: dict[int, dict[str, Any]] = {}  # By address; finally those still held.
+    blocks: dict[int, dict[str, Any]] = {}  # Blocks by address; at the end, those that are still held.
     for each in allocations:
         event = {
             "addr": each.address,

@@ -1,5 +1,5 @@
-"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): at its edges,
-where there is nothing to add up, or something that is no number.
+"""Replaces torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`) in edge cases, where
+there is nothing to add up, or where numbers are infinite or NaN.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
@@ -31,7 +31,7 @@ def test_no_valid_rows(device, positions, class_weight, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_class_weights_of_zero(device, reduction):
-    """The mean of rows that all weigh nothing is 0 / 0."""
+    """The mean of rows whose weights are all 0 is 0 / 0."""
     arguments = make_call(device=device, class_weight=True)
     for zeros in (slice(0, 2), slice(None)):
         weight = arguments["weight"].clone()
@@ -43,7 +43,7 @@ def test_class_weights_of_zero(device, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_one_class(device, probabilities, reduction):
-    """With one row also: a target of one number may be a class or a probability. Its dtype tells."""
+    """With one class and one row, a target of one number is a class or a probability, by its dtype."""
     for rows in (1, N):
         arguments = make_call(device=device, rows=rows, class_weight=True)
         arguments["linear_weight"] = arguments["linear_weight"][:1]
@@ -56,7 +56,7 @@ def test_one_class(device, probabilities, reduction):
 @pytest.mark.parametrize("kind", ["classes", "all ignored", "probabilities"])
 @pytest.mark.parametrize("positions", [(), (2,), (0,), (2, 0)])
 def test_no_valid_rows_and_no_features(device, positions, kind, reduction):
-    """No rows, classes, features or positions, alone and together: the same value, or the same error."""
+    """Without rows, classes, features or positions, or several of them, both give one value or one error."""
     for rows, classes, features in itertools.product((0, 3, None), (0, 4), (0, 2)):
         if rows is None and positions:
             continue
@@ -75,7 +75,7 @@ def test_no_valid_rows_and_no_features(device, positions, kind, reduction):
             if kind == "all ignored":
                 arguments["target"] = torch.full_like(arguments["target"], -100)
             if device == "cuda" and kind == "classes" and classes == 0:
-                continue  # which stops torch's kernel, and the device with it
+                continue  # this call stops torch's kernel, and the device with it
             check_same_or_error(arguments, reduction=reduction, label_smoothing=smoothing)
 
 
@@ -83,7 +83,7 @@ def test_no_valid_rows_and_no_features(device, positions, kind, reduction):
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_label_smoothing_not_positive(device, reduction, probabilities, smoothing):
-    """It is none, NaN as well."""
+    """A label smoothing that is not above 0, or is NaN, counts as none."""
     for class_weight in (False, True):
         arguments = make_call(device=device, probabilities=probabilities, class_weight=class_weight)
         check_same(arguments, reduction=reduction, label_smoothing=smoothing)
@@ -113,7 +113,7 @@ def test_ignore_index_any_number(index):
 
 
 def test_own_options_any_number():
-    """Where torch has none: as Python's own."""
+    """Options that torch lacks take any kind of number, as Python's own float does."""
     arguments = make_call()
     own = {"softcap": 2, "z_loss": 0.5, "logit_scale": 0.5, "workspace": 1 << 20}
     expected = lowtide.linear_cross_entropy(**arguments, **own)

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
-# What is to be done with several tensors of one call: there is a page on it.
+# Advice on adding several tensors of one call up to a single bias; the page named has an example.
 ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
 TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
 

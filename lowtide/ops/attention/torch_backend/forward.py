@@ -31,7 +31,7 @@ class Blockwise:
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device
         self.shape = tile_shape(self.size)
-        # Of each tile of queries: the first key and the end of the keys that its rows see.
+        # For each tile of queries: the first key that its first and last rows see, and the end of their keys.
         self.limits: dict[int, tuple[int, int, int, int]] = {}
         if operands.first is not None and operands.end is not None:
             firsts, ends = operands.first.tolist(), operands.end.tolist()

@@ -51,13 +51,13 @@ class Switches(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Hold one call as its kernels read it, or some batches of it."""
+    """Hold the tensors and constants of one call that its kernels take, or those of some batches."""
 
     size: Sizes
     dtype: torch.dtype
     """The operands' dtype, before they are split."""
     pieces: int
-    """Pieces of each operand, once they are split; 1 if they are not."""
+    """The number of pieces that each operand is split into; 1 if it is not split."""
     query: Tensor
     """As in Operands, or bfloat16 pieces [count, B, H, M, K]; so are key and value."""
     key: Tensor
@@ -164,7 +164,7 @@ class KernelCall(NamedTuple):
 
 
 def kernel_call(operands: Operands, options: Options) -> KernelCall:
-    """Return the call as its kernels read it; dropout's keys are computed for it."""
+    """Return the call with the arguments that its kernels take; compute the keys of dropout."""
     size, (query, key, value, bias, first, end, seed) = sizes(operands), operands
     row_key = column_key = None
     scalars = Scalars(options.scale, 0, 1.0)

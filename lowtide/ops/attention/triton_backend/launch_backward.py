@@ -334,7 +334,7 @@ def _key_value_gradients(call: KernelCall) -> None:
         own = call.split(strip.heads(size), strip.key_heads, loaded_once)
         _confident_delta("key and value" if together else "value", own, strip)
         _key_value_gradient(own, strip, StripMemory())
-        del own  # or the next pieces are made beside these
+        del own  # free these pieces before the next ones are made
 
 
 def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:

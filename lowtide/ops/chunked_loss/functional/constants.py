@@ -61,7 +61,7 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
             if id(value) not in known:
                 found[name] = Version(value)
         elif isinstance(value, PLAIN):
-            # By its text, since NaN is not equal to NaN.
+            # Compare its text, since NaN is not equal to NaN.
             found[name] = value if isinstance(value, (str, bytes)) else repr(value)
         elif type(value).__module__ == "numpy":
             found[name] = _array(value)
@@ -169,8 +169,8 @@ class _Members:
             member = vars(owner)[name]
             function = _function(member)
             if function is not None:
-                # Of torch's classes only what they compute: their other methods share names with
-                # tensors.
+                # Of the methods of torch's classes, follow only those in ENTRIES, which compute: the others
+                # have names that tensors have as well.
                 if name in ENTRIES or _package(function.__module__) not in SKIPPED:
                     self.methods.append(function)
                     waiting |= _names(function.__code__) - seen

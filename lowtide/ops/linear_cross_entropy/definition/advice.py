@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-# What to do in place of an argument that Liger, Cut Cross-Entropy or torch has, or a model's config.
+# Advice for an argument that Liger, Cut Cross-Entropy or torch has, or the config of a model.
 INSTEAD_OF = {
     **dict.fromkeys(("_input", "e", "hidden", "hidden_states"), "pass input"),
     **dict.fromkeys(("lin_weight", "c"), "pass linear_weight"),
@@ -73,7 +73,7 @@ def for_weight(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> 
 def for_target(input: Tensor, linear_weight: Tensor, target: Tensor, expected: Sequence[int]) -> str:
     """Advise on a target that has not the expected shape; its dtype says what it holds."""
     given, expected = list(target.shape), list(expected)
-    rows = list(linear_weight.shape[:-1])  # of an input that is passed second
+    rows = list(linear_weight.shape[:-1])  # the rows of an input that was passed as linear_weight
     if input.dim() == 2 and given == (
         [*rows, input.shape[0]] if target.is_floating_point() and len(given) > len(rows) else rows
     ):

@@ -124,7 +124,7 @@ class Engine:
             del weights, weight_BD  # free them before the next ones are made
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend, spent=True)
 
-    # What an engine adds.
+    # Each engine defines these.
 
     def chunk_buffer(self, gradient: bool) -> Any:  # Tensor [rows, V], or what has an index of rows
         """Return memory for the logits of a chunk, or what the engine has in their place."""
@@ -150,7 +150,7 @@ class Engine:
         """
         raise NotImplementedError
 
-    # What an engine may replace.
+    # An engine may override these.
 
     def chunk_gradient_(
         self,
@@ -188,7 +188,7 @@ class Engine:
         """Return that memory as a tile of this size."""
         return buffer[: rows * classes].view(rows, classes)
 
-    # What engines use.
+    # Engines call these.
 
     def input_rows(self, dx: pending_gradient.PendingGradient | None) -> InputRows | None:
         """Return what takes the rows of an input gradient, if it is wanted."""

@@ -78,7 +78,7 @@ def allocate(
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
-        # Of a sharded head no rank knows the largest weight.
+        # If the head is sharded, no rank knows the largest weight, so the gradient is kept as a sum.
         summed = keeps_input_sum(input, plan.options)
         headroom: int | Tensor = FP16_EXPONENT
         if input.dtype == torch.float16 and not summed:

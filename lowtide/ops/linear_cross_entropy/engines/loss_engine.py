@@ -52,7 +52,7 @@ class LossEngine(Engine):
         self.order, self.cleared_N = self.rows.order, self.rows.cleared_N
         self.first_class = plan.options.first_class
 
-    def row_statistics(self) -> Any:  # of stats_kind
+    def row_statistics(self) -> Any:  # an instance of stats_kind
         """Compute the row statistics without gradients."""
         stats = self.rows.empty_stats(self.stats_kind)
         self.walk(self.rows.coefs(), stats, no_gradients(self.head), take_stats=True)
@@ -97,7 +97,7 @@ class LossEngine(Engine):
         known = dataclasses.replace(stats, grad_dot_logit_N=None)  # computed in the walk over tokens
         super().walk_classes(coefs, known, gradients, of_tokens)
 
-    # What engines use.
+    # Engines call these.
 
     def counted_chunk(self, rows: slice) -> CountedChunk:
         """Return where the chunk's rows lie, and how many of them count."""
@@ -125,7 +125,7 @@ class LossEngine(Engine):
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
     """Return the rows of a call; modules that import Triton are imported only here."""
     kind, call_kind = RowLoss, plan.call_kind
-    # Of other ranks' tokens, or of classes whose weights other ranks have, they must be asked.
+    # Ranks exchange target weights, if other ranks have some of the tokens, or of the classes' weights.
     asks = plan.agreement is not None and (plan.options.tokens_sharded or call_kind.class_weights)
     if plan.backend == "triton" and not asks and not call_kind.probabilities:
         from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind

@@ -143,7 +143,7 @@ def _loss_kernel(
         if Z_LOSS:
             max = tl.load(max_N_ptr + rows, mask=inside, other=0.0)
             sum = tl.load(sum_N_ptr + rows, mask=inside, other=1.0)
-            if target_logit_N_ptr is not None:  # which the sum leaves out
+            if target_logit_N_ptr is not None:  # the sum excludes the target
                 sum += tl.exp(tl.load(target_logit_N_ptr + rows, mask=inside, other=0.0) - max)
             lse = tl.log(sum) + max
             loss += z_loss * lse * lse

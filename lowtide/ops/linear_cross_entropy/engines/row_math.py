@@ -178,7 +178,7 @@ class TileColumns:
     """Say where a tile lies among the classes, and what belongs to each of its classes."""
 
     first_class: int
-    transform: LogitTransform  # of the tile's classes
+    transform: LogitTransform  # with the scale, soft cap and bias of the tile's classes
     class_weight_B: Tensor | None = None
     soft_CB: Tensor | None = None  # the class probabilities, in any dtype
     smoothing: tuple[float, float] = (1.0, 0.0)  # y becomes y smoothing[0] + smoothing[1]

@@ -71,7 +71,7 @@ def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Sta
         *saved, logit_N = saved
         further["target_logit_N"] = rows.of_kept(logit_N.flatten().contiguous())
     # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
-    fills = (torch.inf, 1, 0)  # those of an ignored row
+    fills = (torch.inf, 1, 0)  # the statistics of an ignored row
     max_N, sum_N, *third = (
         rows.of_kept(each.flatten().contiguous(), fill) for each, fill in zip(saved, fills)
     )

@@ -191,7 +191,7 @@ def _compute_both(
         call = _planned(
             head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics
         )
-        if log_probs:  # of log-probabilities alone, which most losses use
+        if log_probs:  # with a gradient of log-probabilities alone, as most losses have
             _linear_log_probs_backward(*call, statistics, [outputs[0], None, None])
         else:
             _linear_cross_entropy_backward(*call, statistics, outputs[0])

@@ -87,7 +87,7 @@ class Agreement:
     """True, on the device, if a tensor that must be equal is not; None if the hosts have looked."""
 
 
-_count = 0  # of calls that agreed or told an error, so that `telling_errors` knows whether its call did
+_count = 0  # calls that agreed or told an error; by it, `telling_errors` knows whether its call did so
 
 
 def agree(call: OwnCall) -> Agreement:
@@ -104,7 +104,7 @@ def agree(call: OwnCall) -> Agreement:
     equal["arguments on a device"] = [*on_device]
     equal |= call.equal | {name: _text_of(each) for name, each in given.items() if each.is_cpu}
     own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
-    with telling_errors(shard.group):  # which a compiled graph has not around the call
+    with telling_errors(shard.group):  # in a compiled graph, the call is not in such a block
         own["rows"] = call.rows_for(call.tokens)
     _count += 1
     own["count"] = _count
@@ -112,7 +112,7 @@ def agree(call: OwnCall) -> Agreement:
     message["differed"] = equal_values.differed(group)
     ranks = _exchange(group, message)
     for each in ranks:
-        if each["differed"]:  # some hosts know it, and others are about to
+        if each["differed"]:  # some hosts know of the difference now, the others soon
             equal_values.raise_difference(group, each["differed"])
     _check_equal([each["equal"] for each in ranks])
     layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
@@ -120,11 +120,11 @@ def agree(call: OwnCall) -> Agreement:
     counts = [len(shard.parts_of(*each)) for each in layout]
     most, rows = max(counts), [each["own"]["rows"] for each in ranks]
     tokens = tuple(each["own"]["tokens"] for each in ranks)
-    if len({*tokens}) > 1:  # a rank with few tokens would have all take small chunks
+    if len({*tokens}) > 1:  # otherwise a rank with few tokens would make all ranks take small chunks
         with telling_errors(shard.group):
             message = {"operator": call.operator, "rows": call.rows_for(max(tokens))}
         rows = [each["rows"] for each in _exchange(group, message)]
-    step = group.size if shard.tokens_sharded else 1  # as many tokens of each rank
+    step = group.size if shard.tokens_sharded else 1  # a chunk has as many tokens of each rank
     places = [
         place
         for _, place in sorted(
@@ -189,13 +189,14 @@ def raising_together(name: str) -> Iterator[None]:
 def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     """Return the upstream gradient of a loss that the ranks share, if it is the same on all of them.
 
-    `number` is that of the call in the group. Other calls or gradients raise on all ranks. To look at
-    a gradient on a device would be to wait: it is NaN if it differs, and a later call raises.
+    `number` is that of the call in the group. If calls or gradients differ, all ranks raise. To read
+    a gradient on a device, the host would have to wait. There the gradient becomes NaN if it differs,
+    and a later call raises.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # slow to import
 
     group = Group(name)
-    if group.size == 1 or isinstance(gradient, FakeTensor):  # of which no other rank has one
+    if group.size == 1 or isinstance(gradient, FakeTensor):  # other ranks have no fake tensor
         return gradient
     own = gradient.detach().to(torch.float64)
     message: dict[str, Any] = {"operator": MEAN_OF_LOSSES, "equal": {CALL: number}}
@@ -206,7 +207,7 @@ def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     if not own.is_cpu:
         return gradient.masked_fill(equal_values.differ(group, {FACTOR: own}), torch.nan)
     gradients = [each["gradient"] for each in ranks]
-    if len({*map(repr, gradients)}) > 1:  # as text, in which NaN is NaN
+    if len({*map(repr, gradients)}) > 1:  # compared as text, in which NaN equals NaN
         raise RuntimeError(
             "the loss of a head of lowtide.shard_head must be scaled by the same factor on all ranks, "
             f"which share the head's gradient, got upstream gradients {gradients}; pass "
@@ -241,13 +242,13 @@ def equal_tensors_of(
         return tensors
     by_row = rows_of(labels)
     target = by_row.pop("target")
-    if not call_kind.probabilities:  # of which each rank has those of its own classes
+    if not call_kind.probabilities:  # each rank has probabilities of its own classes only
         by_row["target"] = target.long()
     return tensors | by_row
 
 
 def _text_of(tensor: Tensor) -> str:
-    """Return a number as text, in which NaN is NaN, or a hash of the tensor's bytes."""
+    """Return a number as text, in which NaN equals NaN, or a hash of the tensor's bytes."""
     own = tensor.detach().contiguous()
     if own.dim() == 0:
         return repr(own.item())
@@ -278,7 +279,7 @@ def _gathered(group: Group, mine: Tensor, place: str) -> Tensor:
     """Return the bytes of all ranks."""
     try:
         return group.of_hosts.gather(mine)()
-    except RuntimeError as error:  # of the backend: a rank has ended, or the group's time is over
+    except RuntimeError as error:  # the backend raises it if a rank has ended or the group's timeout is over
         raise RuntimeError(f"{error} (this rank waited for the others in {place}; {SAME_CALLS})") from error
 
 

@@ -18,20 +18,20 @@ from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition import head
 
-BY_ROW = (*head.BY_ROW, "ignored")  # and what distillation takes
-INTEGERS = {1: torch.uint8, 2: torch.int16}  # of others by their size in bytes; else 32 bits at a time
-FACTOR = 0x9E3779B97F4A7C15 - 2**64  # as in SplitMix64: odd, its bits are as if drawn
+BY_ROW = (*head.BY_ROW, "ignored")  # tensors with an entry per row; distillation has "ignored"
+INTEGERS = {1: torch.uint8, 2: torch.int16}  # by bytes of a number; wider ones are taken 32 bits at a time
+FACTOR = 0x9E3779B97F4A7C15 - 2**64  # the odd constant of SplitMix64, whose bits look random
 
 
 class _Answer(NamedTuple):
-    """Hold what will be known of a comparison once the device has reached it."""
+    """Hold the result of a comparison, which the host may read once the device has reached it."""
 
     names: tuple[str, ...]
     differ_k: Tensor
     reached: Any  # an event
 
 
-# Of each process group, the answers that this host has not read yet.
+# For each process group, the answers that this host has not read yet.
 _answers: weakref.WeakKeyDictionary[Any, list[_Answer]] = weakref.WeakKeyDictionary()
 
 
@@ -44,11 +44,12 @@ def differ(group: Group, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return an integer of the tensor's bits and their places, 0-d.
+    """Return a hash of the tensor's bits and their places, as a 0-d integer.
 
-    It is the sum of each number's bits times a factor of its place, modulo 2^64. The factors are as
-    if drawn, and at most 32 bits are taken at a time: where only the highest of them differ, the sums
-    of other tensors are the same with a probability of 2^-32, and else with a smaller one.
+    The hash is the sum, modulo 2^64, of each number's bits times a factor that depends on its place.
+    The factors look random, and at most 32 bits are taken at a time. So two tensors that differ have
+    the same hash with a probability of 2^-32 if they differ in the highest of these bits alone, and
+    with a smaller one otherwise.
     """
     number = INTEGERS.get(tensor.element_size(), torch.int32)
     bits_n = tensor.detach().flatten().contiguous().view(number)
@@ -58,9 +59,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def differed(group: Group) -> list[str]:
-    """Return the names of what differed in an earlier call of the group, as far as this host knows by now."""
+    """Return the names of tensors that differed in an earlier call of the group, if this host knows it."""
     answers = _answers.get(group.group, []) if group.size > 1 else []
-    if _captured():  # which lets nobody ask whether an event is reached
+    if _captured():  # while a graph is captured, the host may not query an event
         return []
     while answers and answers[0].reached.query():
         answer = answers.pop(0)

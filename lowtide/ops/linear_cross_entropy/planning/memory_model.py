@@ -17,7 +17,8 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
-# And those of a part of the classes that ranks gather, with the temporaries of their merge.
+# Numbers per token for each part of the classes whose statistics are gathered, including the temporaries
+# of their merge.
 STATISTICS_OF_PART = 16
 # Engines whose row statistics exclude the target, and the classes whose largest logit is a row's
 # first reference on a rank without the target.

@@ -16,7 +16,7 @@ from lowtide.tools.environment import dtype_name
 
 Flags = tuple[
     bool, bool, bool, bool
-]  # Which of B, H, M, N a bias has in full; along the others its size is 1.
+]  # True for each of B, H, M, N that a bias has in full; its other sizes are 1.
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BY_QUERY_AND_KEY: Flags = (False, True, True, True)  # [1, H, M, N]

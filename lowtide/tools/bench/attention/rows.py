@@ -34,9 +34,9 @@ from lowtide.tools.bench.measure import alternate, attempted, host_microseconds,
 from lowtide.tools.bench.providers import Unavailable
 
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
-BUDGET_MS = 2000.0  # Of a case: rounds beyond MIN_ROUNDS run while they fit in this time.
-LONGEST_TRUTH = 1 << 15  # In queries.
-WRONG = 0.1  # A result with a larger error is another one; of a bias's gradient in bfloat16 1e-2 is usual.
+BUDGET_MS = 2000.0  # Time of a case: rounds beyond MIN_ROUNDS run while they fit in it.
+LONGEST_TRUTH = 1 << 15  # The most queries whose results are compared with the truth.
+WRONG = 0.1  # A result with a larger error is wrong; 1e-2 is usual for a bias's gradient in bfloat16.
 HOST_ROUNDS = 5
 MOST_LEAD_MS = 50.0
 
@@ -49,17 +49,17 @@ class Pass:
     ms_p20: float
     ms_p80: float
     tflops: float
-    ratio: float | None  # To the rate of the fastest peer; None if no peer runs.
+    ratio: float | None  # Ratio to the rate of the fastest other package; None if none runs.
 
 
 @dataclass(frozen=True)
 class AttentionFigures:
     forward: Pass
     backward: Pass | None  # None for inference.
-    step_ratio: float | None  # Of both passes together.
+    step_ratio: float | None  # The ratio of both passes together.
     peak_bytes: int
-    errors: tuple[float, ...]  # Of what `case.results` names.
-    host_us: tuple[float, ...] = ()  # Of each pass; none on a CPU, where the host computes.
+    errors: tuple[float, ...]  # Errors of the results that `case.results` names.
+    host_us: tuple[float, ...] = ()  # Time of the host in each pass; none on a CPU, where the host computes.
 
     @property
     def ms(self) -> float:

@@ -1,16 +1,16 @@
 """List the heads of public models as data.
 
-`features` (D) and `classes` (V) are those of the weight [V, D] as it is stored: a vocabulary that
-the model's authors padded counts with its padding. `source` is the repository of the model's
-config on Hugging Face. `checked` names where the numbers were read when this table was made:
+`features` (D) and `classes` (V) are those of the stored weight [V, D], including any padding of the
+vocabulary by the model's authors. `source` is the repository of the model's config on Hugging Face.
+`checked` names where the numbers were read when this table was made:
 
 * transformers: the defaults of the config class in transformers 5.23, which are this model's;
-* litgpt: litgpt/config.py of Lightning-AI/litgpt at 2685705, but for the classes of Gemma 3 27B, which
-  are those of transformers (litgpt leaves out 64 of them);
+* litgpt: litgpt/config.py of Lightning-AI/litgpt at 2685705, except for the classes of Gemma 3 27B,
+  which are those of transformers (litgpt leaves out 64 of them);
 * maxtext: configs/models/ of AI-Hypercomputer/maxtext at e591f30;
 * config: copies of the model's own config.json in several public repositories.
 
-Heads with a bias of the classes (GPT-J, Phi-2) are left out: not every peer takes one.
+Heads with a bias of the classes (GPT-J, Phi-2) are left out, because some packages take no bias.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,8 @@ HEADS = (
     Head("Kimi-K2", 7168, 163840, "moonshotai/Kimi-K2-Base", "maxtext"),
     Head("gpt-oss-20b", 2880, 201088, "openai/gpt-oss-20b", "maxtext"),
     Head("GLM-4-9B", 4096, 151552, "zai-org/GLM-4-9B-0414", "transformers"),
-    # No public models: small enough for a CPU, with an odd vocabulary and with a soft cap.
+    # These heads are of no public model: they are small enough for a CPU, and have an odd vocabulary or
+    # a soft cap.
     Head("smoke-odd", 60, 1003, "", "", smoke=True),
     Head("smoke-capped", 64, 1024, "", "", softcap=30.0, smoke=True),
 )

@@ -1,10 +1,11 @@
 """Split float32 into bfloat16 pieces, x = x1 + x2 + x3, so that tensor cores can multiply it.
 
-Tensor cores are sixteen times as fast in bfloat16 as in float32. Each piece is the rounding of what
-the pieces before it leave. Three pieces have all of x's 24 digits, except for what is below 1e-33,
-where bfloat16 ends. Two are within 2^-17 |x| of x. What a kernel loads in a loop is split once, in
-memory: two pieces take as much of it as the operands themselves, three 1.5 times as much. What a
-program loads once it splits itself, into the same pieces (tiles.load_pieces).
+Products of bfloat16 are sixteen times as fast as those of float32. Each piece is the rounded
+remainder that the pieces before it leave. Three pieces hold all 24 binary digits of x, except
+digits below 1e-33, where the range of bfloat16 ends. Two pieces are within 2^-17 |x| of x. Operands
+that a kernel loads in a loop are split once, in memory. Two pieces take as much memory as the
+operands themselves, three take 1.5 times as much. Operands that a program loads once are split by
+the program, into the same pieces (tiles.load_pieces).
 
 Shapes: B batches, H heads, M rows (of queries or keys), F features.
 """
@@ -20,9 +21,9 @@ from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
 
 # Rows are padded to a multiple of this many features, so that loads of 16 bytes are aligned, masked
-# loads too.
+# ones too.
 STEP = tl.constexpr(16)
-# Elements of a program, and its features.
+# The most elements that a program splits, and the most features of a row among them.
 TILE, WIDTH = 4096, 128
 
 
@@ -93,7 +94,8 @@ def split_kernel(
 ):  # fmt: skip
     """Split all operands in one launch.
 
-    One launch an operand took 27 us each on an H200, for 64 as for 128 features: mostly the launch.
+    A launch for each operand took 27 us on an H200, with 64 or 128 features: mostly time of the
+    launch itself.
     """
     for operand in tl.static_range(len(ptrs)):
         if tl.program_id(1) == operand:
@@ -128,7 +130,7 @@ def split_tile(
 
 @triton.jit
 def next_piece(x):
-    """Return the bits of x rounded to bfloat16, as int16, and what that leaves of x."""
+    """Return the bits of x rounded to bfloat16, as int16, and the remainder of x."""
     bits = round_bits(x)
     rest = x - bits.to(tl.float32, bitcast=True)
     return (bits >> 16).to(tl.int16), tl.where(rest == rest, rest, 0.0)  # inf - inf is NaN

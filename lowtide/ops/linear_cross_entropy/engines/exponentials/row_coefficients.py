@@ -1,8 +1,8 @@
 """Compute each row's coefficients from its sums, in one Triton kernel, for the exponentials engine.
 
-These are log(1 / p_t) and the coefficients c and h of the gradient (exponentials/engine.py has the
-formulas). One launch handles a chunk; plain torch would take two dozen. It also adds up the sums of
-the row tiles that were computed again.
+The kernel computes log(1 / p_t) and the coefficients c and h of the gradient
+(exponentials/engine.py has the formulas). It handles a chunk in one launch; plain torch would take
+two dozen. It also adds up the sums of the row tiles that were recomputed.
 
 Shapes: C tokens of a chunk, T halves of tiles.
 """
@@ -29,8 +29,8 @@ def _coefficients_kernel(
 ):  # fmt: skip
     """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK_C,).
 
-    With partial sums, those of marked row tiles are added up first. h is stored in the order of the
-    rows, all else in that of their places (counted_rows.py).
+    If there are partial sums, those of marked row tiles are added up first. h is stored in the order
+    of the rows, and everything else in the order of the rows' places (counted_rows.py).
     """
     first = tl.program_id(0) * BLOCK_C
     rows = first + tl.arange(0, BLOCK_C)

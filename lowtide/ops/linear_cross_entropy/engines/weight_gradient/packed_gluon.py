@@ -130,8 +130,8 @@ def _add_halves(
             pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
         pair_s.store(pair_vh)
         fence_async_shared()
-        tma.store_wait(0)  # of the previous half
-        release(empty, step, half > 0, STAGES)  # by now all of this half is in its place too
+        tma.store_wait(0)  # waits for the stores of the previous half
+        release(empty, step, half > 0, STAGES)  # all of this half is in place now, too
         store(pair_VP, [first_class, column], pair_s)
         if factor_ptr is None:
             store(low_VP, [first_class, column], low_s)

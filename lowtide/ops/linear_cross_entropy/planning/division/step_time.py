@@ -12,8 +12,8 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_byte
 # Bytes that the small kernels of a chunk move per row and feature: rows of X gathered, scaled and added
 # to their targets' classes, and dX from its float32 product.
 ROW_BYTES = 32
-SMALL_KERNELS = 12  # of a chunk
-CALL = 15e-5  # seconds of what a call does once: vectors, the order of targets
+SMALL_KERNELS = 12  # launches of small kernels per chunk
+CALL = 15e-5  # seconds of the work that a call does once: vectors, the order of targets
 
 
 def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
